@@ -1,0 +1,130 @@
+"""Which sequences share a row: best-fit decreasing bin packing, and an even split of rows over data ranks."""
+
+import bisect
+import heapq
+from collections.abc import Callable, Sequence
+
+from automodel_rl.batch.packed import PackedBatch, TokenSequence, empty_row, pack_row
+from automodel_rl.errors import InputError
+
+Bin = list[int]
+"""Places of the sequences of one row."""
+
+
+def assign_bins(
+    lengths: Sequence[int], capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1
+) -> list[Bin]:
+    """Puts sequences into as few bins as best-fit decreasing finds, then splits bins up to the count asked for.
+
+    Best-fit decreasing needs at most 11/9 of the fewest bins possible, plus one (Johnson et al., 1974, "Worst-case
+    performance bounds for simple one-dimensional packing algorithms").
+
+    Args:
+        lengths: tokens of every sequence, each at most `capacity`.
+        capacity: most tokens of a bin.
+        min_bin_count: fewest bins returned.
+        bin_count_multiple: the number of bins is a multiple of this.
+
+    Returns:
+        Bins of places in `lengths`. Bins are empty only when there are fewer sequences than bins.
+    """
+    for place, length in enumerate(lengths):
+        if length > capacity:
+            raise InputError(
+                f"sequence {place} has {length} tokens but a bin holds {capacity}: truncate it, drop it, "
+                "or raise the capacity"
+            )
+    bins = _best_fit_decreasing(lengths, capacity)
+    count = max(len(bins), min_bin_count, 1)
+    count = -(-count // bin_count_multiple) * bin_count_multiple
+    return _split_up_to(bins, lengths, count)
+
+
+def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Bin]:
+    bins: list[Bin] = []
+    free: list[tuple[int, int]] = []  # (tokens left, bin), sorted: the first that fits is the fullest
+    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect.bisect_left(free, (lengths[place], -1))
+        if at == len(free):
+            bins.append([])
+            left, chosen = capacity, len(bins) - 1
+        else:
+            left, chosen = free.pop(at)
+        bins[chosen].append(place)
+        bisect.insort(free, (left - lengths[place], chosen))
+    return bins
+
+
+def _split_up_to(bins: list[Bin], lengths: Sequence[int], count: int) -> list[Bin]:
+    """Halves the bin with most tokens until there are `count`; empty bins make up what splitting cannot."""
+    heap = [(-sum(lengths[i] for i in b), n, b) for n, b in enumerate(bins)]
+    heapq.heapify(heap)
+    done: list[Bin] = []
+    serial = len(bins)
+    while heap and len(heap) + len(done) < count:
+        _, _, largest = heapq.heappop(heap)
+        if len(largest) == 1:
+            done.append(largest)
+            continue
+        halves: tuple[Bin, Bin] = ([], [])
+        for place in largest:  # longest first, each to the lighter half
+            min(halves, key=lambda half: sum(lengths[i] for i in half)).append(place)
+        for half in halves:
+            heapq.heappush(heap, (-sum(lengths[i] for i in half), serial, half))
+            serial += 1
+    bins = done + [b for _, _, b in heap]
+    return bins + [[] for _ in range(count - len(bins))]
+
+
+def share_bins(costs: Sequence[float], num_shares: int) -> list[list[int]]:
+    """Deals bins to data ranks: the same number for each, the work as even as longest-first dealing makes it.
+
+    Args:
+        costs: work of every bin; their number is a multiple of `num_shares`.
+        num_shares: number of data ranks.
+
+    Returns:
+        For every data rank the places of its bins, costliest first.
+    """
+    per_share = len(costs) // num_shares
+    if per_share * num_shares != len(costs):
+        raise ValueError(f"{len(costs)} bins cannot be dealt evenly to {num_shares} data ranks")
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    heap = [(0.0, rank) for rank in range(num_shares)]
+    for place in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(heap)
+        shares[rank].append(place)
+        if len(shares[rank]) < per_share:
+            heapq.heappush(heap, (load + costs[place], rank))
+    return shares
+
+
+def pack(
+    sequences: Sequence[TokenSequence],
+    capacity: int,
+    *,
+    num_data_ranks: int = 1,
+    data_rank: int = 0,
+    min_bin_count: int = 1,
+    cost: Callable[[int], float] = float,
+) -> list[PackedBatch]:
+    """Packs a global batch into rows and returns those of one data rank.
+
+    Every data rank calls this with the same sequences and gets the same number of rows; where there are fewer
+    sequences than rows, the missing ones are empty.
+
+    Args:
+        sequences: the global batch.
+        capacity: most tokens of a row.
+        num_data_ranks, data_rank: over how many ranks the rows are dealt, and whose are returned.
+        min_bin_count: fewest rows over all data ranks.
+        cost: work of a sequence by its length, by which data ranks are balanced.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    bins = assign_bins(
+        lengths, capacity, min_bin_count=max(min_bin_count, num_data_ranks), bin_count_multiple=num_data_ranks
+    )
+    costs = [sum(cost(lengths[i]) for i in b) for b in bins]
+    mine = [bins[place] for place in share_bins(costs, num_data_ranks)[data_rank]]
+    like = pack_row([sequences[0]]) if sequences else None
+    return [pack_row([sequences[i] for i in b], order=b) if b else empty_row(like) for b in mine]

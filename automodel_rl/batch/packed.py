@@ -1,0 +1,157 @@
+"""PackedBatch: one microbatch, several sequences back to back in a single row (the THD layout), never padded.
+
+Alignment. Outside, a per-token value belongs to the token it describes. Inside a row, everything is aligned with the
+position that *predicts*: `loss_mask[t]` and `values[name][t]` describe `targets[t]`, the token after `input_ids[t]`.
+`pack_row` shifts one way, `unpack` the other; nothing else in the package shifts.
+
+Shape letters: T tokens of a row, N its sequences, n the tokens of one sequence.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+IGNORED_TARGET = -100
+"""Target of a position that predicts nothing: the last one of every sequence."""
+
+EMPTY_LENGTH = 2
+"""Tokens of the sequence in an empty row; two, so that attention and the loss have something to run on."""
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One tokenised sequence, every field aligned with its own tokens.
+
+    Attributes:
+        input_ids: token ids, int64 [n].
+        loss_mask: True for the tokens that count in the loss, bool [n]. The first token is never predicted, so its
+            entry has no effect.
+        values: further per-token tensors by name, each [n].
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, tensor in {"loss_mask": self.loss_mask, **self.values}.items():
+            if tensor.shape != self.input_ids.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} but input_ids {tuple(self.input_ids.shape)}: "
+                    "a per-token tensor needs one entry for each token"
+                )
+
+    def __len__(self) -> int:
+        return self.input_ids.numel()
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One packed row, aligned with predicting positions (see the module's text).
+
+    A dataclass is a single leaf to pytree, so pipeline schedules pass it on untouched.
+
+    Attributes:
+        input_ids: int64 [T].
+        position_ids: int64 [T], starting at 0 in every sequence.
+        targets: the next token of the same sequence, int64 [T]; `IGNORED_TARGET` at the end of every sequence.
+        loss_mask: which targets count, bool [T].
+        cu_seqlens: where sequences start, and T, int32 [N + 1].
+        lengths: tokens of every sequence; on the host, so that nobody waits for the device to read them.
+        order: for every sequence, its place in the list that was packed.
+        values: further per-token tensors [T] by name.
+        is_empty: True for a row that only keeps collectives in step and counts for nothing.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    loss_mask: Tensor
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+    order: tuple[int, ...]
+    values: dict[str, Tensor] = field(default_factory=dict)
+    is_empty: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def num_sequences(self) -> int:
+        """Real sequences; none in an empty row."""
+        return 0 if self.is_empty else len(self.lengths)
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.lengths)
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """The same row with its tensors on `device`."""
+        tensors = {
+            f.name: getattr(self, f.name).to(device, non_blocking=True)
+            for f in dataclasses.fields(self)
+            if isinstance(getattr(self, f.name), Tensor)
+        }
+        values = {name: value.to(device, non_blocking=True) for name, value in self.values.items()}
+        return dataclasses.replace(self, **tensors, values=values)
+
+
+def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = None) -> PackedBatch:
+    """One row of the given sequences, in their order.
+
+    Args:
+        sequences: at least one; each at least one token long, all with the same names in `values`.
+        order: places of the sequences in the list they come from; by default 0, 1, 2, ...
+    """
+    if not sequences:
+        raise ValueError("pack_row needs at least one sequence; use empty_row() for a row without any")
+    lengths = tuple(len(sequence) for sequence in sequences)
+    end = torch.tensor([IGNORED_TARGET])
+    names = sequences[0].values.keys()
+    return PackedBatch(
+        input_ids=torch.cat([s.input_ids for s in sequences]),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        targets=torch.cat([part for s in sequences for part in (s.input_ids[1:], end)]),
+        loss_mask=torch.cat([_to_predictor(s.loss_mask) for s in sequences]),
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        lengths=lengths,
+        order=tuple(range(len(sequences)) if order is None else order),
+        values={name: torch.cat([_to_predictor(s.values[name]) for s in sequences]) for name in names},
+    )
+
+
+def empty_row(like: PackedBatch | None = None) -> PackedBatch:
+    """A row that joins every collective and counts for nothing; `like` gives the names and dtypes of its values."""
+    zeros = torch.zeros(EMPTY_LENGTH, dtype=torch.int64)
+    values = {} if like is None else {n: v.new_zeros(EMPTY_LENGTH, device="cpu") for n, v in like.values.items()}
+    row = pack_row([TokenSequence(zeros, torch.zeros(EMPTY_LENGTH, dtype=torch.bool), values)])
+    return dataclasses.replace(row, order=(), is_empty=True)
+
+
+def unpack(values: Tensor, batch: PackedBatch) -> list[Tensor]:
+    """Per-token results of a row, split by sequence and aligned with the tokens again.
+
+    Args:
+        values: [T, ...], aligned with predicting positions.
+        batch: the row they belong to.
+
+    Returns:
+        One tensor [n, ...] for each real sequence; its first entry, which nothing predicts, is 0.
+    """
+    if batch.is_empty:
+        return []
+    return [_to_token(piece) for piece in values.split(batch.lengths)]
+
+
+def _to_predictor(values: Tensor) -> Tensor:
+    """Moves each value one place to the left, onto the position that predicts its token."""
+    return torch.cat([values[1:], values.new_zeros(1)])
+
+
+def _to_token(values: Tensor) -> Tensor:
+    return torch.cat([values.new_zeros(1, *values.shape[1:]), values[:-1]])

@@ -1,0 +1,52 @@
+"""Where examples come from and how they become token sequences and rows."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from automodel_rl.config.base import Positive, Section
+
+
+class SourceConfig(Section):
+    path: str
+    """A JSON-lines file, or the id (or folder) of a dataset that `datasets.load_dataset` opens."""
+
+    split: str = "train"
+    """Split of a dataset id; a JSON-lines file has only one."""
+
+    columns: dict[Literal["messages"], str] = {}
+    """Names of the columns where they differ from the standard ones, e.g. {messages: conversation}."""
+
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of the examples drawn, relative to the other sources; by default the number of its records."""
+
+
+class DataConfig(Section):
+    train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+    """Sources of training examples, mixed by weight."""
+
+    validation: tuple[SourceConfig, ...] = ()
+    """Sources of held-out examples, for val/loss."""
+
+    chat_template: str | None = None
+    """File with a Jinja chat template to use in place of the tokenizer's own."""
+
+    train_on: Literal["all", "last"] = "all"
+    """Assistant turns that count in the loss: all of them, or only the last."""
+
+    overlong: Literal["truncate", "drop"] = "truncate"
+    """What happens to an example longer than a row: cut at the end, or left out. Both are counted in the metrics."""
+
+    shuffle: bool = True
+    """New order in every epoch; false keeps the order of the file."""
+
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that tokenise ahead of training, on each rank."""
+
+
+class BatchConfig(Section):
+    sequences: Positive
+    """Sequences of one step over all data ranks (the global batch)."""
+
+    row_tokens: Positive
+    """Capacity of a packed row, the microbatch. Rows are never padded up to it."""

@@ -1,0 +1,170 @@
+"""YAML files and dotted command-line overrides into checked configs; every error names its key."""
+
+import difflib
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from automodel_rl.config.base import Section
+from automodel_rl.config.sft import SFTConfig
+from automodel_rl.errors import InputError
+
+ConfigT = TypeVar("ConfigT", bound=Section)
+
+ALIASES = {"learning_rate": "lr", "max_length": "row_tokens", "max_seq_length": "row_tokens", "batch_size": "sequences"}
+"""Names other trainers use, for suggestions only."""
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = (), kind: type[ConfigT] = SFTConfig) -> ConfigT:
+    """Reads a YAML file, applies overrides and checks the result.
+
+    Args:
+        path: the YAML file.
+        overrides: `--dotted.key value` or `--dotted.key=value`, as on the command line; values are YAML. List items
+            are named by their number, as in `--data.train.0.path`.
+        kind: the config class.
+
+    Raises:
+        InputError: the file is missing or malformed, or a key or value is wrong.
+    """
+    values = _read_yaml(Path(path))
+    for key, text in parse_overrides(overrides):
+        _assign(values, key, _parse_value(key, text))
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise InputError("; ".join(_explain(detail, kind) for detail in error.errors())) from None
+
+
+def dump_config(config: Section) -> str:
+    """The resolved config as YAML, defaults included; `load_config` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def parse_overrides(arguments: typing.Sequence[str]) -> list[tuple[str, str]]:
+    """`["--a.b", "1", "--c=2"]` to `[("a.b", "1"), ("c", "2")]`."""
+    pairs, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            raise InputError(f"unexpected argument {argument!r}: overrides look like --optimizer.lr 1e-5")
+        key, equals, text = argument[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise InputError(f"--{key} has no value: overrides look like --optimizer.lr 1e-5")
+            text = rest.pop(0)
+        pairs.append((key.replace("-", "_"), text))
+    return pairs
+
+
+def differing_keys(one: Any, other: Any, prefix: str = "") -> list[str]:
+    """Dotted keys at which two dumped configs differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [*one, *(key for key in other if key not in one)]
+        return [d for key in keys for d in differing_keys(one.get(key), other.get(key), f"{prefix}{key}.")]
+    return [] if one == other else [prefix.rstrip(".")]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the config file ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise InputError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: a config is a mapping of keys to values, this is {type(values).__name__}")
+    return values
+
+
+def _parse_value(key: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InputError(f"--{key}: {text!r} is not a YAML value; quote it") from None
+
+
+def _assign(values: Any, key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for name in path:
+        if isinstance(values, list):
+            values = values[_list_place(key, name, values)]
+        else:
+            if values.get(name) is None:
+                values[name] = {}
+            values = values[name]
+        if not isinstance(values, dict | list):
+            raise InputError(f"--{key}: {name} is a value, not a section")
+    if isinstance(values, list):
+        values[_list_place(key, last, values)] = value
+    else:
+        values[last] = value
+
+
+def _list_place(key: str, name: str, values: list[Any]) -> int:
+    if not name.isdecimal() or int(name) >= len(values):
+        raise InputError(f"--{key}: {name} is not a place in a list of {len(values)}; places count from 0")
+    return int(name)
+
+
+def _explain(detail: Any, kind: type[BaseModel]) -> str:
+    """One pydantic error as `key: what was given, the rule, the remedy`."""
+    where = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        section = _section_at(kind, detail["loc"][:-1])
+        return f"{where}: unknown key{_suggest(str(detail['loc'][-1]), section)}"
+    if detail["type"] == "missing":
+        return f"{where}: this key is required"
+    rule = detail["msg"].removeprefix("Value error, ")
+    prefix = f"{where}: " if where else ""
+    if detail["type"] == "value_error":
+        return f"{prefix}{rule}"
+    return f"{prefix}{rule}, not {detail['input']!r}"
+
+
+def _suggest(key: str, section: type[BaseModel] | None) -> str:
+    if section is None:
+        return ""
+    known = list(section.model_fields)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if ALIASES.get(key) in known:
+        close = [ALIASES[key]]
+    return f"; did you mean {close[0]}?" if close else f"; known keys are {', '.join(known)}"
+
+
+def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """The section class at a location such as ("data", "train", 0)."""
+    section: Any = kind
+    for part in location:
+        if isinstance(part, str):
+            section = section.model_fields[part].annotation
+        section = _inner_section(section)
+        if section is None:
+            return None
+    return section
+
+
+def _inner_section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if isinstance(annotation, types.GenericAlias | types.UnionType) or typing.get_origin(annotation) is not None:
+        return next((s for a in typing.get_args(annotation) if (s := _inner_section(a))), None)
+    return None
+
+
+def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
+    """(dotted key, default, meaning) of every key, for the command line's help."""
+    rows = []
+    for name, info in kind.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            rows += describe_keys(info.annotation, f"{prefix}{name}.")
+        else:
+            default = "required" if info.is_required() else str(info.default)
+            rows.append((f"{prefix}{name}", default, info.description or ""))
+    return rows

@@ -1,0 +1,19 @@
+"""Which model is trained, and how it computes."""
+
+from typing import Literal
+
+from automodel_rl.config.base import Section
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a hub id."""
+
+    implementation: Literal["transformers", "nemo_automodel"] = "transformers"
+    """Whose model class runs: transformers' own, or nemo_automodel's of the same architecture."""
+
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """What the model computes in. Master weights are float32 (float64 for float64)."""
+
+    attention: Literal["auto", "varlen", "sdpa"] = "auto"
+    """Attention over packed rows. auto: varlen_attn on CUDA in bfloat16, else SDPA over each sequence."""

@@ -1,0 +1,45 @@
+"""How the model is laid out over ranks."""
+
+from typing import Literal
+
+from automodel_rl.config.base import Positive, Section
+
+Schedule = Literal[
+    "1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
+
+class ParallelConfig(Section):
+    """Sizes of the mesh axes. The world size is their product."""
+
+    pp: Positive = 1
+    """Pipeline parallel: stages the layers are split into."""
+
+    schedule: Schedule = "1F1B"
+    """Pipeline schedule."""
+
+    layers_per_stage: tuple[Positive, ...] | None = None
+    """Layers of each stage, first stage first; by default as even as possible, the last (it has the head too) shortest."""
+
+    dp_shard: Positive = 1
+    """Data parallel with sharded weights, gradients and optimizer state (FSDP2)."""
+
+    dp_replicate: Positive = 1
+    """Copies of the sharded group (HSDP)."""
+
+    tp: Positive = 1
+    """Tensor parallel."""
+
+    cp: Positive = 1
+    """Context parallel."""
+
+    ep: Positive = 1
+    """Expert parallel, over the data ranks."""
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.dp_shard * self.dp_replicate
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.num_data_ranks * self.tp * self.cp

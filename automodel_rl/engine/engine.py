@@ -1,0 +1,138 @@
+"""Engine: optimizer steps and forward-only work on a ModelHandle, the same on every layout."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import PackedBatch, unpack
+from automodel_rl.config import OptimizerConfig
+from automodel_rl.engine.optimizer import build_optimizer, learning_rate
+from automodel_rl.errors import TrainingDivergedError
+from automodel_rl.losses import Denominator, LossFn, TokenOutputs, count
+from automodel_rl.model import ModelHandle
+from automodel_rl.model.logprobs import target_logprobs, top_logits
+from automodel_rl.parallel.adapters import LossTotals
+from automodel_rl.parallel.gradients import local_square_norm, scale_gradients
+from automodel_rl.parallel.host_reduce import GlobalTotals, share_totals, sum_over_data_ranks
+
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """What came of one step over the global batch; equal on every rank.
+
+    Attributes:
+        loss: each of the loss's sums divided by its global count, added up.
+        grad_norm: global gradient norm before clipping.
+        num_tokens: tokens that counted in the loss.
+        lr: learning rate of the step.
+        skipped: True when loss or gradient were not finite and no weight changed.
+        metrics: the loss's own metrics.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    lr: float
+    skipped: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Engine:
+    """Trains and reads a model. Every method is a collective: all ranks call it with their data rank's batches.
+
+    Args:
+        handle: the model.
+        optimizer: AdamW and its schedule.
+        total_steps: length of the run, for a decaying learning rate.
+    """
+
+    def __init__(
+        self, handle: ModelHandle, optimizer: OptimizerConfig | None = None, total_steps: int | None = None
+    ):
+        self.handle = handle
+        self.config = optimizer or OptimizerConfig(decay="constant")
+        self.total_steps = total_steps
+        self.optimizers = [build_optimizer(part, self.config) for part in handle.parts]
+        self.step = 0
+        self.skipped_in_a_row = 0
+
+    def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn) -> TrainOutput:
+        """One optimizer step over the global batch.
+
+        Args:
+            batches: this data rank's rows; every data rank has equally many (see `pack`).
+            loss_fn: gives sums over a row; they are divided by the counts of the global batch, here and nowhere else.
+
+        Raises:
+            TrainingDivergedError: too many steps in a row were not finite.
+        """
+        counts = self._global_counts(batches)
+        totals = self.handle.forward_backward(batches, loss_fn, counts)
+        parameters = [parameter for _, parameter in self.handle.named_parameters()]
+        shared = share_totals(totals, local_square_norm(parameters, self.handle.layout), self.handle.layout)
+        loss, grad_norm = _mean_loss(shared, counts), math.sqrt(shared.square_norm)
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        lr = learning_rate(self.config, self.step, self.total_steps)
+        if not skipped:
+            self._update(lr, grad_norm)
+        self.handle.zero_grad()
+        self.step += 1
+        self._count_skipped(skipped, loss, grad_norm)
+        return TrainOutput(loss, grad_norm, counts["tokens"], lr, skipped, _metrics(shared))
+
+    def evaluate(self, batches: Sequence[PackedBatch], loss_fn: LossFn) -> float:
+        """The loss over the global batch, without gradients or updates."""
+        counts = self._global_counts(batches)
+        totals = LossTotals()
+        for batch, logprobs in zip(batches, self.handle.forward(batches, target_logprobs), strict=True):
+            totals.add(loss_fn(TokenOutputs(logprobs), batch.to(logprobs.device)))
+        nothing = torch.zeros((), dtype=torch.float64)
+        return _mean_loss(share_totals(totals, nothing, self.handle.layout), counts)
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Log-probabilities of this data rank's tokens, equal on all its stages.
+
+        Returns:
+            For each sequence, in the order in which rows hold them, a tensor [n] aligned with its tokens, fp32 or
+            float64; the first entry is 0.
+        """
+        outputs = self.handle.forward(batches, target_logprobs)
+        return [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output, batch)]
+
+    def next_tokens(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """The likeliest token after each sequence, int64 [N], in the order in which rows hold them."""
+        outputs = self.handle.forward(batches, lambda hidden, weight, _: top_logits(hidden, weight, 1)[1][:, 0])
+        ends = [batch.cu_seqlens[1:].to(output.device) - 1 for output, batch in zip(outputs, batches, strict=True)]
+        return torch.cat([output[end] for output, end in zip(outputs, ends, strict=True)])
+
+    def _global_counts(self, batches: Sequence[PackedBatch]) -> dict[Denominator, int]:
+        local = count(batches)
+        return dict(zip(local, sum_over_data_ranks(list(local.values()), self.handle.layout), strict=True))
+
+    def _update(self, lr: float, grad_norm: float) -> None:
+        if self.config.max_grad_norm is not None and grad_norm > self.config.max_grad_norm:
+            every_copy = [parameter for part in self.handle.parts for parameter in part.parameters()]
+            scale_gradients(every_copy, self.config.max_grad_norm / (grad_norm + 1e-6))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+
+    def _count_skipped(self, skipped: bool, loss: float, grad_norm: float) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row >= self.config.max_skipped_steps:
+            raise TrainingDivergedError(
+                f"{self.skipped_in_a_row} steps in a row were skipped, the last with loss {loss} and gradient norm "
+                f"{grad_norm}: lower optimizer.lr, or look at the data of these steps"
+            )
+
+
+def _mean_loss(totals: GlobalTotals, counts: dict[Denominator, int]) -> float:
+    return sum(total / max(counts[name], 1) for name, total in totals.sums.items())
+
+
+def _metrics(totals: GlobalTotals) -> dict[str, float]:
+    return {name: total / denominator for name, (total, denominator) in totals.metrics.items() if denominator}

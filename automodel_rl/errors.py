@@ -1,0 +1,28 @@
+"""Errors that a user can act on, and the exit codes they end in."""
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong. The message is one line: what was given, the rule, the remedy."""
+
+
+class MicrobatchError(RuntimeError):
+    """A forward, loss or backward failed; says on which stage and for which microbatch. The cause is chained."""
+
+    def __init__(self, phase: str, stage: int, microbatch: int, cause: BaseException):
+        super().__init__(f"{phase} of microbatch {microbatch} on stage {stage} failed: {innermost(cause)}")
+
+
+class TrainingDivergedError(RuntimeError):
+    """Too many steps in a row had a loss or a gradient that is not finite."""
+
+
+def innermost(error: BaseException) -> str:
+    """`Type: message` of the error that started a chain, its message on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}"

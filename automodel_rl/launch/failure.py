@@ -1,0 +1,65 @@
+"""The first cause of a failure: every rank that fails leaves a record, and the launcher shows the earliest."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, InputError, MicrobatchError, innermost
+
+RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
+"""Environment variable by which a launcher tells its ranks where to leave their records."""
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    rank: int
+    time: float
+    exit_code: int
+    line: str
+    trace: str
+
+
+def guard(work: Callable[[], None]) -> int:
+    """Runs `work` and returns the exit code; a failure leaves a record, or is printed where there is no launcher."""
+    try:
+        work()
+    except InputError as error:
+        return _report(EXIT_BAD_INPUT, f"error: {error}", "")
+    except KeyboardInterrupt:
+        return _report(EXIT_FAILURE, "interrupted", "")
+    except BaseException as error:  # also SystemExit of a library: peers must learn that this rank is gone
+        return _report(EXIT_FAILURE, f"error: {describe(error)}", traceback.format_exc())
+    return EXIT_OK
+
+
+def describe(error: BaseException) -> str:
+    """One line on what failed, with stage and microbatch where one was running."""
+    chain = error
+    while chain is not None:
+        if isinstance(chain, MicrobatchError):
+            return f"rank {os.environ.get('RANK', 0)}: {chain}"
+        chain = chain.__cause__
+    return f"rank {os.environ.get('RANK', 0)}: {innermost(error)}"
+
+
+def _report(exit_code: int, line: str, trace: str) -> int:
+    record = FailureRecord(int(os.environ.get("RANK", 0)), time.time(), exit_code, line, trace)
+    folder = os.environ.get(RECORD_FOLDER_VARIABLE)
+    if folder is None:
+        print(f"{trace}{line}", file=sys.stderr, flush=True)
+    else:
+        path = Path(folder) / f"rank_{record.rank}.json"
+        path.with_suffix(".tmp").write_text(json.dumps(asdict(record)))
+        path.with_suffix(".tmp").rename(path)
+    return exit_code
+
+
+def first_failure(folder: Path) -> FailureRecord | None:
+    """The earliest record in the folder; what follows it are mostly lost connections."""
+    records = [FailureRecord(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
+    return min(records, key=lambda record: record.time, default=None)

@@ -1,0 +1,121 @@
+"""Starts the ranks of a layout as processes of this machine and ends them together."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from automodel_rl.errors import EXIT_FAILURE
+from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, first_failure
+
+GRACE_SECONDS = 3.0
+"""How long the other ranks may still take to leave their own record once one has failed."""
+
+TAIL_LINES = 20
+
+
+def is_rank() -> bool:
+    """Whether this process is already a rank of a job (of ours, of torchrun's or of Slurm's through torchrun)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def free_port() -> int:
+    """A TCP port of this machine that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
+    """Runs `command` once per rank and returns the job's exit code.
+
+    Rank 0 shares this terminal; the other ranks write to files that are shown only when there is no better cause.
+    The first rank that fails ends all others. SIGTERM and SIGINT are passed on, so that ranks can save and stop.
+    """
+    with tempfile.TemporaryDirectory(prefix="automodel_rl_") as folder:
+        ranks = _Ranks(command, num_ranks, Path(folder))
+        handlers = {s: signal.signal(s, lambda number, _: ranks.signal(number)) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return ranks.wait()
+        finally:
+            ranks.kill()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+class _Ranks:
+    def __init__(self, command: Sequence[str], num_ranks: int, folder: Path):
+        self.folder = folder
+        port, threads = str(free_port()), str(max(1, (os.cpu_count() or 1) // num_ranks))
+        self.processes = []
+        for rank in range(num_ranks):
+            environment = {
+                "OMP_NUM_THREADS": threads,
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": port,
+                RECORD_FOLDER_VARIABLE: str(folder),
+            }
+            log = None if rank == 0 else self._log(rank).open("w")
+            # A session of their own: a terminal's Ctrl-C reaches only us, and we pass it on once.
+            self.processes.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            )
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank_{rank}.log"
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def wait(self) -> int:
+        while True:
+            codes = [process.poll() for process in self.processes]
+            if all(code == 0 for code in codes):
+                return 0
+            if any(code not in (None, 0) for code in codes):
+                return self._fail()
+            time.sleep(0.05)
+
+    def _fail(self) -> int:
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+            time.sleep(0.05)
+        failed = next(r for r, process in enumerate(self.processes) if process.poll() not in (None, 0))
+        self.kill()
+        record = first_failure(self.folder)
+        if record is None:
+            print(self._tail(failed), f"error: {self._death(failed)}", sep="", file=sys.stderr, flush=True)
+            return EXIT_FAILURE
+        print(f"{record.trace}{record.line}", file=sys.stderr, flush=True)
+        return record.exit_code
+
+    def _tail(self, rank: int) -> str:
+        if rank == 0:
+            return ""
+        return "".join(self._log(rank).read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:])
+
+    def _death(self, rank: int) -> str:
+        code = self.processes[rank].returncode
+        if code < 0:
+            remedy = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
+            return f"rank {rank} was ended by {signal.Signals(-code).name}{remedy}"
+        return f"rank {rank} ended with exit code {code} and left no cause"
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()

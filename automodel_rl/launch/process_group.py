@@ -1,0 +1,57 @@
+"""Joining the job's process group: the one that is there, one from torchrun's environment, or a group of one."""
+
+import atexit
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+
+from automodel_rl.errors import InputError
+from automodel_rl.launch.local import free_port
+
+TIMEOUT = datetime.timedelta(minutes=30)
+"""Longest wait for a peer. A dead peer is noticed at once; this bounds a peer that hangs."""
+
+
+def join_process_group(world_size: int) -> torch.device:
+    """Joins the process group and returns this rank's device: its CUDA device by local rank, else the CPU.
+
+    Args:
+        world_size: ranks that the layout needs.
+
+    Raises:
+        InputError: the job has another number of ranks.
+    """
+    if not dist.is_initialized():
+        _initialise()
+    if dist.get_world_size() != world_size:
+        raise InputError(
+            f"the job has {dist.get_world_size()} ranks but the layout needs {world_size} "
+            "(parallel: pp x dp_shard x dp_replicate x tp x cp): change the layout or the number of ranks"
+        )
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _initialise() -> None:
+    if "RANK" not in os.environ:  # nobody launched us: a job of one rank
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    backend = "gloo"
+    if torch.cuda.is_available():
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(
+                f"this machine has {torch.cuda.device_count()} GPUs but was asked for at least {local_rank + 1} ranks: "
+                "use a layout with fewer ranks"
+            )
+        torch.cuda.set_device(local_rank)
+        backend = "nccl"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    atexit.register(leave_process_group)
+
+
+def leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,47 @@
+"""What a loss gets and what it gives: sums, never means. The engine divides once, by global counts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from automodel_rl.batch import PackedBatch
+
+Denominator = Literal["tokens", "sequences"]
+"""What a sum is divided by: targets with `loss_mask` set, or real sequences, of the whole global batch."""
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model says of one packed row.
+
+    Attributes:
+        logprobs: log-probability of every target under the model, [T], fp32 or float64; 0 where there is no target.
+    """
+
+    logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Sums over one packed row.
+
+    Attributes:
+        sums: scalar tensors that carry gradients; the loss is the total of each divided by its global count.
+        metrics: name -> (sum, denominator), scalar tensors without gradient; reported as total / total.
+    """
+
+    sums: dict[Denominator, Tensor]
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+LossFn = Callable[[TokenOutputs, PackedBatch], LossOutput]
+
+
+def count(batches: list[PackedBatch]) -> dict[Denominator, int]:
+    """Denominators of one data rank's batches, known before any forward. Masks that depend on results never enter."""
+    return {
+        "tokens": sum(int(batch.loss_mask.sum()) for batch in batches),
+        "sequences": sum(batch.num_sequences for batch in batches),
+    }

@@ -1,0 +1,180 @@
+"""ModelHandle: the one seam behind which a model is an `nn.Module` or an `AutoPipeline`."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from nemo_automodel.components.distributed.pipelining import AutoPipeline
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from automodel_rl.batch import PackedBatch, empty_row
+from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.errors import InputError
+from automodel_rl.launch.process_group import join_process_group
+from automodel_rl.losses import Denominator, LossFn
+from automodel_rl.model.attention import choose_attention, register_attention
+from automodel_rl.model.checkpoint_files import check_weights, describe_model, read_config, resolve_checkpoint
+from automodel_rl.model.flops import StepFlops
+from automodel_rl.model.logprobs import target_logprobs
+from automodel_rl.model.nemo import build_empty_model, fsdp_strategy, parallelise_and_load, parts_of
+from automodel_rl.model.part_forward import install_part_forward
+from automodel_rl.model.saving import gather_whole, save_checkpoint
+from automodel_rl.parallel.adapters import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter
+from automodel_rl.parallel.combinations import check_supported
+from automodel_rl.parallel.drivers import Driver, PipelineDriver, SequentialDriver
+from automodel_rl.parallel.gradients import TiedEmbedding, local_tensor
+from automodel_rl.parallel.host_reduce import tensor_from_last_stage
+from automodel_rl.parallel.layout import Layout, build_layout
+
+
+class ModelHandle:
+    """A causal language model on any layout: parts, forward, forward_backward, named Hugging Face tensors.
+
+    Attributes:
+        parts: this rank's model chunks.
+        config: the Hugging Face config.
+        layout: this rank's place among all ranks.
+        dtype: what the model computes in.
+        tied: the two copies of a tied embedding, where a pipeline has split them.
+    """
+
+    def __init__(self, model: nn.Module | AutoPipeline, config: PretrainedConfig, layout: Layout, dtype: torch.dtype):
+        """Wraps a model whose parts have the packed forward; `from_pretrained` builds one."""
+        self.parts = parts_of(model)
+        self.config, self.layout, self.dtype = config, layout, dtype
+        self.flops = StepFlops(config)
+        self.tied = _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
+        self._driver: Driver
+        if isinstance(model, AutoPipeline):
+            self._driver = PipelineDriver(model, layout, config.hidden_size, dtype)
+        else:
+            self._driver = SequentialDriver(model)
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str | ModelConfig, parallel: ParallelConfig | None = None
+    ) -> "ModelHandle":
+        """Loads a Hugging Face checkpoint onto a layout. A collective: every rank calls it.
+
+        Joins the process group that is there, else starts one from torchrun's environment.
+
+        Args:
+            model: folder or hub id, or a `ModelConfig` with more to say.
+            parallel: sizes of the mesh axes; by default one rank.
+
+        Raises:
+            InputError: the layout does not fit the model or the job, or the checkpoint is missing or damaged.
+        """
+        model = ModelConfig(path=model) if isinstance(model, str) else model
+        parallel = parallel or ParallelConfig()
+        folder = resolve_checkpoint(model.path)
+        config = read_config(folder)
+        check_supported(describe_model(config), model, parallel)
+        device = join_process_group(parallel.world_size)
+        dtype = getattr(torch, model.dtype)
+        master = torch.promote_types(dtype, torch.float32)
+        layout = build_layout(parallel, fsdp_strategy(dtype, master), device)
+        register_attention()
+        attention = choose_attention(model.attention, device, dtype)
+        empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
+        install_part_forward(empty)
+        check_weights(folder, empty)
+        handle = cls(parallelise_and_load(empty, folder, layout), config, layout, dtype)
+        handle._check_finite(folder)
+        return handle
+
+    def forward_backward(
+        self, batches: Sequence[PackedBatch], loss_fn: LossFn, counts: dict[Denominator, int]
+    ) -> LossTotals:
+        """Adds the gradients of one global step to every parameter, summed over data ranks.
+
+        Args:
+            batches: this data rank's rows; every data rank has equally many.
+            loss_fn: gives sums over a row.
+            counts: global denominators of those sums.
+
+        Returns:
+            Undivided sums of this data rank, on ranks with the last stage; empty totals elsewhere.
+        """
+        for part in self.parts:
+            part.train()
+        rows = self._rows(batches)
+        adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.pp - 1)
+        self._driver.forward_backward(rows, adapter, target_logprobs)
+        if self.tied is not None:
+            self.tied.sum_gradients()
+        return adapter.totals
+
+    def forward(self, batches: Sequence[PackedBatch], output_fn: OutputFn) -> list[Tensor]:
+        """What `output_fn` makes of every row, without gradients; equal on all stages of this data rank.
+
+        Returns:
+            One tensor [T, ...] for each row.
+        """
+        for part in self.parts:
+            part.eval()
+        capturer = LogitsCapturer(output_fn)
+        rows = self._rows(batches)
+        try:
+            self._driver.forward(rows, capturer)
+        finally:
+            self._release_gathered_weights()
+        whole = torch.cat(capturer.outputs) if self.layout.is_last_stage else None
+        pieces = tensor_from_last_stage(whole, self.layout).split([row.num_tokens for row in rows])
+        return list(pieces[: len(batches)])
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Hugging Face names and (sharded) parameters of this rank's stages; a tied weight only once in the model."""
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                if self.tied is None or parameter is not self.tied.copy:
+                    yield name, parameter
+
+    def named_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors of this rank's stages. A collective of each stage's ranks.
+
+        Args:
+            dtype: of the tensors; by default what the model computes in, so that they give the same results.
+        """
+        for name, parameter in self.named_parameters():
+            yield name, gather_whole(parameter, dtype or self.dtype)
+
+    def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Writes a Hugging Face checkpoint in the compute dtype. A collective. Complete, or not there at all."""
+        config = type(self.config).from_dict(self.config.to_dict())
+        config.dtype = self.dtype
+        save_checkpoint(Path(path), self.named_hf_tensors(), config, tokenizer, self.layout)
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def _rows(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """The rows on this rank's device, with empty ones added where the driver needs more."""
+        missing = self._driver.min_microbatches - len(batches)
+        rows = [*batches, *(empty_row(batches[0]) for _ in range(missing))]
+        return [row.to(self.layout.device) for row in rows]
+
+    def _release_gathered_weights(self) -> None:
+        """Weights gathered for a forward without backward would outlive the next update of their shards."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _check_finite(self, folder: Path) -> None:
+        bad = next((name for name, p in self.named_parameters() if not local_tensor(p).isfinite().all()), None)
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, bad, group=self.layout.world_control)
+        for name in found:
+            if name is not None:
+                raise InputError(f"{folder}: tensor {name} holds NaN or infinite weights: use an intact checkpoint")
+
+
+def _tied_embedding(parts: list[nn.Module], layout: Layout) -> TiedEmbedding:
+    embeddings = [part.model.embed_tokens.weight for part in parts if part.model.embed_tokens is not None]
+    heads = [part.lm_head.weight for part in parts if part.lm_head is not None]
+    return TiedEmbedding(next(iter(embeddings), None), next(iter(heads), None), layout)

@@ -1,0 +1,83 @@
+"""Between a loss over packed tokens and a driver that runs microbatches, with or without a pipeline."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import PackedBatch
+from automodel_rl.errors import MicrobatchError
+from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
+
+OutputFn = Callable[[Tensor, Tensor, PackedBatch], Tensor]
+"""(hidden [T, H], head weight [V, H], row) -> result [T, ...]. Runs inside the last stage, where the weight is whole."""
+
+
+@dataclass
+class LossTotals:
+    """Sums of losses and metrics over the microbatches of this rank, on the device and detached."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def add(self, output: LossOutput) -> None:
+        for name, total in output.sums.items():
+            self.sums[name] = self.sums.get(name, 0) + total.detach()
+        for name, (total, denominator) in output.metrics.items():
+            before = self.metrics.get(name, (0, 0))
+            self.metrics[name] = (before[0] + total.detach(), before[1] + denominator.detach())
+
+
+class PPLossAdapter:
+    """Runs a loss on every microbatch and gives a schedule the scalar to differentiate.
+
+    The scalar is the microbatch's part of the global loss: each sum divided by its global count. The undivided sums
+    collect in `totals`, on the rank with the last stage.
+
+    Args:
+        loss_fn: the loss.
+        batches: the rows of the step.
+        counts: global denominators, of all data ranks.
+        stage: index of the last stage, for error messages.
+    """
+
+    def __init__(
+        self, loss_fn: LossFn, batches: Sequence[PackedBatch], counts: dict[Denominator, int], stage: int = 0
+    ):
+        self.loss_fn, self.batches, self.counts, self.stage = loss_fn, batches, counts, stage
+        self.totals = LossTotals()
+
+    def __call__(self, logprobs: Tensor, index: int) -> Tensor:
+        """The loss of microbatch `index`, whose target log-probabilities are `logprobs` [T]."""
+        try:
+            output = self.loss_fn(TokenOutputs(logprobs), self.batches[index])
+            # A global batch may hold nothing that counts; its sums are then 0 and stay so.
+            loss = sum(total / max(self.counts[name], 1) for name, total in output.sums.items())
+        except Exception as error:
+            raise MicrobatchError("loss", self.stage, index, error) from error
+        self.totals.add(output)
+        return loss
+
+    @property
+    def targets(self) -> list[Callable[[Tensor], Tensor]]:
+        """One function per microbatch from log-probabilities to the loss: a schedule's targets."""
+        return [functools.partial(self.__call__, index=index) for index in range(len(self.batches))]
+
+
+class LogitsCapturer:
+    """Keeps what an output function makes of every microbatch in a forward-only step, on the rank with the last stage.
+
+    Args:
+        output_fn: what is kept of hidden states and head weight; it should work in chunks, so that [T, V] never exists.
+    """
+
+    def __init__(self, output_fn: OutputFn):
+        self.output_fn = output_fn
+        self.outputs: list[Tensor] = []
+
+    def __call__(self, hidden: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
+        output = self.output_fn(hidden, weight, batch)
+        self.outputs.append(output)
+        return output.new_zeros((), dtype=torch.float32)  # the schedule needs a tensor; nobody reads it

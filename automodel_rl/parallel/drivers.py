@@ -1,0 +1,119 @@
+"""The two ways to run a list of packed rows: one after the other, or through a pipeline schedule. One interface."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from nemo_automodel.components.distributed.pipelining import AutoPipeline
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from automodel_rl.batch import PackedBatch
+from automodel_rl.errors import MicrobatchError
+from automodel_rl.parallel.adapters import LogitsCapturer, OutputFn, PPLossAdapter
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.pipeline_stage import PackedStage, Schedule, run_schedule
+
+
+class Driver(Protocol):
+    """Runs rows through the parts of this rank. A part is called as `part(input, batch=row, output_fn=f)`.
+
+    Attributes:
+        min_microbatches: fewest rows that it can run.
+    """
+
+    min_microbatches: int
+
+    def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
+        """Forward, loss and backward of every row. `head` gives the log-probabilities that the adapter gets."""
+        ...
+
+    def forward(self, batches: Sequence[PackedBatch], capturer: LogitsCapturer) -> None:
+        """Forward of every row, without gradients."""
+        ...
+
+
+class SequentialDriver:
+    """A model in one part: rows one after the other, gradients reduced once, with the last row."""
+
+    min_microbatches = 1
+
+    def __init__(self, part: nn.Module):
+        self.part = part
+
+    def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
+        for index, batch in enumerate(batches):
+            self._reduce_gradients(index == len(batches) - 1)
+            loss = adapter(self._forward(batch, head, index), index)
+            try:
+                loss.backward()
+            except Exception as error:
+                raise MicrobatchError("backward", 0, index, error) from error
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[PackedBatch], capturer: LogitsCapturer) -> None:
+        for index, batch in enumerate(batches):
+            self._forward(batch, capturer, index)
+
+    def _forward(self, batch: PackedBatch, output_fn: OutputFn, index: int) -> Tensor:
+        try:
+            return self.part(batch.input_ids[None], batch=batch, output_fn=output_fn)
+        except Exception as error:
+            raise MicrobatchError("forward", 0, index, error) from error
+
+    def _reduce_gradients(self, now: bool) -> None:
+        if isinstance(self.part, FSDPModule):
+            self.part.set_requires_gradient_sync(now)
+            self.part.set_is_last_backward(now)
+            self.part.set_reshard_after_backward(now)
+
+
+class PipelineDriver:
+    """The parts of an AutoPipeline under stock schedules, with a different token count in every microbatch.
+
+    AutoPipeline splits and parallelises the model; its own stages and schedule, which know one shape only, never run.
+
+    Args:
+        pipeline: a built AutoPipeline.
+        layout: this rank's place.
+        hidden_size: H of the boundary activations [1, T, H].
+        dtype: of the boundary activations.
+    """
+
+    def __init__(self, pipeline: AutoPipeline, layout: Layout, hidden_size: int, dtype: torch.dtype):
+        self.schedule_class = get_schedule_class(layout.parallel.schedule)
+        self.hidden_size, self.dtype = hidden_size, dtype
+        self.stages = [
+            PackedStage(s.submod, s.stage_index, s.num_stages, layout.device, group=layout.pp_group)
+            for s in pipeline.info.stages
+        ]
+
+    @property
+    def min_microbatches(self) -> int:
+        """1F1B needs a microbatch for each stage."""
+        return self.stages[0].num_stages
+
+    def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
+        self._run(batches, head, adapter.targets)
+
+    def forward(self, batches: Sequence[PackedBatch], capturer: LogitsCapturer) -> None:
+        self._run(batches, capturer, None)
+
+    def _run(self, batches: Sequence[PackedBatch], output_fn: OutputFn, targets: Any) -> None:
+        run_schedule(
+            self._schedule(len(batches)),
+            shapes=[(1, batch.num_tokens, self.hidden_size) for batch in batches],
+            dtype=self.dtype,
+            inputs=[batch.input_ids[None] for batch in batches],
+            keywords=[{"batch": batch, "output_fn": output_fn} for batch in batches],
+            targets=targets,
+        )
+
+    @functools.cache  # noqa: B019 (a driver lives as long as its model)
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        stages = self.stages[0] if issubclass(self.schedule_class, PipelineScheduleSingle) else self.stages
+        return self.schedule_class(
+            stages, num_microbatches, loss_fn=lambda output, target: target(output), scale_grads=False
+        )

@@ -1,0 +1,78 @@
+"""A step's few numbers over ranks, on the host in float64: one device-to-host copy, then small gloo collectives."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_rl.parallel.adapters import LossTotals
+from automodel_rl.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class GlobalTotals:
+    """Sums over all data ranks, equal on every rank."""
+
+    sums: dict[str, float]
+    metrics: dict[str, tuple[float, float]]
+    square_norm: float
+
+
+def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> GlobalTotals:
+    """Adds the last stages' totals over data ranks and the squared norms over all ranks, and tells every rank.
+
+    Args:
+        totals: of this rank; filled on last stages only.
+        square_norm: `local_square_norm` of this rank.
+    """
+    flat = [*totals.sums.values(), *(value for pair in totals.metrics.values() for value in pair)]
+    scalars = [value.double() if isinstance(value, Tensor) else torch.tensor(value).double() for value in flat]
+    numbers = torch.stack([square_norm, *(scalar.to(square_norm.device) for scalar in scalars)]).cpu()
+    norm = numbers[:1].clone()
+    dist.all_reduce(norm, group=layout.world_control)
+    mine = None
+    if layout.is_last_stage:
+        dist.all_reduce(numbers, group=layout.data_control)
+        values = iter(numbers[1:].tolist())
+        mine = (
+            {name: next(values) for name in totals.sums},
+            {name: (next(values), next(values)) for name in totals.metrics},
+        )
+    shared = from_last_stage(mine, layout)
+    return GlobalTotals(sums=shared[0], metrics=shared[1], square_norm=norm.item())
+
+
+def from_last_stage(value: object, layout: Layout) -> object:
+    """An object of the last stage, on every stage of its data rank."""
+    if layout.parallel.pp == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=layout.pp_control, group_src=layout.parallel.pp - 1)
+    return box[0]
+
+
+def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
+    """A tensor of the last stage, on every stage of its data rank and on that stage's device."""
+    if layout.parallel.pp == 1:
+        return tensor
+    last = layout.parallel.pp - 1
+    shape, dtype = from_last_stage((tensor.shape, tensor.dtype) if layout.is_last_stage else None, layout)
+    if not layout.is_last_stage:
+        tensor = torch.empty(shape, dtype=dtype, device=layout.device)
+    dist.broadcast(tensor, group=layout.pp_group, group_src=last)
+    return tensor
+
+
+def sum_over_data_ranks(numbers: list[int], layout: Layout) -> list[int]:
+    """Element-wise sum of integers over the data ranks."""
+    total = torch.tensor(numbers, dtype=torch.int64)
+    dist.all_reduce(total, group=layout.data_control)
+    return total.tolist()
+
+
+def any_rank(flag: bool, layout: Layout) -> bool:
+    """Whether the flag is set on any rank; the same answer on every rank."""
+    vote = torch.tensor(int(flag))
+    dist.all_reduce(vote, dist.ReduceOp.MAX, group=layout.world_control)
+    return bool(vote)

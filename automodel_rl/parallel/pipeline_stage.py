@@ -1,0 +1,153 @@
+"""Stock pipeline schedules over microbatches of different token counts. The only file with torch's private names.
+
+torch's stages infer one activation shape from the first microbatch. Here every rank already knows how many tokens each
+packed row has, so receive buffers are made per microbatch and inference never runs: no padding, no extra forward, and no
+state left over between training and forward-only steps.
+
+Checked with torch 2.11.0 and 2.13.0.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import stage as torch_stage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+)
+
+from automodel_rl.errors import MicrobatchError
+
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+Shape = tuple[int, ...]
+
+# torch 2.12 gave receive buffers a second description of their tensor and stages a `_stage_meta`.
+HAS_TENSOR_META = "tensor_meta" in inspect.signature(torch_stage._RecvInfo.__init__).parameters
+
+
+class PackedStage(PipelineStage):
+    """A stage whose receive buffers follow the token count of every microbatch."""
+
+    def bind(self, shapes: Sequence[Shape], dtype: torch.dtype, train: bool) -> None:
+        """Prepares one step.
+
+        Args:
+            shapes: boundary activation of every microbatch, e.g. (1, T_i, H).
+            dtype: of the boundary activations.
+            train: False for a forward-only step.
+        """
+        self.has_backward = train
+        self.clear_runtime_states()
+        self.bwd_cache.clear()
+        self.chunks = len(shapes)
+        self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
+        self.grad_send_info = None
+        before, after = self.stage_index - 1, self.stage_index + 1
+        self.args_recv_info = {
+            i: () if self.is_first else (self._receive("activation", before, shape, dtype, train),)
+            for i, shape in enumerate(shapes)
+        }
+        self.grad_recv_info = {
+            i: () if self.is_last else (self._receive("gradient", after, shape, dtype, False),)
+            for i, shape in enumerate(shapes)
+        }
+        if HAS_TENSOR_META:
+            like = () if self.is_first else (_tensor_meta(shapes[0], dtype, train),)
+            self._stage_meta.inputs = self._stage_meta.input_grads = like
+
+    def _receive(self, name: str, source: int, shape: Shape, dtype: torch.dtype, requires_grad: bool) -> Any:
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        if HAS_TENSOR_META:
+            return torch_stage._RecvInfo(name, source, buffer, _tensor_meta(shape, dtype, requires_grad))
+        return torch_stage._RecvInfo(name, source, buffer.requires_grad_(requires_grad))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except Exception as error:
+            raise MicrobatchError("forward", self.stage_index, fwd_chunk_id, error) from error
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        except Exception as error:
+            raise MicrobatchError("backward", self.stage_index, bwd_chunk_id, error) from error
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # The stock forward-only step reduces and rescales the gradients that are there.
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    # The stock checks compare every microbatch with the shape of the first one.
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None: ...
+    def _validate_fwd_outputs(self, outputs: Any) -> None: ...
+    def _validate_stage_tensors(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def run_schedule(
+    schedule: Schedule,
+    shapes: Sequence[Shape],
+    dtype: torch.dtype,
+    inputs: Sequence[Tensor],
+    keywords: Sequence[dict[str, Any]],
+    targets: Sequence[Callable[[Any], Tensor]] | None,
+) -> None:
+    """Runs one step over pre-split microbatches; with `targets` forward and backward, without them forward only.
+
+    Args:
+        schedule: built with a loss function that calls its target with the last stage's output.
+        shapes: boundary activation of every microbatch.
+        dtype: of the boundary activations.
+        inputs: first stage's input of every microbatch; the other stages ignore it.
+        keywords: keyword arguments of every stage's forward, for every microbatch.
+        targets: for every microbatch a function from the last stage's output to its loss.
+    """
+    train = targets is not None
+    stages = stages_of(schedule)
+    for stage in stages:
+        stage.bind(shapes, dtype, train)
+    is_single = isinstance(schedule, PipelineScheduleSingle)
+    name = "_stage" if is_single else "_stages"
+    setattr(schedule, f"{name}_forward_initialized", True)  # its own shape inference must not run
+    setattr(schedule, f"{name}_backward_initialized", train)
+    kept = {"_has_backward": schedule._has_backward, "_loss_fn": schedule._loss_fn}
+    schedule._has_backward = train
+    if not train:
+        schedule._loss_fn = None
+        if not is_single:
+            kept["pipeline_order_with_comms"] = schedule.pipeline_order_with_comms
+            schedule.pipeline_order_with_comms = _forward_actions(schedule)
+    losses: list[Tensor] | None = [] if train else None
+    try:
+        with torch.set_grad_enabled(train):
+            schedule._step_microbatches(
+                [(tensor,) for tensor in inputs], list(keywords), targets, losses, return_outputs=False
+            )
+    finally:
+        for attribute, value in kept.items():
+            setattr(schedule, attribute, value)
+        for stage in stages:
+            stage.clear_runtime_states()  # else the last step's activations live until the next one
+
+
+def stages_of(schedule: _PipelineSchedule) -> list[PackedStage]:
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+
+
+def _forward_actions(schedule: PipelineScheduleMulti) -> dict[int, list[Any]]:
+    """The forward part of a schedule's plan; the stock forward-only step cannot run plans with V placement."""
+    kinds = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    plan = schedule.pipeline_order_with_comms[schedule.rank]
+    actions = [sub for action in plan for sub in (action.sub_actions or (action,))]
+    return {schedule.rank: [action for action in actions if action.computation_type.name in kinds]}
+
+
+def _tensor_meta(shape: Shape, dtype: torch.dtype, requires_grad: bool) -> Any:
+    from torch.distributed.pipelining._utils import extract_tensor_meta  # not in torch 2.11
+
+    return extract_tensor_meta(torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad))
