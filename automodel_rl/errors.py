@@ -16,6 +16,10 @@ class MicrobatchError(RuntimeError):
         super().__init__(f"{phase} of microbatch {microbatch} on stage {stage} failed: {innermost(cause)}")
 
 
+class StoppedError(RuntimeError):
+    """The run was asked to stop and has saved a checkpoint."""
+
+
 class TrainingDivergedError(RuntimeError):
     """Too many steps in a row had a loss or a gradient that is not finite."""
 

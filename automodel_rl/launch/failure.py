@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, InputError, MicrobatchError, innermost
+from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, InputError, MicrobatchError, StoppedError, innermost
 
 RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
 """Environment variable by which a launcher tells its ranks where to leave their records."""
@@ -30,6 +30,8 @@ def guard(work: Callable[[], None]) -> int:
         work()
     except InputError as error:
         return _report(EXIT_BAD_INPUT, f"error: {error}", "")
+    except StoppedError as error:
+        return _report(EXIT_FAILURE, str(error), "")
     except KeyboardInterrupt:
         return _report(EXIT_FAILURE, "interrupted", "")
     except BaseException as error:  # also SystemExit of a library: peers must learn that this rank is gone

@@ -1,0 +1,87 @@
+"""The command line: reads the config, then starts the layout's ranks or joins those that are there."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from automodel_rl.config import SFTConfig, describe_keys, load_config
+from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_OK, InputError
+from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, guard
+from automodel_rl.launch.local import is_rank, run_local_ranks
+from automodel_rl.launch.quiet import quiet_libraries
+
+USAGE = """\
+usage: automodel-rl sft CONFIG.yaml [--resume auto] [--dotted.key value ...]
+       automodel-rl quickstart FOLDER
+
+  sft         supervised fine-tuning; starts as many local ranks as the layout asks for, or joins torchrun's
+  quickstart  makes a small model and data and fine-tunes it, on a laptop
+
+  automodel-rl sft --help lists every key of the config. --resume auto goes on with the run in the output folder.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit code: 0 done, 2 bad input, 1 anything else."""
+    command, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return EXIT_OK
+    commands = {"sft": _sft, "quickstart": _quickstart}
+    try:
+        if command not in commands:
+            raise InputError(f"unknown command {command!r}: use one of {', '.join(commands)}")
+        return commands[command](rest)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _sft(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, "\nkeys of the config:", sep="")
+        for key, default, meaning in describe_keys(SFTConfig):
+            print(f"  --{key}  ({default})\n      {' '.join(meaning.split())}")
+        return EXIT_OK
+    path, *overrides = arguments
+    resume, overrides = _take_resume(overrides)
+    config = load_config(path, overrides)
+    if not _was_started_by_us():
+        # Before anything heavy is imported, and once: ranks of ours rely on it.
+        from automodel_rl.data.sources import check_files
+
+        check_files([*config.data.train, *config.data.validation])
+    if not is_rank() and config.parallel.world_size > 1:
+        command = [sys.executable, "-m", "automodel_rl", "sft", *arguments]
+        return run_local_ranks(command, config.parallel.world_size)
+
+    def train() -> None:
+        quiet_libraries()
+        from automodel_rl.trainers.sft import SFTTrainer
+
+        SFTTrainer(config, resume).train()
+
+    return guard(train)
+
+
+def _quickstart(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        raise InputError("quickstart takes one folder, which it creates: automodel-rl quickstart runs/demo")
+    quiet_libraries()
+    from automodel_rl.quickstart.demo import run_demo
+
+    return run_demo(arguments[0])
+
+
+def _take_resume(arguments: list[str]) -> tuple[bool, list[str]]:
+    """Takes `--resume auto` out of the overrides."""
+    if "--resume" not in arguments:
+        return False, arguments
+    place = arguments.index("--resume")
+    if arguments[place + 1 : place + 2] != ["auto"]:
+        raise InputError("--resume takes one value: --resume auto")
+    return True, arguments[:place] + arguments[place + 2 :]
+
+
+def _was_started_by_us() -> bool:
+    return RECORD_FOLDER_VARIABLE in os.environ

@@ -1,0 +1,1 @@
+"""Datasets, chat templates and resumable loading."""

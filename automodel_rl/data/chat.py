@@ -1,0 +1,93 @@
+"""Chats to token sequences: the chat template's tokens, and which of them the assistant wrote."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from automodel_rl.batch import TokenSequence
+from automodel_rl.config import DataConfig
+from automodel_rl.errors import InputError
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Opens the part of a template that the assistant writes."""
+
+Span = tuple[int, int]
+"""First token of an assistant turn, and the one after its last."""
+
+MARKS_REMEDY = "give data.chat_template a template that puts assistant turns between {% generation %} and {% endgeneration %}"
+
+
+def load_tokenizer(folder: Path, data: DataConfig) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, with the user's chat template if there is one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"model.path={folder}: no tokenizer that transformers opens ({reason})") from None
+    if data.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(data.chat_template).read_text()
+        except OSError as error:
+            raise InputError(f"data.chat_template={data.chat_template}: cannot read it ({error.strerror})") from None
+    if tokenizer.chat_template is None:
+        raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
+    return tokenizer
+
+
+class ChatTokenizer:
+    """Turns messages into a `TokenSequence` whose loss mask covers the assistant's tokens.
+
+    Where the template marks the assistant's part, the marks decide. Most published templates have no marks; then the
+    chat is tokenised up to the start and up to the end of each assistant turn, which works when both are prefixes of the
+    whole chat's tokens, and is an error when they are not.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str):
+        self.tokenizer, self.train_on = tokenizer, train_on
+        self.has_marks = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
+
+    def __call__(self, messages: list[dict[str, Any]], where: str) -> TokenSequence:
+        """Args: messages of one chat, and where they come from for messages of errors."""
+        encoded = self._encode(messages, where, return_assistant_tokens_mask=self.has_marks)
+        ids = encoded["input_ids"]
+        spans = self._marked(encoded["assistant_masks"]) if self.has_marks else self._prefixed(messages, ids, where)
+        if not spans:
+            raise InputError(f"{where}: the chat template marks no token as the assistant's: {MARKS_REMEDY}")
+        mask = torch.zeros(len(ids), dtype=torch.bool)
+        for start, end in spans if self.train_on == "all" else spans[-1:]:
+            mask[start:end] = True
+        return TokenSequence(torch.tensor(ids), mask)
+
+    def prompt(self, messages: list[dict[str, Any]], where: str) -> list[int]:
+        """Token ids up to where the assistant would write its last turn."""
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        return self._encode(messages[:last], where, add_generation_prompt=True)["input_ids"]
+
+    def _encode(self, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+        except Exception as error:  # a template is a program of its own and raises what it likes
+            raise InputError(f"{where}: the chat template refuses these messages ({error})") from None
+
+    def _marked(self, mask: list[int]) -> list[Span]:
+        edges = [i for i, (before, after) in enumerate(itertools.pairwise([0, *mask, 0])) if before != after]
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+    def _prefixed(self, messages: list[dict[str, Any]], ids: list[int], where: str) -> list[Span]:
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = []
+        for turn in turns if self.train_on == "all" else turns[-1:]:
+            before = self._encode(messages[:turn], where, add_generation_prompt=True)["input_ids"] if turn else []
+            through = self._encode(messages[: turn + 1], where)["input_ids"]
+            if ids[: len(before)] != before or ids[: len(through)] != through or len(before) >= len(through):
+                raise InputError(
+                    f"{where}: the tokens of assistant turn {turn} cannot be told from the chat template's output "
+                    f"(it writes earlier turns differently once later ones follow): {MARKS_REMEDY}, or use "
+                    "data.train_on=last"
+                )
+            spans.append((len(before), len(through)))
+        return spans

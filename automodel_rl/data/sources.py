@@ -1,0 +1,127 @@
+"""Records of a JSON-lines file or of a dataset, by number."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from automodel_rl.config import SourceConfig
+from automodel_rl.errors import InputError
+
+
+class Source(Protocol):
+    """A sequence of records that can say where each comes from."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int) -> dict[str, Any]: ...
+    def where(self, number: int) -> str:
+        """File and line, or dataset and record, for messages."""
+        ...
+
+
+class JsonLines:
+    """A JSON-lines file. Only the places of its lines are in memory; a record is read when it is asked for."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                lines = [(len(line), not line.isspace()) for line in file]
+        except OSError as error:
+            raise InputError(f"{path}: cannot read the data file ({error.strerror})") from None
+        lengths, filled = np.array(lines, dtype=np.int64).reshape(-1, 2).T
+        self.lines = np.flatnonzero(filled)
+        self.starts = (lengths.cumsum() - lengths)[self.lines]
+        if not len(self.lines):
+            raise InputError(f"{path}: the data file is empty; it needs one JSON object a line")
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        with self.path.open("rb") as file:
+            file.seek(self.starts[number])
+            return self._parse(file.readline(), number)
+
+    def __iter__(self) -> Any:
+        with self.path.open("rb") as file:
+            for number, start in enumerate(self.starts):
+                file.seek(start)
+                yield self._parse(file.readline(), number)
+
+    def where(self, number: int) -> str:
+        return f"{self.path}:{self.lines[number] + 1}"
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{self.where(number)}: not valid JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise InputError(f"{self.where(number)}: a record is a JSON object, this is {type(record).__name__}")
+        return record
+
+
+class HubDataset:
+    """A split of a dataset that `datasets.load_dataset` opens: an id of the hub, or a folder."""
+
+    def __init__(self, path: str, split: str):
+        from datasets import load_dataset  # takes seconds, and only dataset ids need it
+
+        self.name = f"{path}[{split}]"
+        try:
+            self.records = load_dataset(path, split=split)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"{path}: neither a .jsonl file nor a dataset with split {split!r} ({reason})") from None
+        if not len(self.records):
+            raise InputError(f"{self.name}: the dataset is empty")
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.records[number]
+
+    def where(self, number: int) -> str:
+        return f"{self.name}: record {number}"
+
+
+def is_file(config: SourceConfig) -> bool:
+    return config.path.endswith((".jsonl", ".json")) or Path(config.path).is_file()
+
+
+def open_source(config: SourceConfig) -> Source:
+    """Opens a source without reading its records."""
+    return JsonLines(Path(config.path)) if is_file(config) else HubDataset(config.path, config.split)
+
+
+def messages_of(record: dict[str, Any], config: SourceConfig, where: str) -> list[dict[str, Any]]:
+    """The chat of a record.
+
+    Raises:
+        InputError: no messages, or none by the assistant.
+    """
+    column = config.columns.get("messages", "messages")
+    if column not in record:
+        raise InputError(
+            f"{where}: no column {column!r}, only {', '.join(record) or 'none'}: name the column of the chat in "
+            "columns: {messages: NAME}"
+        )
+    messages = record[column]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise InputError(f"{where}: {column} must be a list of objects with role and content")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise InputError(f"{where}: no assistant turn, so there is nothing to learn: add one or remove the record")
+    return messages
+
+
+def check_files(sources: Sequence[SourceConfig]) -> None:
+    """Reads every record of the JSON-lines sources, so that bad ones are known before anything starts."""
+    for config in sources:
+        if is_file(config):
+            source = JsonLines(Path(config.path))
+            for number, record in enumerate(source):
+                messages_of(record, config, source.where(number))

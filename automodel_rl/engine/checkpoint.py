@@ -1,0 +1,129 @@
+"""Checkpoints to resume from: weights, optimizer state and the trainer's place, written by all ranks together.
+
+torch's distributed checkpoint stores every tensor under its Hugging Face name with its place in the whole, so a
+checkpoint does not know the layout that wrote it. A folder gets its name only when it is complete.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from automodel_rl.engine.engine import Engine
+from automodel_rl.errors import InputError
+from automodel_rl.model.saving import publish
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> None:
+    """Writes a checkpoint. A collective; the folder must be on a file system that all ranks share.
+
+    Args:
+        engine: whose weights, moments and step are stored.
+        folder: named when everything is in it.
+        progress: the trainer's place, the same on every rank; JSON.
+        rank_state: what each rank needs for itself, such as its data loader's state.
+    """
+    layout = engine.handle.layout
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier(layout.world_control)
+    parameters = dict(engine.handle.named_parameters())
+    dcp.save(_tensors(engine, parameters), checkpoint_id=unfinished / "tensors", process_group=layout.world_control)
+    torch.save({"random": _random_state(layout.device), **rank_state}, _rank_file(unfinished))
+    progress = {"engine": {"step": engine.step, "skipped_in_a_row": engine.skipped_in_a_row}, **progress}
+    dist.barrier(layout.world_control)
+    if dist.get_rank() == 0:
+        (unfinished / "progress.json").write_text(json.dumps(progress, indent=2))
+        publish(unfinished, folder)
+    dist.barrier(layout.world_control)
+
+
+def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Restores weights, moments, step and random state in place. A collective.
+
+    Returns:
+        The `progress` and this rank's `rank_state` that were saved.
+
+    Raises:
+        InputError: the checkpoint was written by another number of ranks.
+    """
+    if not _rank_file(folder).is_file() or len(list(folder.glob("rank_*.pt"))) != dist.get_world_size():
+        raise InputError(
+            f"{folder} was written by {len(list(folder.glob('rank_*.pt')))} ranks and this job has "
+            f"{dist.get_world_size()}: resume with the same layout"
+        )
+    handle = engine.handle
+    parameters = dict(handle.named_parameters())
+    tied = handle.tied
+    if tied is not None and tied.copy is not None:
+        parameters["model.embed_tokens.weight"] = tied.copy  # the copy is restored from the weight it copies
+    state = _tensors(engine, parameters)
+    dcp.load(state, checkpoint_id=folder / "tensors", process_group=handle.layout.world_control)
+    _restore_moments(engine, parameters, state)
+    rank_state = torch.load(_rank_file(folder), weights_only=False)
+    _set_random_state(rank_state.pop("random"), handle.layout.device)
+    progress = json.loads((folder / "progress.json").read_text())
+    engine.step = progress["engine"]["step"]
+    engine.skipped_in_a_row = progress["engine"]["skipped_in_a_row"]
+    return progress, rank_state
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The finished `step_N` folders, oldest first."""
+    return sorted(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _tensors(engine: Engine, parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
+    """Weights, moments and update counts by name. Parameters that were never updated have zero moments."""
+    state: dict[str, dict[str, Tensor]] = {"model": {}, "updates": {}, **{moment: {} for moment in MOMENTS}}
+    of_parameter = {p: optimizer.state.get(p, {}) for optimizer in engine.optimizers for p in _parameters(optimizer)}
+    for name, parameter in parameters.items():
+        moments = of_parameter[parameter]
+        state["model"][name] = parameter.detach()
+        state["updates"][name] = moments.get("step", torch.zeros(())).detach().clone()
+        for moment in MOMENTS:
+            state[moment][name] = moments[moment] if moments else torch.zeros_like(parameter.detach())
+    return state
+
+
+def _restore_moments(engine: Engine, parameters: dict[str, nn.Parameter], state: dict[str, dict[str, Tensor]]) -> None:
+    names = {parameter: name for name, parameter in parameters.items()}
+    for optimizer in engine.optimizers:
+        for parameter in _parameters(optimizer):
+            name = names[parameter]
+            step = state["updates"][name]
+            optimizer.state[parameter] = {
+                # A fused optimizer counts on the device.
+                "step": step.to(parameter.device) if optimizer.defaults["fused"] else step.cpu(),
+                **{moment: state[moment][name] for moment in MOMENTS},
+            }
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _rank_file(folder: Path) -> Path:
+    return folder / f"rank_{dist.get_rank()}.pt"
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

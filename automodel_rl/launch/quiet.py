@@ -1,0 +1,19 @@
+"""Silences remarks of libraries that say nothing about the user's run."""
+
+import logging
+import os
+import warnings
+
+
+def quiet_libraries() -> None:
+    """For command-line runs only; as a library the package leaves logging and warnings alone."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("torchao", "torch.utils._pytree"):  # optional kernels that this machine lacks; a deprecation inside torchao
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,75 @@
+"""The live progress line: rich on a terminal, one plain line a step elsewhere."""
+
+import datetime
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+
+class Progress:
+    """Shows the newest step. Use as a context manager; `quiet` is for ranks other than the first.
+
+    Args:
+        total_steps: length of the run.
+        first_step: steps that were done before.
+    """
+
+    def __init__(self, total_steps: int, first_step: int, quiet: bool):
+        self.total_steps, self.first_step, self.quiet = total_steps, first_step, quiet
+        self.console = Console(file=sys.stdout)
+        self.started = time.monotonic()
+        self.live = Live(console=self.console, refresh_per_second=8) if self._is_live() else None
+
+    def _is_live(self) -> bool:
+        return self.console.is_terminal and not self.quiet
+
+    def __enter__(self) -> "Progress":
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if not self.quiet:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def show(self, row: dict[str, Any]) -> None:
+        """The newest step's metrics."""
+        if self.quiet:
+            return
+        line = f"step {row['step']}/{self.total_steps}  {_numbers(row)}  eta {self._eta(row['step'])}"
+        if self.live is None:
+            print(line, flush=True)
+            return
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(ProgressBar(total=self.total_steps, completed=row["step"], width=24), line)
+        self.live.update(grid)
+
+    def _eta(self, step: int) -> str:
+        elapsed = time.monotonic() - self.started
+        seconds = elapsed / max(1, step - self.first_step) * (self.total_steps - step)
+        return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _numbers(row: dict[str, Any]) -> str:
+    parts = [
+        f"loss {row['train/loss']:.4f}",
+        f"grad norm {row['train/grad_norm']:.3f}",
+        f"{row['perf/tokens_per_second']:,.0f} tokens/s",
+    ]
+    if row.get("perf/mfu") is not None:
+        parts.append(f"MFU {row['perf/mfu']:.1%}")
+    if "val/loss" in row:
+        parts.append(f"val loss {row['val/loss']:.4f}")
+    if row["train/skipped"]:
+        parts.append("skipped: not finite")
+    return "  ".join(parts)

@@ -1,0 +1,32 @@
+"""metrics.jsonl: one object a step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Appends one line for each step. On resuming, lines of steps that will be run again are removed.
+
+    Args:
+        path: the file.
+        first_step: the step the run (re)starts at, from 0.
+    """
+
+    def __init__(self, path: Path, first_step: int):
+        self.path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= first_step]
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        unfinished.rename(path)
+
+    def write(self, row: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines; a run that was killed may have left half of its last one."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

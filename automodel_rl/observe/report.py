@@ -1,0 +1,104 @@
+"""report.html: curves and sample completions of a run on one page that needs nothing else."""
+
+import html
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT, MARGIN = 640, 220, 46
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 44rem; padding: 0 1rem; color: #1c2733; }
+svg { width: 100%; height: auto; } text { font: 11px system-ui, sans-serif; fill: #5c6b7a; }
+.sample { border-left: 3px solid #2f6fde; padding: .1rem .9rem; margin: 1rem 0; white-space: pre-wrap; }
+.label { color: #5c6b7a; font-size: 12px; } table { border-collapse: collapse; } td { padding: .1rem 1rem .1rem 0; }
+@media (prefers-color-scheme: dark) { body { background: #14191f; color: #dde5ec; } }
+"""
+
+COLORS = ("#2f6fde", "#e0792b")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, what the model wrote, and what the data has in its place."""
+
+    prompt: str
+    completion: str
+    expected: str
+
+
+def write_report(path: Path, title: str, rows: list[dict[str, Any]], samples: list[Sample]) -> None:
+    """Writes the page.
+
+    Args:
+        path: of the page.
+        title: its heading.
+        rows: the run's metrics, one object a step.
+        samples: completions to show.
+    """
+    curves = [
+        _chart("Loss", rows, ["train/loss", "val/loss"]),
+        _chart("Gradient norm", rows, ["train/grad_norm"]),
+        _chart("Tokens per second", rows, ["perf/tokens_per_second"]),
+    ]
+    last = rows[-1] if rows else {}
+    facts = "".join(f"<tr><td>{html.escape(key)}</td><td>{_show(value)}</td></tr>" for key, value in last.items())
+    body = [f"<h1>{html.escape(title)}</h1>", *curves]
+    if samples:
+        body += ["<h2>Samples</h2>", *map(_sample, samples)]
+    body.append(f"<h2>Last step</h2><table>{facts}</table>")
+    page = (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style>{''.join(body)}</html>"
+    )
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(page)
+    unfinished.rename(path)
+
+
+def _sample(sample: Sample) -> str:
+    parts = [("Prompt", sample.prompt), ("Model", sample.completion), ("Data", sample.expected)]
+    return "".join(
+        ["<div class='sample'>", *(f"<div class='label'>{n}</div>{html.escape(t)}\n" for n, t in parts), "</div>"]
+    )
+
+
+def _chart(title: str, rows: list[dict[str, Any]], keys: list[str]) -> str:
+    curves = {key: [(row["step"], row[key]) for row in rows if _is_number(row.get(key))] for key in keys}
+    curves = {key: points for key, points in curves.items() if points}
+    if not curves:
+        return ""
+    steps, values = zip(*(point for points in curves.values() for point in points), strict=True)
+    x_range, y_range = (min(steps), max(steps)), (min(values), max(values))
+
+    def place(value: float, ends: tuple[float, float], size: int) -> float:
+        return MARGIN + (value - ends[0]) / ((ends[1] - ends[0]) or 1) * (size - 2 * MARGIN)
+
+    drawn = []
+    for (key, points), color in zip(curves.items(), COLORS, strict=False):
+        dots = [(place(x, x_range, WIDTH), HEIGHT - place(y, y_range, HEIGHT)) for x, y in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
+        drawn.append(f"<polyline points='{path}' fill='none' stroke='{color}' stroke-width='1.6'/>")
+        if len(points) < 60:
+            drawn += [f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2' fill='{color}'/>" for x, y in dots]
+        drawn.append(
+            f"<text x='{WIDTH - MARGIN}' y='{18 + 14 * keys.index(key)}' text-anchor='end' "
+            f"style='fill:{color}'>{key} {points[-1][1]:.4g}</text>"
+        )
+    bottom = HEIGHT - MARGIN
+    axes = (
+        f"<path d='M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}' fill='none' stroke='#9aa7b3'/>"
+        f"<text x='{MARGIN - 6}' y='{bottom}' text-anchor='end'>{y_range[0]:.3g}</text>"
+        f"<text x='{MARGIN - 6}' y='{MARGIN + 4}' text-anchor='end'>{y_range[1]:.3g}</text>"
+        f"<text x='{MARGIN}' y='{bottom + 16}'>{x_range[0]}</text>"
+        f"<text x='{WIDTH - MARGIN}' y='{bottom + 16}' text-anchor='end'>step {x_range[1]}</text>"
+    )
+    return f"<h2>{title}</h2><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img'>{axes}{''.join(drawn)}</svg>"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and value == value and abs(value) != float("inf")
+
+
+def _show(value: Any) -> str:
+    return f"{value:,.5g}" if isinstance(value, float) else html.escape(str(value))

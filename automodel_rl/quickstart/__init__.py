@@ -1,0 +1,1 @@
+"""The small model and data of the demo."""

@@ -1,0 +1,54 @@
+"""Arithmetic word problems as chats, made from a seed, and how an answer is checked."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo", "Ida", "Jon", "Kim", "Leo")
+THINGS = ("apples", "books", "coins", "stamps", "shells", "pens", "cards", "stones")
+ADDITION = (
+    "{a} has {x} {things}. {b} gives {a} {y} more. How many {things} does {a} have now?",
+    "There are {x} {things} on the table and {y} {things} in a box. How many {things} are there in all?",
+    "{a} finds {x} {things} and {b} finds {y}. How many {things} do they have together?",
+)
+SUBTRACTION = (
+    "{a} has {x} {things} and gives {y} of them to {b}. How many {things} are left?",
+    "A shop has {x} {things}. {a} buys {y} of them. How many {things} remain?",
+)
+LARGEST = 20
+
+
+def make_problem(random_: random.Random) -> dict[str, list[dict[str, str]]]:
+    """One record with a question by the user and a worked answer by the assistant."""
+    first, second = random_.sample(NAMES, 2)
+    x, y = random_.randint(1, LARGEST), random_.randint(1, LARGEST)
+    if random_.random() < 0.5:
+        text, worked = random_.choice(ADDITION), f"{x} + {y} = {x + y}. The answer is {x + y}."
+    else:
+        x, y = max(x, y), min(x, y)
+        text, worked = random_.choice(SUBTRACTION), f"{x} - {y} = {x - y}. The answer is {x - y}."
+    question = text.format(a=first, b=second, x=x, y=y, things=random_.choice(THINGS))
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": worked}]}
+
+
+def make_problems(num_train: int, num_held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """Training and held-out problems; no held-out question is in training."""
+    random_ = random.Random(seed)
+    by_question: dict[str, dict] = {}
+    while len(by_question) < num_train + num_held_out:
+        problem = make_problem(random_)
+        by_question[problem["messages"][0]["content"]] = problem
+    problems = list(by_question.values())
+    return problems[:num_train], problems[num_train:]
+
+
+def final_number(text: str) -> str | None:
+    """The last number of an answer."""
+    numbers = re.findall(r"\d+", text)
+    return numbers[-1] if numbers else None
+
+
+def write_jsonl(path: Path, records: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

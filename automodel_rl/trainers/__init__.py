@@ -1,0 +1,1 @@
+"""Trainers: each reads from top to bottom."""

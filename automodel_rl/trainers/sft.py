@@ -1,0 +1,194 @@
+"""Supervised fine-tuning, from a config to a Hugging Face checkpoint."""
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from automodel_rl.config import SFTConfig
+from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
+from automodel_rl.data.loader import PackedLoader, PackedStep
+from automodel_rl.engine import Engine
+from automodel_rl.engine.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
+from automodel_rl.errors import InputError, StoppedError
+from automodel_rl.launch.stop_signal import StopSignal
+from automodel_rl.losses import sft_loss
+from automodel_rl.model import ModelHandle
+from automodel_rl.model.checkpoint_files import resolve_checkpoint
+from automodel_rl.model.flops import peak_flops
+from automodel_rl.observe.console import Progress
+from automodel_rl.observe.metrics import MetricsFile, read_metrics
+from automodel_rl.observe.report import Sample, write_report
+from automodel_rl.observe.run_directory import RunDirectory
+from automodel_rl.parallel.host_reduce import any_rank
+from automodel_rl.rollout.greedy import greedy_completions
+
+
+class SFTTrainer:
+    """Fine-tunes on chats. Every rank of the job makes one and calls `train`.
+
+    Args:
+        config: the run.
+        resume: go on from the newest checkpoint in the run directory, or start if there is none.
+
+    Raises:
+        InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written then.
+    """
+
+    def __init__(self, config: SFTConfig, resume: bool = False):
+        self.config = config
+        self.directory = RunDirectory(config, config.output, resume)
+        self.handle = ModelHandle.from_pretrained(config.model, config.parallel)
+        self.layout = self.handle.layout
+        torch.manual_seed(config.seed + dist.get_rank())
+        self.tokenizer = load_tokenizer(resolve_checkpoint(config.model.path), config.data)
+        if len(self.tokenizer) > self.handle.config.vocab_size:
+            raise InputError(
+                f"model.path={config.model.path}: the tokenizer has {len(self.tokenizer)} tokens but the model's vocabulary "
+                f"is {self.handle.config.vocab_size}: use the tokenizer that belongs to the model"
+            )
+        self.chat = ChatTokenizer(self.tokenizer, config.data.train_on)
+        self.loader = self._loader(config.data.train, config.seed if config.data.shuffle else None, config.length.epochs)
+        self.validation = self._validation_rows()
+        self.total_steps = config.length.steps or len(self.loader.sampler)
+        self.engine = Engine(self.handle, config.optimizer, self.total_steps)
+        self.best: dict[str, float] | None = None
+        if resume:
+            self._resume()
+
+    def train(self) -> Path:
+        """Runs to the end.
+
+        Returns:
+            The folder of the trained Hugging Face checkpoint.
+
+        Raises:
+            StoppedError: SIGTERM or Ctrl-C came; a checkpoint is saved.
+        """
+        if self._is_first_rank:
+            self.directory.create()
+            metrics = MetricsFile(self.directory.metrics, self.engine.step)
+        steps = iter(self.loader)
+        with StopSignal() as stop, Progress(self.total_steps, self.engine.step, not self._is_first_rank) as progress:
+            while self.engine.step < self.total_steps:
+                started = time.perf_counter()
+                step = next(steps)
+                loaded = time.perf_counter()
+                output = self.engine.train_step(step.batches, sft_loss)
+                row = {
+                    "step": self.engine.step,
+                    "train/loss": output.loss,
+                    "train/grad_norm": output.grad_norm,
+                    "train/lr": output.lr,
+                    "train/num_tokens": output.num_tokens,
+                    "train/skipped": int(output.skipped),
+                    **output.metrics,
+                    **self._performance(step, started, loaded),
+                }
+                if self._is_due(self.config.length.validate_every):
+                    row["val/loss"] = self._validate()
+                if self._is_first_rank:
+                    metrics.write(row)
+                progress.show(row)
+                stopping = any_rank(bool(stop), self.layout)
+                if stopping or self._is_due(self.config.checkpoint.every):
+                    self._save_checkpoint()
+                if stopping:
+                    raise StoppedError(f"stopped by {stop.name} after step {self.engine.step}: add --resume auto to go on")
+            return self._finish(progress)
+
+    def _finish(self, progress: Progress) -> Path:
+        self.handle.save_pretrained(self.directory.final, self.tokenizer)
+        samples = self._samples()
+        if self._is_first_rank:
+            rows = read_metrics(self.directory.metrics)
+            write_report(self.directory.report, f"SFT of {self.config.model.path}", rows, samples)
+        progress.say(f"model: {self.directory.final}\nreport: {self.directory.report}")
+        return self.directory.final
+
+    def _is_due(self, every: int | None) -> bool:
+        """Whether something that happens `every` so many steps happens now; validation also happens at the end."""
+        if every is not None and self.engine.step % every == 0:
+            return True
+        return self.engine.step == self.total_steps
+
+    def _validate(self) -> float | None:
+        if not self.validation:
+            return None
+        loss = self.engine.evaluate(self.validation, sft_loss)
+        if self.best is None or loss < self.best["loss"]:
+            self.best = {"step": self.engine.step, "loss": loss}
+        return loss
+
+    def _performance(self, step: PackedStep, started: float, loaded: float) -> dict[str, Any]:
+        seconds = time.perf_counter() - started
+        peak = peak_flops(self.layout.device)
+        return {
+            "data/num_truncated": step.num_truncated,
+            "data/num_dropped": step.num_dropped,
+            "perf/tokens_per_second": step.num_tokens / seconds,
+            "perf/mfu": step.flops / (seconds * peak * dist.get_world_size()) if peak else None,
+            "perf/packing_efficiency": step.num_tokens / (step.num_rows * self.config.batch.row_tokens),
+            "time/data_s": loaded - started,
+            "time/step_s": seconds,
+            "memory/peak_gib": self._peak_memory() / 2**30,
+        }
+
+    def _peak_memory(self) -> int:
+        if self.layout.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.layout.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _save_checkpoint(self) -> None:
+        folder = self.directory.checkpoints / f"step_{self.engine.step}"
+        save_checkpoint(self.engine, folder, {"best": self.best}, {"loader": self.loader.state_dict()})
+        if self._is_first_rank:
+            keep = set(complete_checkpoints(self.directory.checkpoints)[-self.config.checkpoint.keep_last :])
+            if self.config.checkpoint.keep_best and self.best is not None:
+                keep.add(self.directory.checkpoints / f"step_{self.best['step']}")
+            self.directory.keep_checkpoints(keep)
+
+    def _resume(self) -> None:
+        checkpoints = complete_checkpoints(self.directory.checkpoints)
+        if checkpoints:
+            progress, rank_state = load_checkpoint(self.engine, checkpoints[-1])
+            self.best = progress["best"]
+            self.loader.load_state_dict(rank_state["loader"])
+
+    def _loader(self, sources: Any, seed: int | None, epochs: float | None) -> PackedLoader:
+        config = self.config
+        return PackedLoader(
+            sources, self.chat, config.data, config.batch, self.layout, self.handle.flops, seed=seed, epochs=epochs
+        )
+
+    def _validation_rows(self) -> list:
+        if not self.config.data.validation:
+            return []
+        loader = self._loader(self.config.data.validation, seed=None, epochs=1)
+        return [row for step in loader for row in step.batches]
+
+    def _samples(self) -> list[Sample]:
+        """Greedy completions for the first examples of the validation data, else of the training data."""
+        sources = self.config.data.validation or self.config.data.train
+        dataset = self._loader(sources, seed=None, epochs=1).dataset
+        examples = [dataset.messages((0, i)) for i in range(min(self.config.observe.samples, len(dataset.sources[0])))]
+        if not examples:
+            return []
+        prompts = [self.chat.prompt(messages, where) for messages, where in examples]
+        stop_ids = {self.tokenizer.eos_token_id}
+        written = greedy_completions(self.engine, prompts, self.config.observe.sample_tokens, stop_ids)
+        return [
+            Sample(
+                prompt=self.tokenizer.decode(prompt),
+                completion=self.tokenizer.decode(ids),
+                expected=next(m["content"] for m in reversed(messages) if m["role"] == "assistant"),
+            )
+            for (messages, _), prompt, ids in zip(examples, prompts, written, strict=True)
+        ]
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return dist.get_rank() == 0

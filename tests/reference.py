@@ -1,0 +1,57 @@
+"""The independent reference: plain transformers, one process, one sequence at a time, nothing of this package's forward."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from automodel_rl.batch import TokenSequence
+
+
+class Reference:
+    """AdamW with clipping on a transformers model.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: of weights and computation.
+        lr, max_grad_norm: of the steps.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, lr: float, max_grad_norm: float):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.max_grad_norm = max_grad_norm
+
+    def logprobs(self, sequence: TokenSequence) -> Tensor:
+        """[n], aligned with the tokens, first entry 0."""
+        ids = sequence.input_ids
+        logits = self.model(ids[None]).logits[0, :-1]
+        scores = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        return torch.cat([scores.new_zeros(1), scores])
+
+    def backward(self, sequences: list[TokenSequence]) -> float:
+        """Fills `.grad` and returns the loss: the mean over all trained tokens."""
+        num_tokens = sum(int(s.loss_mask[1:].sum()) for s in sequences)
+        total = 0.0
+        for sequence in sequences:
+            counted = sequence.loss_mask.clone()
+            counted[0] = False
+            loss = -self.logprobs(sequence)[counted].sum() / num_tokens
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By name; a tied head under both of its names."""
+        return {name: p.grad.clone() for name, p in self.model.named_parameters(remove_duplicate=False)}
+
+    def step(self) -> float:
+        """Clips, updates, forgets the gradients, and returns the norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm.item()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
