@@ -3,8 +3,16 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.rank_pool import RankPool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The independent reference: plain transformers, one process, one sequence at a time, nothing of this package's forward."""
+"""The independent reference: plain transformers in one process, one sequence at a time."""
 
 from pathlib import Path
 

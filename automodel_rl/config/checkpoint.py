@@ -1,18 +1,14 @@
 """When checkpoints are written and which are kept."""
 
-from typing import Annotated
-
-from pydantic import Field
-
 from automodel_rl.config.base import Positive, Section
 
 
 class CheckpointConfig(Section):
     every: Positive | None = None
-    """Steps between checkpoints; null writes them only on SIGTERM."""
+    """Steps between checkpoints, the last one at the end; null writes one only when the run is asked to stop."""
 
     keep_last: Positive = 2
     """Newest checkpoints kept."""
 
-    keep_best: Annotated[bool, Field()] = True
+    keep_best: bool = True
     """Also keep the one with the lowest val/loss."""

@@ -14,7 +14,7 @@ class SourceConfig(Section):
     split: str = "train"
     """Split of a dataset id; a JSON-lines file has only one."""
 
-    columns: dict[Literal["messages"], str] = {}
+    columns: dict[Literal["messages"], str] = Field(default_factory=dict)
     """Names of the columns where they differ from the standard ones, e.g. {messages: conversation}."""
 
     weight: Annotated[float, Field(gt=0)] | None = None

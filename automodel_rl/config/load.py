@@ -4,7 +4,7 @@ import difflib
 import types
 import typing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -13,20 +13,17 @@ from automodel_rl.config.base import Section
 from automodel_rl.config.sft import SFTConfig
 from automodel_rl.errors import InputError
 
-ConfigT = TypeVar("ConfigT", bound=Section)
-
 ALIASES = {"learning_rate": "lr", "max_length": "row_tokens", "max_seq_length": "row_tokens", "batch_size": "sequences"}
 """Names other trainers use, for suggestions only."""
 
 
-def load_config(path: str | Path, overrides: typing.Sequence[str] = (), kind: type[ConfigT] = SFTConfig) -> ConfigT:
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> SFTConfig:
     """Reads a YAML file, applies overrides and checks the result.
 
     Args:
         path: the YAML file.
         overrides: `--dotted.key value` or `--dotted.key=value`, as on the command line; values are YAML. List items
             are named by their number, as in `--data.train.0.path`.
-        kind: the config class.
 
     Raises:
         InputError: the file is missing or malformed, or a key or value is wrong.
@@ -35,9 +32,9 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), kind: ty
     for key, text in parse_overrides(overrides):
         _assign(values, key, _parse_value(key, text))
     try:
-        return kind.model_validate(values)
+        return SFTConfig.model_validate(values)
     except ValidationError as error:
-        raise InputError("; ".join(_explain(detail, kind) for detail in error.errors())) from None
+        raise InputError("; ".join(_explain(detail, SFTConfig) for detail in error.errors())) from None
 
 
 def dump_config(config: Section) -> str:

@@ -19,7 +19,7 @@ class ParallelConfig(Section):
     """Pipeline schedule."""
 
     layers_per_stage: tuple[Positive, ...] | None = None
-    """Layers of each stage, first stage first; by default as even as possible, the last (it has the head too) shortest."""
+    """Layers of each stage, first stage first; by default as even as possible, the last, with the head, shortest."""
 
     dp_shard: Positive = 1
     """Data parallel with sharded weights, gradients and optimizer state (FSDP2)."""

@@ -50,9 +50,10 @@ class SFTConfig(Section):
 
     @model_validator(mode="after")
     def _rows_for_every_data_rank(self) -> "SFTConfig":
-        if self.batch.sequences < self.parallel.num_data_ranks:
+        ranks = self.parallel.num_data_ranks
+        if self.batch.sequences < ranks:
             raise ValueError(
-                f"batch.sequences={self.batch.sequences} must be at least the {self.parallel.num_data_ranks} data ranks "
+                f"batch.sequences={self.batch.sequences} must be at least the {ranks} data ranks "
                 "(parallel.dp_shard x parallel.dp_replicate), or some would never see data: raise it"
             )
         return self

@@ -18,7 +18,9 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 """First token of an assistant turn, and the one after its last."""
 
-MARKS_REMEDY = "give data.chat_template a template that puts assistant turns between {% generation %} and {% endgeneration %}"
+MARKS_REMEDY = (
+    "give data.chat_template a template that puts assistant turns between {% generation %} and {% endgeneration %}"
+)
 
 
 def load_tokenizer(folder: Path, data: DataConfig) -> PreTrainedTokenizerBase:
@@ -42,8 +44,8 @@ class ChatTokenizer:
     """Turns messages into a `TokenSequence` whose loss mask covers the assistant's tokens.
 
     Where the template marks the assistant's part, the marks decide. Most published templates have no marks; then the
-    chat is tokenised up to the start and up to the end of each assistant turn, which works when both are prefixes of the
-    whole chat's tokens, and is an error when they are not.
+    chat is tokenised up to the start and up to the end of each assistant turn, which works when both are prefixes of
+    the whole chat's tokens, and is an error when they are not.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str):

@@ -49,9 +49,7 @@ class Engine:
         total_steps: length of the run, for a decaying learning rate.
     """
 
-    def __init__(
-        self, handle: ModelHandle, optimizer: OptimizerConfig | None = None, total_steps: int | None = None
-    ):
+    def __init__(self, handle: ModelHandle, optimizer: OptimizerConfig | None = None, total_steps: int | None = None):
         self.handle = handle
         self.config = optimizer or OptimizerConfig(decay="constant")
         self.total_steps = total_steps

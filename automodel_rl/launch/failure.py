@@ -9,7 +9,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, InputError, MicrobatchError, StoppedError, innermost
+from automodel_rl.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILURE,
+    EXIT_OK,
+    InputError,
+    MicrobatchError,
+    StoppedError,
+    innermost,
+)
 
 RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
 """Environment variable by which a launcher tells its ranks where to leave their records."""
@@ -41,7 +49,7 @@ def guard(work: Callable[[], None]) -> int:
 
 def describe(error: BaseException) -> str:
     """One line on what failed, with stage and microbatch where one was running."""
-    chain = error
+    chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, MicrobatchError):
             return f"rank {os.environ.get('RANK', 0)}: {chain}"

@@ -39,7 +39,9 @@ def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="automodel_rl_") as folder:
         ranks = _Ranks(command, num_ranks, Path(folder))
-        handlers = {s: signal.signal(s, lambda number, _: ranks.signal(number)) for s in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {
+            s: signal.signal(s, lambda number, _: ranks.signal(number)) for s in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             return ranks.wait()
         finally:

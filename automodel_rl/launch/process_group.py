@@ -37,7 +37,9 @@ def join_process_group(world_size: int) -> torch.device:
 
 def _initialise() -> None:
     if "RANK" not in os.environ:  # nobody launched us: a job of one rank
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port())
+        )
     backend = "gloo"
     if torch.cuda.is_available():
         local_rank = int(os.environ["LOCAL_RANK"])

@@ -9,7 +9,10 @@ def quiet_libraries() -> None:
     """For command-line runs only; as a library the package leaves logging and warnings alone."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("torchao", "torch.utils._pytree"):  # optional kernels that this machine lacks; a deprecation inside torchao
+    for name in (
+        "torchao",
+        "torch.utils._pytree",
+    ):  # optional kernels that this machine lacks; a deprecation inside torchao
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")

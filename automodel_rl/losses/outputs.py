@@ -1,6 +1,6 @@
 """What a loss gets and what it gives: sums, never means. The engine divides once, by global counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,7 +39,7 @@ class LossOutput:
 LossFn = Callable[[TokenOutputs, PackedBatch], LossOutput]
 
 
-def count(batches: list[PackedBatch]) -> dict[Denominator, int]:
+def count(batches: Sequence[PackedBatch]) -> dict[Denominator, int]:
     """Denominators of one data rank's batches, known before any forward. Masks that depend on results never enter."""
     return {
         "tokens": sum(int(batch.loss_mask.sum()) for batch in batches),

@@ -19,7 +19,7 @@ from automodel_rl.batch import PackedBatch
 SDPA, VARLEN = "automodel_rl_sdpa", "automodel_rl_varlen"
 
 # Before torch 2.12 varlen_attn takes fewer KV heads than query heads without being told.
-_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def register_attention() -> None:
@@ -78,4 +78,5 @@ def varlen_attention(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, head dim]
     bounds, longest = batch.cu_seqlens, batch.max_seqlen
     output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **_GQA)
+    assert isinstance(output, Tensor)  # a tuple only when auxiliary outputs are asked for
     return output[None], None

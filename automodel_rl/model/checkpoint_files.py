@@ -8,8 +8,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.combinations import ModelDescription
@@ -24,7 +23,9 @@ def resolve_checkpoint(path: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+            folder = Path(
+                snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+            )
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise InputError(
                 f"model.path={path}: not a folder, and no such model could be fetched from the hub "
@@ -56,7 +57,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
     )
 
 
-def check_weights(folder: Path, model: nn.Module) -> None:
+def check_weights(folder: Path, model: PreTrainedModel) -> None:
     """Compares the checkpoint's tensors with the model's parameters by name and shape, reading headers only.
 
     Raises:

@@ -10,8 +10,8 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 class StepFlops:
     """FLOPs of forward and backward: 6 per parameter and token, and causal attention within each sequence.
 
-    The embedding table is a look-up and left out; the head counts. Recomputation is not counted (PaLM, arXiv:2204.02311,
-    appendix B).
+    The embedding table is a look-up and left out; the head counts. Recomputation is not counted (PaLM,
+    arXiv:2204.02311, appendix B).
     """
 
     def __init__(self, config: PretrainedConfig):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,9 @@ class ModelHandle:
         self.parts = parts_of(model)
         self.config, self.layout, self.dtype = config, layout, dtype
         self.flops = StepFlops(config)
-        self.tied = _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
+        self.tied = (
+            _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
+        )
         self._driver: Driver
         if isinstance(model, AutoPipeline):
             self._driver = PipelineDriver(model, layout, config.hidden_size, dtype)
@@ -54,9 +57,7 @@ class ModelHandle:
             self._driver = SequentialDriver(model)
 
     @classmethod
-    def from_pretrained(
-        cls, model: str | ModelConfig, parallel: ParallelConfig | None = None
-    ) -> "ModelHandle":
+    def from_pretrained(cls, model: str | ModelConfig, parallel: ParallelConfig | None = None) -> "ModelHandle":
         """Loads a Hugging Face checkpoint onto a layout. A collective: every rank calls it.
 
         Joins the process group that is there, else starts one from torchrun's environment.
@@ -174,7 +175,7 @@ class ModelHandle:
                 raise InputError(f"{folder}: tensor {name} holds NaN or infinite weights: use an intact checkpoint")
 
 
-def _tied_embedding(parts: list[nn.Module], layout: Layout) -> TiedEmbedding:
+def _tied_embedding(parts: list[Any], layout: Layout) -> TiedEmbedding:
     embeddings = [part.model.embed_tokens.weight for part in parts if part.model.embed_tokens is not None]
     heads = [part.lm_head.weight for part in parts if part.lm_head is not None]
     return TiedEmbedding(next(iter(embeddings), None), next(iter(heads), None), layout)

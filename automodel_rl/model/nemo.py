@@ -1,4 +1,4 @@
-"""Building a model with nemo_automodel: split into parts, sharded, weights loaded. The only file with its private names.
+"""Building a model with nemo_automodel: split into parts, sharded, weights loaded. Its private names live only here.
 
 Checked with nemo_automodel 0.7.0 and transformers 5.18.0.
 """
@@ -6,6 +6,7 @@ Checked with nemo_automodel 0.7.0 and transformers 5.18.0.
 import importlib
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from nemo_automodel._transformers.infrastructure import apply_model_infrastructure, instantiate_infrastructure
@@ -15,7 +16,7 @@ from nemo_automodel.components.models.common import BackendConfig
 from nemo_automodel.components.utils.model_utils import init_empty_weights
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.parallel.gradients import sum_fsdp_gradients
@@ -39,7 +40,7 @@ def fsdp_strategy(compute: torch.dtype, master: torch.dtype) -> FSDP2Config:
 
 def build_empty_model(
     config: PretrainedConfig, implementation: str, dtype: torch.dtype, attention: str, untie: bool
-) -> nn.Module:
+) -> PreTrainedModel:
     """The whole model without storage for its parameters.
 
     Buffers are real: nothing recomputes the rotary frequencies of a pipeline stage, and on the meta device they would
@@ -65,7 +66,7 @@ def build_empty_model(
     return model
 
 
-def parallelise_and_load(model: nn.Module, folder: Path, layout: Layout) -> nn.Module | AutoPipeline:
+def parallelise_and_load(model: PreTrainedModel, folder: Path, layout: Layout) -> nn.Module | AutoPipeline:
     """Splits and shards an empty model as the layout says and loads this rank's weights. A collective."""
     strategy = layout.mesh.strategy_config
     mesh, pipeline, parallelise, _ = instantiate_infrastructure(
@@ -76,7 +77,7 @@ def parallelise_and_load(model: nn.Module, folder: Path, layout: Layout) -> nn.M
     )
     # Every parameter comes from the checkpoint. Random initialisation first would only cost time.
     model._skip_init_weights_on_load = True
-    with _only_errors_logged():
+    with OnlyErrorsLogged():
         built = apply_model_infrastructure(
             model,
             is_meta_device=True,
@@ -114,7 +115,7 @@ def _pipeline_config(num_layers: int, parallel: ParallelConfig) -> PipelineConfi
     )
 
 
-def _wrap(model: nn.Module, policy: MixedPrecisionPolicy, layout: Layout) -> None:
+def _wrap(model: Any, policy: MixedPrecisionPolicy, layout: Layout) -> None:
     """FSDP on a mesh of one: nothing to shard, but the same mixed precision as on many ranks."""
     mesh = layout.device_mesh["dp_shard"]
     for layer in model.model.layers:
@@ -126,7 +127,7 @@ def _never_called(*_: object) -> None:
     raise AssertionError("AutoPipeline's own schedule must not run")
 
 
-class _only_errors_logged:
+class OnlyErrorsLogged:
     """Silences the loader's remarks (a tied head is missing from the file, say), which read like problems."""
 
     def __enter__(self) -> None:

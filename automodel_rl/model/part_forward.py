@@ -5,6 +5,7 @@ every model whose layers have transformers' signature. AutoPipeline has set the 
 """
 
 from types import MethodType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,13 +13,13 @@ from automodel_rl.batch import PackedBatch
 from automodel_rl.parallel.adapters import OutputFn
 
 
-def install_part_forward(model: nn.Module) -> None:
+def install_part_forward(model: Any) -> None:
     """Gives a causal language model, or each part that is split off it later, the packed forward."""
     model.forward = MethodType(part_forward, model)
     model.lm_head.forward = MethodType(head_forward, model.lm_head)
 
 
-def part_forward(part: nn.Module, hidden: Tensor, *, batch: PackedBatch, output_fn: OutputFn) -> Tensor:
+def part_forward(part: Any, hidden: Tensor, *, batch: PackedBatch, output_fn: OutputFn) -> Tensor:
     """One packed row through the layers of a part.
 
     Args:
@@ -37,7 +38,12 @@ def part_forward(part: nn.Module, hidden: Tensor, *, batch: PackedBatch, output_
     layers = body.layers.values() if isinstance(body.layers, nn.ModuleDict) else body.layers
     for layer in layers:
         hidden = layer(
-            hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary, use_cache=False, batch=batch
+            hidden,
+            attention_mask=None,
+            position_ids=positions,
+            position_embeddings=rotary,
+            use_cache=False,
+            batch=batch,
         )
     if part.lm_head is None:
         return hidden
@@ -47,5 +53,3 @@ def part_forward(part: nn.Module, hidden: Tensor, *, batch: PackedBatch, output_
 def head_forward(head: nn.Linear, hidden: Tensor, batch: PackedBatch, output_fn: OutputFn) -> Tensor:
     """Called as `head(...)`, so that FSDP's hooks gather the weight before and reduce its gradient after."""
     return output_fn(hidden, head.weight, batch)
-
-

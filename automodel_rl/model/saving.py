@@ -46,7 +46,9 @@ def save_checkpoint(
     for number, tensors in enumerate(_files(named_tensors)):
         if is_writer:
             name = f"stage-{layout.pp_rank}-{number}.safetensors"
-            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, unfinished / name, {"format": "pt"})
+            save_file(
+                {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, unfinished / name, {"format": "pt"}
+            )
             files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
     dist.barrier(layout.world_control)
     of_stages: list = [None] * layout.parallel.pp
@@ -88,7 +90,7 @@ def _name_files(folder: Path, files: list[tuple[str, dict[str, int]]]) -> None:
     if len(files) == 1:
         (folder / files[0][0]).rename(folder / SINGLE)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, (name, sizes) in enumerate(files, start=1):
         final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         (folder / name).rename(folder / final)

@@ -42,7 +42,9 @@ class RunDirectory:
                 "folder, or use that run's config to resume it"
             )
         if not resume:
-            raise InputError(f"output={output}: the folder holds this run already: add --resume auto, or choose another")
+            raise InputError(
+                f"output={output}: the folder holds this run already: add --resume auto, or choose another"
+            )
 
     def create(self) -> None:
         self.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -12,19 +12,19 @@ from automodel_rl.errors import MicrobatchError
 from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
 
 OutputFn = Callable[[Tensor, Tensor, PackedBatch], Tensor]
-"""(hidden [T, H], head weight [V, H], row) -> result [T, ...]. Runs inside the last stage, where the weight is whole."""
+"""(hidden [T, H], head weight [V, H], row) -> result [T, ...]. It runs inside the last stage; the weight is whole."""
 
 
 @dataclass
 class LossTotals:
     """Sums of losses and metrics over the microbatches of this rank, on the device and detached."""
 
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[Denominator, Tensor] = field(default_factory=dict)
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def add(self, output: LossOutput) -> None:
-        for name, total in output.sums.items():
-            self.sums[name] = self.sums.get(name, 0) + total.detach()
+        for key, value in output.sums.items():
+            self.sums[key] = self.sums.get(key, 0) + value.detach()
         for name, (total, denominator) in output.metrics.items():
             before = self.metrics.get(name, (0, 0))
             self.metrics[name] = (before[0] + total.detach(), before[1] + denominator.detach())
@@ -43,9 +43,7 @@ class PPLossAdapter:
         stage: index of the last stage, for error messages.
     """
 
-    def __init__(
-        self, loss_fn: LossFn, batches: Sequence[PackedBatch], counts: dict[Denominator, int], stage: int = 0
-    ):
+    def __init__(self, loss_fn: LossFn, batches: Sequence[PackedBatch], counts: dict[Denominator, int], stage: int = 0):
         self.loss_fn, self.batches, self.counts, self.stage = loss_fn, batches, counts, stage
         self.totals = LossTotals()
 
@@ -54,7 +52,7 @@ class PPLossAdapter:
         try:
             output = self.loss_fn(TokenOutputs(logprobs), self.batches[index])
             # A global batch may hold nothing that counts; its sums are then 0 and stay so.
-            loss = sum(total / max(self.counts[name], 1) for name, total in output.sums.items())
+            loss = torch.stack([total / max(self.counts[name], 1) for name, total in output.sums.items()]).sum()
         except Exception as error:
             raise MicrobatchError("loss", self.stage, index, error) from error
         self.totals.add(output)

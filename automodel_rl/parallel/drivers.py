@@ -18,13 +18,12 @@ from automodel_rl.parallel.pipeline_stage import PackedStage, Schedule, run_sche
 
 
 class Driver(Protocol):
-    """Runs rows through the parts of this rank. A part is called as `part(input, batch=row, output_fn=f)`.
+    """Runs rows through the parts of this rank. A part is called as `part(input, batch=row, output_fn=f)`."""
 
-    Attributes:
-        min_microbatches: fewest rows that it can run.
-    """
-
-    min_microbatches: int
+    @property
+    def min_microbatches(self) -> int:
+        """Fewest rows that it can run."""
+        ...
 
     def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
         """Forward, loss and backward of every row. `head` gives the log-probabilities that the adapter gets."""

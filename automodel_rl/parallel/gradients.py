@@ -32,8 +32,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 class TiedEmbedding:
     """Keeps the embedding on the first stage and the head on the last one a single weight.
 
-    Both start from the same tensor and get the same, summed gradient, so optimizers keep them equal. The embedding is the
-    weight; norm, checkpoints and exports leave `copy` out.
+    Both start from the same tensor and get the same, summed gradient, so optimizers keep them equal. The embedding
+    is the weight; norm, checkpoints and exports leave `copy` out.
 
     Args:
         embedding: the weight on the first stage, None on other ranks.
@@ -50,7 +50,7 @@ class TiedEmbedding:
         """A collective of the ranks that hold either weight; others return at once."""
         if not self.weights:
             return
-        gradients = [local_tensor(weight.grad) for weight in self.weights]
+        gradients = [local_tensor(weight.grad) for weight in self.weights if weight.grad is not None]
         total = sum(gradients[1:], start=gradients[0].clone())
         dist.all_reduce(total, group=self.group)
         for gradient in gradients:

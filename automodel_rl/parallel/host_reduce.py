@@ -1,11 +1,13 @@
 """A step's few numbers over ranks, on the host in float64: one device-to-host copy, then small gloo collectives."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from automodel_rl.losses import Denominator
 from automodel_rl.parallel.adapters import LossTotals
 from automodel_rl.parallel.layout import Layout
 
@@ -14,7 +16,7 @@ from automodel_rl.parallel.layout import Layout
 class GlobalTotals:
     """Sums over all data ranks, equal on every rank."""
 
-    sums: dict[str, float]
+    sums: dict[Denominator, float]
     metrics: dict[str, tuple[float, float]]
     square_norm: float
 
@@ -43,7 +45,7 @@ def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> Glo
     return GlobalTotals(sums=shared[0], metrics=shared[1], square_norm=norm.item())
 
 
-def from_last_stage(value: object, layout: Layout) -> object:
+def from_last_stage(value: Any, layout: Layout) -> Any:
     """An object of the last stage, on every stage of its data rank."""
     if layout.parallel.pp == 1:
         return value
@@ -54,13 +56,11 @@ def from_last_stage(value: object, layout: Layout) -> object:
 
 def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
     """A tensor of the last stage, on every stage of its data rank and on that stage's device."""
-    if layout.parallel.pp == 1:
-        return tensor
-    last = layout.parallel.pp - 1
-    shape, dtype = from_last_stage((tensor.shape, tensor.dtype) if layout.is_last_stage else None, layout)
-    if not layout.is_last_stage:
-        tensor = torch.empty(shape, dtype=dtype, device=layout.device)
-    dist.broadcast(tensor, group=layout.pp_group, group_src=last)
+    kind = from_last_stage(None if tensor is None else (tensor.shape, tensor.dtype), layout)
+    if tensor is None:
+        tensor = torch.empty(kind[0], dtype=kind[1], device=layout.device)
+    if layout.parallel.pp > 1:
+        dist.broadcast(tensor, group=layout.pp_group, group_src=layout.parallel.pp - 1)
     return tensor
 
 

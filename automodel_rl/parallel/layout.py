@@ -81,14 +81,20 @@ def build_layout(parallel: ParallelConfig, strategy: FSDP2Config, device: torch.
         parallel=parallel,
         device=device,
         mesh=mesh,
-        world_control=_own_group([list(range(dist.get_world_size()))], "gloo"),
-        data_control=_own_group(by_data, "gloo"),
-        pp_control=_own_group(by_stage, "gloo"),
+        world_control=_control_group([list(range(dist.get_world_size()))]),
+        data_control=_control_group(by_data),
+        pp_control=_control_group(by_stage),
         ends_group=_own_group([sorted({stages[0], stages[-1]}) for stages in by_stage]),
     )
 
 
-def _own_group(groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+def _control_group(groups: list[list[int]]) -> dist.ProcessGroup:
+    group = _own_group(groups, "gloo")
+    assert group is not None  # these groups cover all ranks
+    return group
+
+
+def _own_group(groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
     """Creates every group, as every rank must, and returns the one that holds this rank (None if no group does)."""
     own = None
     for members in groups:

@@ -1,8 +1,8 @@
 """Stock pipeline schedules over microbatches of different token counts. The only file with torch's private names.
 
 torch's stages infer one activation shape from the first microbatch. Here every rank already knows how many tokens each
-packed row has, so receive buffers are made per microbatch and inference never runs: no padding, no extra forward, and no
-state left over between training and forward-only steps.
+packed row has, so receive buffers are made per microbatch and inference never runs: no padding, no extra forward, and
+no state left over between training and forward-only steps.
 
 Checked with torch 2.11.0 and 2.13.0.
 """
@@ -18,7 +18,7 @@ from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _PipelineSchedule,
+    _PipelineScheduleRuntime,
 )
 
 from automodel_rl.errors import MicrobatchError
@@ -64,7 +64,7 @@ class PackedStage(PipelineStage):
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         if HAS_TENSOR_META:
             return torch_stage._RecvInfo(name, source, buffer, _tensor_meta(shape, dtype, requires_grad))
-        return torch_stage._RecvInfo(name, source, buffer.requires_grad_(requires_grad))
+        return torch_stage._RecvInfo(name, source, buffer.requires_grad_(requires_grad))  # type: ignore[call-arg]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -95,7 +95,7 @@ def run_schedule(
     dtype: torch.dtype,
     inputs: Sequence[Tensor],
     keywords: Sequence[dict[str, Any]],
-    targets: Sequence[Callable[[Any], Tensor]] | None,
+    targets: list[Callable[[Any], Tensor]] | None,
 ) -> None:
     """Runs one step over pre-split microbatches; with `targets` forward and backward, without them forward only.
 
@@ -111,15 +111,14 @@ def run_schedule(
     stages = stages_of(schedule)
     for stage in stages:
         stage.bind(shapes, dtype, train)
-    is_single = isinstance(schedule, PipelineScheduleSingle)
-    name = "_stage" if is_single else "_stages"
+    name = "_stage" if isinstance(schedule, PipelineScheduleSingle) else "_stages"
     setattr(schedule, f"{name}_forward_initialized", True)  # its own shape inference must not run
     setattr(schedule, f"{name}_backward_initialized", train)
-    kept = {"_has_backward": schedule._has_backward, "_loss_fn": schedule._loss_fn}
+    kept: dict[str, Any] = {"_has_backward": schedule._has_backward, "_loss_fn": schedule._loss_fn}
     schedule._has_backward = train
     if not train:
         schedule._loss_fn = None
-        if not is_single:
+        if isinstance(schedule, _PipelineScheduleRuntime):
             kept["pipeline_order_with_comms"] = schedule.pipeline_order_with_comms
             schedule.pipeline_order_with_comms = _forward_actions(schedule)
     losses: list[Tensor] | None = [] if train else None
@@ -135,11 +134,11 @@ def run_schedule(
             stage.clear_runtime_states()  # else the last step's activations live until the next one
 
 
-def stages_of(schedule: _PipelineSchedule) -> list[PackedStage]:
+def stages_of(schedule: Schedule) -> list[Any]:
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
 
 
-def _forward_actions(schedule: PipelineScheduleMulti) -> dict[int, list[Any]]:
+def _forward_actions(schedule: _PipelineScheduleRuntime) -> dict[int, list[Any]]:
     """The forward part of a schedule's plan; the stock forward-only step cannot run plans with V placement."""
     kinds = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
     plan = schedule.pipeline_order_with_comms[schedule.rank]

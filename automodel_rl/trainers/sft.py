@@ -45,13 +45,16 @@ class SFTTrainer:
         self.layout = self.handle.layout
         torch.manual_seed(config.seed + dist.get_rank())
         self.tokenizer = load_tokenizer(resolve_checkpoint(config.model.path), config.data)
-        if len(self.tokenizer) > self.handle.config.vocab_size:
+        vocab_size = self.handle.config.vocab_size
+        if len(self.tokenizer) > vocab_size:
             raise InputError(
-                f"model.path={config.model.path}: the tokenizer has {len(self.tokenizer)} tokens but the model's vocabulary "
-                f"is {self.handle.config.vocab_size}: use the tokenizer that belongs to the model"
+                f"model.path={config.model.path}: the tokenizer has {len(self.tokenizer)} tokens but the model's "
+                f"vocabulary is {vocab_size}: use the tokenizer that belongs to the model"
             )
         self.chat = ChatTokenizer(self.tokenizer, config.data.train_on)
-        self.loader = self._loader(config.data.train, config.seed if config.data.shuffle else None, config.length.epochs)
+        self.loader = self._loader(
+            config.data.train, config.seed if config.data.shuffle else None, config.length.epochs
+        )
         self.validation = self._validation_rows()
         self.total_steps = config.length.steps or len(self.loader.sampler)
         self.engine = Engine(self.handle, config.optimizer, self.total_steps)
@@ -73,7 +76,7 @@ class SFTTrainer:
             metrics = MetricsFile(self.directory.metrics, self.engine.step)
         steps = iter(self.loader)
         with StopSignal() as stop, Progress(self.total_steps, self.engine.step, not self._is_first_rank) as progress:
-            while self.engine.step < self.total_steps:
+            while not self._is_over:
                 started = time.perf_counter()
                 step = next(steps)
                 loaded = time.perf_counter()
@@ -88,7 +91,7 @@ class SFTTrainer:
                     **output.metrics,
                     **self._performance(step, started, loaded),
                 }
-                if self._is_due(self.config.length.validate_every):
+                if self._is_over or self._is_due(self.config.length.validate_every):
                     row["val/loss"] = self._validate()
                 if self._is_first_rank:
                     metrics.write(row)
@@ -97,7 +100,9 @@ class SFTTrainer:
                 if stopping or self._is_due(self.config.checkpoint.every):
                     self._save_checkpoint()
                 if stopping:
-                    raise StoppedError(f"stopped by {stop.name} after step {self.engine.step}: add --resume auto to go on")
+                    raise StoppedError(
+                        f"stopped by {stop.name} after step {self.engine.step}: add --resume auto to go on"
+                    )
             return self._finish(progress)
 
     def _finish(self, progress: Progress) -> Path:
@@ -110,10 +115,12 @@ class SFTTrainer:
         return self.directory.final
 
     def _is_due(self, every: int | None) -> bool:
-        """Whether something that happens `every` so many steps happens now; validation also happens at the end."""
-        if every is not None and self.engine.step % every == 0:
-            return True
-        return self.engine.step == self.total_steps
+        """Whether something that happens `every` so many steps, and at the end, happens now."""
+        return every is not None and (self.engine.step % every == 0 or self._is_over)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.engine.step >= self.total_steps
 
     def _validate(self) -> float | None:
         if not self.validation:

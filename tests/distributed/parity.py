@@ -115,7 +115,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _largest(actual: Tensor, expected: Tensor) -> float:
-    return (actual - expected).abs().max().item()
+    return (actual.cpu() - expected).abs().max().item()
 
 
 @contextlib.contextmanager
@@ -129,14 +129,12 @@ def planted(fault: str | None) -> Iterator[None]:
 
     faults = {
         "documents see each other": mock.patch.object(attention, "itertools", ONE_DOCUMENT),
-        "tied gradient counted once": mock.patch.object(TiedEmbedding, "sum_gradients", lambda self: None),
-        "mean over data ranks": mock.patch.object(nemo, "sum_fsdp_gradients", lambda part: None),
+        "tied gradient counted once": mock.patch.object(TiedEmbedding, "sum_gradients", return_value=None),
+        "mean over data ranks": mock.patch.object(nemo, "sum_fsdp_gradients", return_value=None),
         "local token counts": mock.patch(
             "automodel_rl.engine.engine.sum_over_data_ranks", lambda numbers, layout: numbers
         ),
-        "norm of one stage": mock.patch(
-            "automodel_rl.parallel.host_reduce.dist.all_reduce", lambda *args, **kwargs: None
-        ),
+        "norm of one stage": mock.patch("automodel_rl.parallel.host_reduce.dist.all_reduce", return_value=None),
     }
     with faults[fault]:
         yield

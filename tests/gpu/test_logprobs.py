@@ -1,0 +1,40 @@
+"""Chunked log-probabilities on CUDA: 16-bit inputs, fp32 logits, little memory."""
+
+import pytest
+import torch
+
+from automodel_rl.batch import TokenSequence, pack_row
+from automodel_rl.model.logprobs import target_logprobs
+
+pytestmark = pytest.mark.gpu
+
+
+def make_inputs(num_tokens: int, vocab: int, hidden: int):
+    generator = torch.Generator("cuda").manual_seed(0)
+    states = torch.randn(num_tokens, hidden, generator=generator, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(vocab, hidden, generator=generator, device="cuda") * 0.05).bfloat16().requires_grad_()
+    ids = torch.randint(0, vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    return states, weight, pack_row([TokenSequence(ids, torch.ones(num_tokens, dtype=torch.bool))]).to("cuda")
+
+
+def test_bf16_inputs_give_fp32_logprobs_close_to_float64() -> None:
+    states, weight, batch = make_inputs(1500, 32000, 256)
+    logprobs = target_logprobs(states, weight, batch)
+    logprobs.sum().backward()
+    exact_states, exact_weight = (t.detach().double().requires_grad_() for t in (states, weight))
+    logits = (exact_states @ exact_weight.t())[:-1]
+    exact = logits.log_softmax(-1).gather(1, batch.targets[:-1, None])[:, 0]
+    exact.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert (logprobs[:-1] - exact).abs().max() < 2e-5
+    for actual, expected in ((states.grad, exact_states.grad), (weight.grad, exact_weight.grad)):
+        assert (actual.double() - expected).norm() / expected.norm() < 1e-2
+
+
+def test_memory_is_far_below_all_logits() -> None:
+    states, weight, batch = make_inputs(16384, 151936, 256)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        target_logprobs(states, weight, batch)
+    assert torch.cuda.max_memory_allocated() - before < 0.05 * 16384 * 151936 * 4
