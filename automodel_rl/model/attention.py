@@ -75,8 +75,8 @@ def varlen_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """torch's varlen_attn (FlashAttention), one call for the row. CUDA and 16-bit types. Shapes as `sdpa_attention`."""
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, head dim]
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, heads, head dim]
     bounds, longest = batch.cu_seqlens, batch.max_seqlen
     output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **_GQA)
     assert isinstance(output, Tensor)  # a tuple only when auxiliary outputs are asked for
-    return output[None], None
+    return output.unsqueeze(0), None

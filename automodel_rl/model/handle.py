@@ -19,6 +19,7 @@ from automodel_rl.losses import Denominator, LossFn
 from automodel_rl.model.attention import choose_attention, register_attention
 from automodel_rl.model.checkpoint_files import check_weights, describe_model, read_config, resolve_checkpoint
 from automodel_rl.model.flops import StepFlops
+from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.logprobs import target_logprobs
 from automodel_rl.model.nemo import build_empty_model, fsdp_strategy, parallelise_and_load, parts_of
 from automodel_rl.model.part_forward import install_part_forward
@@ -82,6 +83,7 @@ class ModelHandle:
         attention = choose_attention(model.attention, device, dtype)
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
         install_part_forward(empty)
+        install_fused_norms(empty, device, dtype)
         check_weights(folder, empty)
         handle = cls(parallelise_and_load(empty, folder, layout), config, layout, dtype)
         handle._check_finite(folder)

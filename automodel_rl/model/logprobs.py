@@ -37,12 +37,8 @@ class _TargetLogprobs(torch.autograd.Function):
         logprobs = torch.empty(targets.shape, dtype=accurate, device=hidden.device)
         logsumexp = torch.empty_like(logprobs)
         for chunk in _chunks(len(targets)):
-            logits_CV, target_C = _logits(hidden[chunk], weight), targets[chunk]
-            picked_C = logits_CV.gather(1, target_C.clamp_min(0)[:, None])[:, 0]
-            largest_C = logits_CV.amax(1)
-            # In place, so that one [C, V] buffer is all there is.
-            logsumexp[chunk] = logits_CV.sub_(largest_C[:, None]).exp_().sum(1).log_().add_(largest_C)
-            logprobs[chunk] = torch.where(target_C >= 0, picked_C - logsumexp[chunk], 0.0)
+            picked, logsumexp[chunk] = _score(hidden[chunk], weight, targets[chunk])
+            logprobs[chunk] = torch.where(targets[chunk] >= 0, picked - logsumexp[chunk], 0.0)
         ctx.save_for_backward(hidden, weight, targets, logsumexp)
         return logprobs
 
@@ -53,14 +49,28 @@ class _TargetLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=_accurate(weight.dtype), device=weight.device)
         for chunk in _chunks(len(targets)):
-            # d log p(target) / d logits = one-hot(target) - softmax
-            d_logits_CV = _logits(hidden[chunk], weight).sub_(logsumexp[chunk, None]).exp_()
-            d_logits_CV.mul_(-gradient[chunk, None])
-            d_logits_CV.scatter_add_(1, targets[chunk].clamp_min(0)[:, None], gradient[chunk, None])
-            d_logits_CV = d_logits_CV.to(weight.dtype)
-            d_hidden[chunk] = d_logits_CV @ weight
-            d_weight += _accurate_matmul(d_logits_CV.t(), hidden[chunk])
+            d_logits = _logits_gradient(hidden[chunk], weight, targets[chunk], logsumexp[chunk], gradient[chunk])
+            d_hidden[chunk] = d_logits @ weight
+            d_weight += _accurate_matmul(d_logits.t(), hidden[chunk])
+            del d_logits  # before the next chunk's
         return d_hidden, d_weight.to(weight.dtype), None
+
+
+def _score(hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Logit of every target and the log-sum-exp of all logits, both [C]. In place: one [C, V] buffer is all there is."""
+    logits_CV = _logits(hidden_CH, weight_VH)
+    picked_C = logits_CV.gather(1, targets_C.clamp_min(0)[:, None])[:, 0]
+    largest_C = logits_CV.amax(1)
+    return picked_C, logits_CV.sub_(largest_C[:, None]).exp_().sum(1).log_().add_(largest_C)
+
+
+def _logits_gradient(
+    hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor, logsumexp_C: Tensor, gradient_C: Tensor
+) -> Tensor:
+    """[C, V] in the weight's dtype: d log p(target) / d logits is one-hot(target) - softmax."""
+    d_logits_CV = _logits(hidden_CH, weight_VH).sub_(logsumexp_C[:, None]).exp_().mul_(-gradient_C[:, None])
+    d_logits_CV.scatter_add_(1, targets_C.clamp_min(0)[:, None], gradient_C[:, None])
+    return d_logits_CV.to(weight_VH.dtype)
 
 
 def top_logits(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:

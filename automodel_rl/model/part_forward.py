@@ -47,7 +47,7 @@ def part_forward(part: Any, hidden: Tensor, *, batch: PackedBatch, output_fn: Ou
         )
     if part.lm_head is None:
         return hidden
-    return part.lm_head(body.norm(hidden)[0], batch, output_fn)
+    return part.lm_head(body.norm(hidden).squeeze(0), batch, output_fn)
 
 
 def head_forward(head: nn.Linear, hidden: Tensor, batch: PackedBatch, output_fn: OutputFn) -> Tensor:
