@@ -69,7 +69,7 @@ def _report(exit_code: int, line: str, trace: str) -> int:
     return exit_code
 
 
-def first_failure(folder: Path) -> FailureRecord | None:
-    """The earliest record in the folder; what follows it are mostly lost connections."""
+def read_failures(folder: Path) -> dict[int, FailureRecord]:
+    """The records in a folder by rank. The earliest is the cause; what follows are mostly lost connections."""
     records = [FailureRecord(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
-    return min(records, key=lambda record: record.time, default=None)
+    return {record.rank: record for record in records}

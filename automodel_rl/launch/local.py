@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_rl.errors import EXIT_FAILURE
-from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, first_failure
+from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, read_failures
 
 GRACE_SECONDS = 3.0
 """How long the other ranks may still take to leave their own record once one has failed."""
@@ -94,12 +94,14 @@ class _Ranks:
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
             time.sleep(0.05)
-        failed = next(r for r, process in enumerate(self.processes) if process.poll() not in (None, 0))
+        records = read_failures(self.folder)
+        dead = [rank for rank, process in enumerate(self.processes) if process.poll() not in (None, 0)]
         self.kill()
-        record = first_failure(self.folder)
-        if record is None:
-            print(self._tail(failed), f"error: {self._death(failed)}", sep="", file=sys.stderr, flush=True)
+        silent = [rank for rank in dead if rank not in records]
+        if silent:  # killed or crashed; what its peers recorded are lost connections
+            print(self._tail(silent[0]), f"error: {self._death(silent[0])}", sep="", file=sys.stderr, flush=True)
             return EXIT_FAILURE
+        record = min(records.values(), key=lambda record: record.time)
         print(f"{record.trace}{record.line}", file=sys.stderr, flush=True)
         return record.exit_code
 

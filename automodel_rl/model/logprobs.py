@@ -57,7 +57,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _score(hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Logit of every target and the log-sum-exp of all logits, both [C]. In place: one [C, V] buffer is all there is."""
+    """Logit of every target and log-sum-exp of all logits, both [C]. In place: one [C, V] buffer is all there is."""
     logits_CV = _logits(hidden_CH, weight_VH)
     picked_C = logits_CV.gather(1, targets_C.clamp_min(0)[:, None])[:, 0]
     largest_C = logits_CV.amax(1)
