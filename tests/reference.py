@@ -16,16 +16,19 @@ class Reference:
         folder: of the checkpoint.
         dtype: of weights and computation.
         lr, max_grad_norm: of the steps.
+        device: where it computes. transformers' norms and rotary embeddings compute in fp32 even in a float64 model, so
+            an exact comparison needs the device of the other side.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, lr: float, max_grad_norm: float):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    def __init__(self, folder: Path, dtype: torch.dtype, lr: float, max_grad_norm: float, device: torch.device):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        self.model, self.device = model.to(device), device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.max_grad_norm = max_grad_norm
 
     def logprobs(self, sequence: TokenSequence) -> Tensor:
         """[n], aligned with the tokens, first entry 0."""
-        ids = sequence.input_ids
+        ids = sequence.input_ids.to(self.device)
         logits = self.model(ids[None]).logits[0, :-1]
         scores = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         return torch.cat([scores.new_zeros(1), scores])
@@ -35,7 +38,7 @@ class Reference:
         num_tokens = sum(int(s.loss_mask[1:].sum()) for s in sequences)
         total = 0.0
         for sequence in sequences:
-            counted = sequence.loss_mask.clone()
+            counted = sequence.loss_mask.to(self.device, copy=True)
             counted[0] = False
             loss = -self.logprobs(sequence)[counted].sum() / num_tokens
             loss.backward()

@@ -33,7 +33,20 @@ class FailureRecord:
 
 
 def guard(work: Callable[[], None]) -> int:
-    """Runs `work` and returns the exit code; a failure leaves a record, or is printed where there is no launcher."""
+    """Runs a rank's `work` and returns the exit code; a failure leaves a record, or is printed without a launcher.
+
+    A rank that has peers does not return: it leaves at once, for taking down the process group of a failed job waits
+    for peers that wait for this rank.
+    """
+    code = _run(work)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(work: Callable[[], None]) -> int:
     try:
         work()
     except InputError as error:

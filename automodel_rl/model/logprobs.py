@@ -51,7 +51,7 @@ class _TargetLogprobs(torch.autograd.Function):
         for chunk in _chunks(len(targets)):
             d_logits = _logits_gradient(hidden[chunk], weight, targets[chunk], logsumexp[chunk], gradient[chunk])
             d_hidden[chunk] = d_logits @ weight
-            d_weight += _accurate_matmul(d_logits.t(), hidden[chunk])
+            _add_matmul(d_weight, d_logits.t(), hidden[chunk])
             del d_logits  # before the next chunk's
         return d_hidden, d_weight.to(weight.dtype), None
 
@@ -89,6 +89,14 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
     return _accurate_matmul(hidden_CH, weight_VH.t())
+
+
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without a product of its own where the dtypes allow it."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += _accurate_matmul(a, b)
 
 
 def _accurate_matmul(a: Tensor, b: Tensor) -> Tensor:

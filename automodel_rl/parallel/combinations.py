@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.errors import InputError
+from automodel_rl.parallel.stages import layers_per_stage
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,12 @@ RULES = (
 
 
 def check_supported(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raises `InputError` with the refusal of the first rule that is broken."""
+    """Raises `InputError` with the refusal of the first rule that is broken, or of a split that does not fit."""
     for rule in RULES:
         message = rule.refusal(shape, model, parallel)
         if message is not None:
             raise InputError(message)
+    layers_per_stage(shape.num_layers, parallel)
 
 
 def table() -> str:

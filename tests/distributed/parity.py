@@ -67,7 +67,7 @@ def _compare(case: Case, folder: Path) -> Differences:
     model = ModelConfig(path=str(folder), dtype=case.dtype, implementation=case.implementation)
     handle = ModelHandle.from_pretrained(model, case.parallel)
     engine = Engine(handle, OptimizerConfig(lr=LR, max_grad_norm=MAX_GRAD_NORM, decay="constant"))
-    reference = Reference(folder, getattr(torch, case.dtype), LR, MAX_GRAD_NORM)
+    reference = Reference(folder, getattr(torch, case.dtype), LR, MAX_GRAD_NORM, handle.layout.device)
     found = Differences()
     for step, num_rows in enumerate(case.rows):
         of_ranks = [
@@ -115,7 +115,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _largest(actual: Tensor, expected: Tensor) -> float:
-    return (actual.cpu() - expected).abs().max().item()
+    return (actual - expected).abs().max().item()
 
 
 @contextlib.contextmanager

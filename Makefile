@@ -1,0 +1,38 @@
+# make setup   an environment in .venv with everything (repeatable)
+# make demo    fine-tune a small chat model on this machine and see what it learned
+# make test    lint, types, import contracts, tests
+# make check   all of these but the tests
+
+SHELL := /bin/sh
+CHOOSE := for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done
+PYTHON ?= $(shell $(CHOOSE))
+BIN := .venv/bin
+
+.PHONY: setup demo test check format
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found; give one with make PYTHON=/path/to/python"; exit 2; }
+	@echo "installing into .venv with $$($(PYTHON) --version) (a few minutes the first time)"
+	@rm -rf .venv && $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/automodel-rl quickstart runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/python -m pytest
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

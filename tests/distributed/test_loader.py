@@ -1,0 +1,74 @@
+"""Packed loading over data ranks, and resuming between steps."""
+
+import json
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from automodel_rl.config import BatchConfig, DataConfig, ParallelConfig, SourceConfig
+from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
+from automodel_rl.data.loader import PackedLoader
+from automodel_rl.launch.process_group import join_process_group
+from automodel_rl.model.nemo import fsdp_strategy
+from automodel_rl.parallel.layout import build_layout
+from automodel_rl.quickstart.model import train_tokenizer
+from automodel_rl.quickstart.problems import make_problems
+from tests.rank_pool import RankPool
+
+Rows = list[list[int]]
+"""Token ids of every row."""
+
+
+def write_data(folder: Path) -> None:
+    records, _ = make_problems(50, 0, seed=0)
+    records[0]["messages"][1]["content"] *= 9  # longer than a row
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    train_tokenizer([m["content"] for r in records for m in r["messages"]], 300).save_pretrained(folder)
+
+
+def load(folder: Path, overlong: str) -> tuple[list[Rows], list[tuple[int, ...]], list[Rows]]:
+    """Rows of every step, the counts of every step, and the rows after resuming behind the second."""
+    parallel = ParallelConfig(dp_shard=2)
+    layout = build_layout(parallel, fsdp_strategy(torch.float32, torch.float32), join_process_group(2))
+    source = SourceConfig(path=str(folder / "data.jsonl"))
+    data = DataConfig(train=(source,), overlong=overlong)
+    chat = ChatTokenizer(load_tokenizer(folder, data), "all")
+
+    def make_loader() -> PackedLoader:
+        batch = BatchConfig(sequences=16, row_tokens=128)
+        return PackedLoader((source,), chat, data, batch, layout, float, seed=1, epochs=1)
+
+    def rows(step) -> Rows:
+        return [row.input_ids.tolist() for row in step.batches]
+
+    steps = list(make_loader())
+    counts = [(s.num_sequences, s.num_tokens, s.num_rows, s.num_truncated, s.num_dropped) for s in steps]
+    stopped = make_loader()
+    list(islice(stopped, 2))
+    resumed = make_loader()
+    resumed.load_state_dict(stopped.state_dict())
+    return [rows(s) for s in steps], counts, [rows(s) for s in resumed]
+
+
+def test_data_ranks_share_global_batches_and_resume_between_steps(
+    ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    write_data(tmp_path)
+    (first, counts, first_resumed), (second, other_counts, second_resumed) = ranks(2).run(load, tmp_path, "truncate")
+    assert counts == other_counts
+    assert [c[0] for c in counts] == [16, 16, 16, 2]
+    assert sum(c[3] for c in counts) == 1
+    assert [len(rows) for rows in first] == [len(rows) for rows in second]
+    for mine, theirs, (_, num_tokens, *_) in zip(first, second, counts, strict=True):
+        assert sum(map(len, mine)) + sum(map(len, theirs)) == num_tokens
+    assert first_resumed == first[2:]
+    assert second_resumed == second[2:]
+
+
+def test_overlong_examples_can_be_dropped(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    write_data(tmp_path)
+    _, counts, _ = ranks(2).run(load, tmp_path, "drop")[0]
+    assert sum(c[0] for c in counts) == 49
+    assert sum(c[4] for c in counts) == 1

@@ -1,0 +1,233 @@
+"""The command line end to end: a run, stopping and resuming, and all that can be wrong with what a user gives."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from automodel_rl.cli import main
+from automodel_rl.quickstart.model import train_tokenizer, write_model
+from automodel_rl.quickstart.problems import make_problems, write_jsonl
+
+Config = dict
+Change = Callable[[Config, Path], None]
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model and data."""
+    folder = tmp_path_factory.mktemp("workspace")
+    train, held_out = make_problems(96, 8, seed=0)
+    write_jsonl(folder / "train.jsonl", train)
+    write_jsonl(folder / "held_out.jsonl", held_out)
+    write_model(folder / "model", train_tokenizer([m["content"] for r in train for m in r["messages"]], 300), seed=0)
+    return folder
+
+
+@pytest.fixture
+def config(workspace: Path, tmp_path: Path) -> Config:
+    return {
+        "output": str(tmp_path / "run"),
+        "model": {"path": str(workspace / "model"), "dtype": "float32"},
+        "data": {
+            "train": [{"path": str(workspace / "train.jsonl")}],
+            "validation": [{"path": str(workspace / "held_out.jsonl")}],
+        },
+        "batch": {"sequences": 8, "row_tokens": 128},
+        "length": {"steps": 4, "validate_every": 2},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 1},
+        "observe": {"samples": 1, "sample_tokens": 4},
+    }
+
+
+def write(config: Config, tmp_path: Path) -> str:
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "automodel_rl", "sft", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config: Config, tmp_path: Path) -> None:
+    run = start([write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every", "2"])
+    stdout, stderr = run.communicate(timeout=200)
+    assert run.returncode == 0, stderr
+    assert stderr == ""
+    folder = tmp_path / "run"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    assert [("val/loss" in row) for row in rows] == [False, True, False, True]
+    expected = {"train/grad_norm", "train/lr", "train/num_tokens", "perf/tokens_per_second", "perf/mfu"}
+    expected |= {"perf/packing_efficiency", "time/step_s", "memory/peak_gib", "data/num_truncated"}
+    assert expected <= rows[0].keys()
+    assert "step 4/4  loss" in stdout
+    assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["pp"] == 2
+    assert "<polyline" in (folder / "report.html").read_text()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
+    AutoModelForCausalLM.from_pretrained(folder / "final")
+    assert AutoTokenizer.from_pretrained(folder / "final").chat_template
+
+
+def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(config: Config, tmp_path: Path) -> None:
+    config["length"] = {"steps": 60, "validate_every": 50}
+    file = write(config, tmp_path)
+    whole = start([file, "--parallel.pp", "2", "--output", str(tmp_path / "whole")])
+    stopped = start([file, "--parallel.pp", "2"])
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 5):
+        assert time.monotonic() < deadline, stopped.communicate(timeout=5)
+        time.sleep(0.02)
+    stopped.send_signal(signal.SIGTERM)
+    _, stderr = stopped.communicate(timeout=60)
+    assert stopped.returncode == 1
+    assert stderr.startswith("stopped by SIGTERM after step ")
+    num_done = int(stderr.split("step ")[1].split(":")[0])
+    assert num_done < 60
+    _, stderr = whole.communicate(timeout=120)
+    assert whole.returncode == 0, stderr
+    resumed = start([file, "--parallel.pp", "2", "--resume", "auto"])
+    _, stderr = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, stderr
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, 61))
+    for path in sorted((tmp_path / "whole" / "final").glob("*.safetensors")):
+        expected, actual = load_file(path), load_file(tmp_path / "run" / "final" / path.name)
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def set_key(dotted: str, value: object) -> Change:
+    def change(config: Config, tmp_path: Path) -> None:
+        *path, last = dotted.split(".")
+        for name in path:
+            config = config.setdefault(name, {})
+        config[last] = value
+
+    return change
+
+
+def with_data(text: str) -> Change:
+    def change(config: Config, tmp_path: Path) -> None:
+        (tmp_path / "bad.jsonl").write_text(text)
+        config["data"]["train"] = [{"path": str(tmp_path / "bad.jsonl")}]
+
+    return change
+
+
+def with_model(damage: Callable[[Path], object]) -> Change:
+    def change(config: Config, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(config["model"]["path"], tmp_path / "bad_model"))
+        damage(folder)
+        config["model"]["path"] = str(folder)
+
+    return change
+
+
+def truncate_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def put_nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def hold_another_run(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: 7\n")
+
+
+NO_ASSISTANT = '{"messages": [{"role": "user", "content": "hi"}]}\n'
+BAD_INPUT: dict[str, tuple[Change, str]] = {
+    "missing file": (set_key("data.train", [{"path": "nowhere.jsonl"}]), "nowhere.jsonl: cannot read the data file"),
+    "malformed line": (with_data("{'a': 1}\n"), "bad.jsonl:1: not valid JSON"),
+    "no assistant turn": (with_data(NO_ASSISTANT), "bad.jsonl:1: no assistant turn"),
+    "empty dataset": (with_data(""), "bad.jsonl: the data file is empty"),
+    "misspelt key": (set_key("optimizer.learningrate", 1), "optimizer.learningrate: unknown key"),
+    "wrong type": (set_key("batch.sequences", "many"), "batch.sequences: Input should be a valid integer"),
+    "more stages than layers": (set_key("parallel.pp", 5), "parallel.pp=5: the model has 4 layers"),
+    "wrong sum of layers": (
+        set_key("parallel", {"pp": 2, "layers_per_stage": [1, 2]}),
+        "parallel.layers_per_stage=[1, 2] adds up to 3 but the model has 4 layers",
+    ),
+    "no weights": (with_model(lambda folder: (folder / "model.safetensors").unlink()), "bad_model: no weights"),
+    "truncated weights": (with_model(truncate_weights), "model.safetensors: damaged or incomplete"),
+    "NaN weights": (with_model(put_nan), "tensor model.norm.weight holds NaN"),
+    "no model": (set_key("model.path", "/nowhere/model"), "model.path=/nowhere/model: not a folder"),
+    "another run's folder": (hold_another_run, "the folder holds another run"),
+    "every example dropped": (
+        lambda config, _: (config["batch"].update(row_tokens=8), config["data"].update(overlong="drop")),
+        "are longer than batch.row_tokens=8 and were dropped",
+    ),
+    "unsupported layout": (set_key("parallel.tp", 2), "parallel.tp=2: tensor parallelism is not supported"),
+}
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process as the only rank of a job, as under torchrun."""
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("as_rank")
+@pytest.mark.parametrize(("change", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_is_one_line_and_leaves_nothing(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, message: str
+) -> None:
+    change(config, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    path = write(config, tmp_path)
+    assert main(["sft", path]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert stderr.startswith("error: ")
+    assert message in stderr
+    (tmp_path / "sft.yaml").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_job_of_another_size_is_refused(config: Config, tmp_path: Path) -> None:
+    config["parallel"] = {"pp": 2}
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "automodel_rl", "sft"]
+    result = subprocess.run(
+        [sys.executable, "-m", *command, write(config, tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "error: the job has 1 ranks but the layout needs 2" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_input_that_only_the_ranks_can_see_ends_the_job_with_2(config: Config, tmp_path: Path) -> None:
+    with_model(put_nan)(config, tmp_path)
+    run = start([write(config, tmp_path), "--parallel.pp", "2"])
+    _, stderr = run.communicate(timeout=120)
+    assert run.returncode == 2
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert "tensor model.norm.weight holds NaN" in stderr
+    assert not (tmp_path / "run").exists()
+    assert os.listdir(tmp_path / "bad_model")

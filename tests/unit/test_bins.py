@@ -1,0 +1,70 @@
+"""Bins hold every sequence once, within capacity, in the number asked for, and are dealt evenly."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from automodel_rl.batch import TokenSequence, assign_bins, pack, share_bins
+from automodel_rl.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("min_bin_count", "bin_count_multiple", "expected"), [(1, 1, 2), (6, 1, 6), (1, 4, 4), (5, 4, 8)]
+)
+def test_number_of_bins_of_8_sequences_of_200_tokens(
+    min_bin_count: int, bin_count_multiple: int, expected: int
+) -> None:
+    bins = assign_bins([200] * 8, 1024, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
+    assert len(bins) == expected
+    assert all(bins)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 100), max_size=60), st.integers(1, 9), st.integers(1, 5))
+def test_every_sequence_is_in_one_bin_within_capacity(lengths: list[int], minimum: int, multiple: int) -> None:
+    bins = assign_bins(lengths, 100, min_bin_count=minimum, bin_count_multiple=multiple)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= 100 for b in bins)
+    assert len(bins) >= minimum
+    assert len(bins) % multiple == 0
+    if len(lengths) >= len(bins):
+        assert all(bins)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=80))
+def test_best_fit_decreasing_is_near_the_lower_bound(lengths: list[int]) -> None:
+    assert len(assign_bins(lengths, 100)) <= 11 / 9 * -(-sum(lengths) // 50) + 1
+
+
+def test_a_sequence_longer_than_a_bin_is_refused() -> None:
+    with pytest.raises(InputError, match="sequence 1 has 11 tokens but a bin holds 10"):
+        assign_bins([3, 11], 10)
+
+
+def test_shares_have_equal_numbers_and_even_work() -> None:
+    costs = [9, 1, 1, 1, 5, 5, 1, 1.0]
+    shares = share_bins(costs, 2)
+    assert [len(share) for share in shares] == [4, 4]
+    assert sorted(place for share in shares for place in share) == list(range(8))
+    assert {sum(costs[i] for i in share) for share in shares} == {12.0}
+
+
+def sequences(*lengths: int) -> list[TokenSequence]:
+    return [TokenSequence(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in lengths]
+
+
+def test_fewer_sequences_than_data_ranks_give_empty_rows() -> None:
+    rows = [pack(sequences(5), 16, num_data_ranks=3, data_rank=rank) for rank in range(3)]
+    assert [len(of_rank) for of_rank in rows] == [1, 1, 1]
+    assert sorted(row.is_empty for of_rank in rows for row in of_rank) == [False, True, True]
+
+
+def test_data_ranks_are_balanced_by_work_and_not_by_tokens() -> None:
+    lengths = [64, *[8] * 8]  # the same number of tokens, but attention makes the long one dearer
+    long, short = (
+        pack(sequences(*lengths, *lengths), 64, num_data_ranks=2, data_rank=r, cost=lambda n: n * n) for r in (0, 1)
+    )
+    assert sum(n * n for row in long for n in row.lengths) == sum(n * n for row in short for n in row.lengths)
+    assert sorted(i for rows in (long, short) for row in rows for i in row.order) == list(range(18))

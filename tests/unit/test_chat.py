@@ -1,0 +1,77 @@
+"""Loss masks of chats, with a template's marks and without."""
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from automodel_rl.batch import TokenSequence
+from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.errors import InputError
+from automodel_rl.quickstart.model import train_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "one and one?"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "and one?"},
+    {"role": "assistant", "content": "three"},
+]
+
+
+@pytest.fixture(scope="module")
+def marked() -> PreTrainedTokenizerFast:
+    return train_tokenizer([m["content"] for m in CHAT], vocab_size=300)
+
+
+def without_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token, chat_template=template
+    )
+
+
+def trained_text(tokenizer: PreTrainedTokenizerFast, sequence: TokenSequence) -> str:
+    return tokenizer.decode(sequence.input_ids[sequence.loss_mask])
+
+
+def test_marks_decide_what_is_trained(marked: PreTrainedTokenizerFast) -> None:
+    sequence = ChatTokenizer(marked, "all")(CHAT, "here")
+    assert trained_text(marked, sequence) == "two<|im_end|>three<|im_end|>"
+    assert trained_text(marked, ChatTokenizer(marked, "last")(CHAT, "here")) == "three<|im_end|>"
+
+
+def test_prefixes_decide_where_there_are_no_marks(marked: PreTrainedTokenizerFast) -> None:
+    plain = without_marks(marked)
+    sequence = ChatTokenizer(plain, "all")(CHAT, "here")
+    assert torch.equal(sequence.input_ids, ChatTokenizer(marked, "all")(CHAT, "here").input_ids)
+    assert trained_text(plain, sequence) == "two<|im_end|>\nthree<|im_end|>\n"
+    assert trained_text(plain, ChatTokenizer(plain, "last")(CHAT, "here")) == "three<|im_end|>\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_counts(
+    marked: PreTrainedTokenizerFast,
+) -> None:
+    plain = without_marks(marked)
+    plain.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{{ m['content'] if loop.last or m['role'] != 'assistant' else '...' }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with pytest.raises(InputError, match=r"here: the tokens of assistant turn 2 cannot be told .* data.train_on=last"):
+        ChatTokenizer(plain, "all")(CHAT, "here")
+    assert trained_text(plain, ChatTokenizer(plain, "last")(CHAT, "here")) == "three<|im_end|>\n"
+
+
+def test_marks_that_never_apply_are_refused(marked: PreTrainedTokenizerFast) -> None:
+    tokenizer = without_marks(marked)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'model' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(InputError, match=r"here: the chat template marks no token"):
+        ChatTokenizer(tokenizer, "all")(CHAT, "here")
+
+
+def test_a_prompt_ends_where_the_assistant_would_write(marked: PreTrainedTokenizerFast) -> None:
+    prompt = marked.decode(ChatTokenizer(marked, "all").prompt(CHAT, "here"))
+    assert prompt.endswith("and one?<|im_end|>\n<|im_start|>assistant\n")

@@ -1,0 +1,51 @@
+"""Data files: records by number, mistakes by file and line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from automodel_rl.config import SourceConfig
+from automodel_rl.data.sources import JsonLines, check_files, messages_of
+from automodel_rl.errors import InputError
+
+CHAT = {"messages": [{"role": "user", "content": "ä?"}, {"role": "assistant", "content": "b"}]}
+
+
+def test_records_are_read_by_number_over_blank_lines_and_without_a_last_newline(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"n": "ä"}) + "\n\n" + json.dumps({"n": 1}))
+    source = JsonLines(path)
+    assert len(source) == 2
+    assert [source[0]["n"], source[1]["n"]] == ["ä", 1]
+    assert [record["n"] for record in source] == ["ä", 1]
+    assert source.where(1) == f"{path}:3"
+
+
+def test_columns_may_have_other_names() -> None:
+    config = SourceConfig(path="x", columns={"messages": "chat"})
+    assert messages_of({"chat": CHAT["messages"]}, config, "x") == CHAT["messages"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "d.jsonl: the data file is empty"),
+        ("\n \n", "d.jsonl: the data file is empty"),
+        (json.dumps(CHAT) + "\n{bad\n", r"d.jsonl:2: not valid JSON"),
+        ("[1]\n", "d.jsonl:1: a record is a JSON object, this is list"),
+        ('{"text": 1}\n', "d.jsonl:1: no column 'messages', only text"),
+        ('{"messages": "hi"}\n', "d.jsonl:1: messages must be a list"),
+        ('{"messages": [{"role": "user", "content": "x"}]}\n', "d.jsonl:1: no assistant turn"),
+    ],
+)
+def test_bad_records_are_named_with_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        check_files([SourceConfig(path=str(path))])
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(InputError, match=r"nowhere.jsonl: cannot read the data file"):
+        check_files([SourceConfig(path="nowhere.jsonl")])

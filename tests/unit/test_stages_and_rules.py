@@ -1,0 +1,62 @@
+"""Layouts: which layers a stage holds, and what is refused."""
+
+import pytest
+
+from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.errors import InputError
+from automodel_rl.parallel.combinations import ModelDescription, check_supported
+from automodel_rl.parallel.stages import layers_per_stage, modules_of_stages
+
+SHAPE = ModelDescription(family="qwen3", num_layers=27, tied_embeddings=False, has_sliding_window=False)
+
+
+def test_layers_are_spread_evenly_with_the_last_stage_shortest() -> None:
+    assert layers_per_stage(27, ParallelConfig(pp=2)) == (14, 13)
+    assert layers_per_stage(27, ParallelConfig(pp=4)) == (7, 7, 7, 6)
+
+
+def test_a_list_of_layers_is_taken_as_it_is() -> None:
+    assert layers_per_stage(27, ParallelConfig(pp=2, layers_per_stage=(13, 14))) == (13, 14)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(pp=28), "parallel.pp=28: the model has 27 layers .*use pp <= 27"),
+        (ParallelConfig(pp=2, layers_per_stage=(13, 13)), "adds up to 26 but the model has 27 layers"),
+        (ParallelConfig(pp=3, layers_per_stage=(13, 14)), "lists 2 stages but parallel.pp=3"),
+    ],
+)
+def test_splits_that_do_not_fit_are_refused(parallel: ParallelConfig, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        layers_per_stage(27, parallel)
+
+
+def test_first_stage_embeds_and_last_has_the_head() -> None:
+    first, last = modules_of_stages((1, 2))
+    assert set(first) == {"model.embed_tokens", "model.rotary_emb", "model.layers.0"}
+    assert set(last) == {"model.layers.1", "model.layers.2", "model.rotary_emb", "model.norm", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "model", "parallel", "message"),
+    [
+        ({}, {}, {"tp": 2}, "parallel.tp=2: tensor parallelism is not supported"),
+        ({}, {}, {"cp": 2}, "parallel.cp=2: context parallelism is not supported"),
+        ({}, {}, {"ep": 2}, "parallel.ep=2: expert parallelism is not supported"),
+        ({}, {}, {"schedule": "GPipe"}, "parallel.schedule=GPipe is not supported: use 1F1B"),
+        ({}, {}, {"dp_replicate": 2}, "parallel.dp_replicate=2 needs parallel.dp_shard of at least 2"),
+        ({"family": "gpt2"}, {}, {}, "a 'gpt2' model .* is not supported: use one of llama, qwen2, qwen3"),
+        ({"family": "qwen2"}, {"implementation": "nemo_automodel"}, {}, "use one of llama, qwen3"),
+        ({"has_sliding_window": True}, {}, {}, "sliding-window attention are not supported"),
+        ({}, {"implementation": "nemo_automodel", "dtype": "float64"}, {}, "model.dtype=float64"),
+        ({}, {"attention": "varlen", "dtype": "float32"}, {}, "computes in bfloat16, not float32"),
+    ],
+)
+def test_unsupported_combinations_are_refused_with_a_remedy(
+    shape: dict, model: dict, parallel: dict, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        check_supported(
+            ModelDescription(**{**vars(SHAPE), **shape}), ModelConfig(path="m", **model), ParallelConfig(**parallel)
+        )
