@@ -11,4 +11,4 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept."""
 
     keep_best: bool = True
-    """Also keep the one with the lowest val/loss."""
+    """Also keep the one with the lowest val/loss, of those written at a step that validates."""

@@ -98,7 +98,7 @@ class SFTTrainer:
                 progress.show(row)
                 stopping = any_rank(bool(stop), self.layout)
                 if stopping or self._is_due(self.config.checkpoint.every):
-                    self._save_checkpoint()
+                    self._save_checkpoint(row.get("val/loss"))
                 if stopping:
                     raise StoppedError(
                         f"stopped by {stop.name} after step {self.engine.step}: add --resume auto to go on"
@@ -125,10 +125,7 @@ class SFTTrainer:
     def _validate(self) -> float | None:
         if not self.validation:
             return None
-        loss = self.engine.evaluate(self.validation, sft_loss)
-        if self.best is None or loss < self.best["loss"]:
-            self.best = {"step": self.engine.step, "loss": loss}
-        return loss
+        return self.engine.evaluate(self.validation, sft_loss)
 
     def _performance(self, step: PackedStep, started: float, loaded: float) -> dict[str, Any]:
         seconds = time.perf_counter() - started
@@ -149,7 +146,10 @@ class SFTTrainer:
             return torch.cuda.max_memory_reserved(self.layout.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self, loss: float | None) -> None:
+        """Args: loss on the validation data, if this step has validated."""
+        if loss is not None and (self.best is None or loss < self.best["loss"]):
+            self.best = {"step": self.engine.step, "loss": loss}
         folder = self.directory.checkpoints / f"step_{self.engine.step}"
         save_checkpoint(self.engine, folder, {"best": self.best}, {"loader": self.loader.state_dict()})
         if self._is_first_rank:
