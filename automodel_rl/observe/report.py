@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEIGHT, MARGIN = 640, 220, 46
+WIDTH, HEIGHT, MARGIN = 640, 210, 54
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 44rem; padding: 0 1rem; color: #1c2733; }
@@ -83,17 +83,21 @@ def _chart(title: str, rows: list[dict[str, Any]], keys: list[str]) -> str:
             drawn += [f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2' fill='{color}'/>" for x, y in dots]
         drawn.append(
             f"<text x='{WIDTH - MARGIN}' y='{18 + 14 * keys.index(key)}' text-anchor='end' "
-            f"style='fill:{color}'>{key} {points[-1][1]:.4g}</text>"
+            f"style='fill:{color}'>{key} {_label(points[-1][1])}</text>"
         )
     bottom = HEIGHT - MARGIN
     axes = (
         f"<path d='M{MARGIN} {MARGIN}V{bottom}H{WIDTH - MARGIN}' fill='none' stroke='#9aa7b3'/>"
-        f"<text x='{MARGIN - 6}' y='{bottom}' text-anchor='end'>{y_range[0]:.3g}</text>"
-        f"<text x='{MARGIN - 6}' y='{MARGIN + 4}' text-anchor='end'>{y_range[1]:.3g}</text>"
+        f"<text x='{MARGIN - 6}' y='{bottom}' text-anchor='end'>{_label(y_range[0])}</text>"
+        f"<text x='{MARGIN - 6}' y='{MARGIN + 4}' text-anchor='end'>{_label(y_range[1])}</text>"
         f"<text x='{MARGIN}' y='{bottom + 16}'>{x_range[0]}</text>"
         f"<text x='{WIDTH - MARGIN}' y='{bottom + 16}' text-anchor='end'>step {x_range[1]}</text>"
     )
     return f"<h2>{title}</h2><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img'>{axes}{''.join(drawn)}</svg>"
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _is_number(value: Any) -> bool:

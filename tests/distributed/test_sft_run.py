@@ -206,6 +206,19 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.usefixtures("as_rank")
+def test_the_last_checkpoints_and_the_best_are_kept(config: Config, tmp_path: Path) -> None:
+    config["length"] = {"steps": 6, "validate_every": 1}
+    config["checkpoint"] = {"every": 1, "keep_last": 1}
+    config["optimizer"] = {"lr": 0.3, "decay": "constant"}  # so high that later steps are worse
+    assert main(["sft", write(config, tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    best = min(rows, key=lambda row: row["val/loss"])["step"]
+    assert best < 6
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == sorted({f"step_{best}", "step_6"})
+
+
 def test_a_job_of_another_size_is_refused(config: Config, tmp_path: Path) -> None:
     config["parallel"] = {"pp": 2}
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "automodel_rl", "sft"]
