@@ -43,20 +43,20 @@ def _sft(arguments: list[str]) -> int:
         for key, default, meaning in describe_keys(SFTConfig):
             print(f"  --{key}  ({default})\n      {' '.join(meaning.split())}")
         return EXIT_OK
+    quiet_libraries()
     path, *overrides = arguments
     resume, overrides = _take_resume(overrides)
     config = load_config(path, overrides)
     if not _was_started_by_us():
-        # Before anything heavy is imported, and once: ranks of ours rely on it.
-        from automodel_rl.data.sources import check_files
+        # Here, so that it is done once for all ranks and before they import anything heavy.
+        from automodel_rl.data.sources import check_records
 
-        check_files([*config.data.train, *config.data.validation])
+        check_records([*config.data.train, *config.data.validation])
     if not is_rank() and config.parallel.world_size > 1:
         command = [sys.executable, "-m", "automodel_rl", "sft", *arguments]
         return run_local_ranks(command, config.parallel.world_size)
 
     def train() -> None:
-        quiet_libraries()
         from automodel_rl.trainers.sft import SFTTrainer
 
         SFTTrainer(config, resume).train()
@@ -75,6 +75,8 @@ def _quickstart(arguments: list[str]) -> int:
 
 def _take_resume(arguments: list[str]) -> tuple[bool, list[str]]:
     """Takes `--resume auto` out of the overrides."""
+    if "--resume=auto" in arguments:
+        return True, [argument for argument in arguments if argument != "--resume=auto"]
     if "--resume" not in arguments:
         return False, arguments
     place = arguments.index("--resume")

@@ -8,6 +8,9 @@ EXIT_BAD_INPUT = 2
 class InputError(ValueError):
     """Something the user gave is wrong. The message is one line: what was given, the rule, the remedy."""
 
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))  # parts of it may come from libraries
+
 
 class MicrobatchError(RuntimeError):
     """A forward, loss or backward failed; says on which stage and for which microbatch. The cause is chained."""

@@ -4,7 +4,7 @@ from automodel_rl.config.base import Positive, Section
 
 
 class CheckpointConfig(Section):
-    every: Positive | None = None
+    every: Positive | None = 100
     """Steps between checkpoints, the last one at the end; null writes one only when the run is asked to stop."""
 
     keep_last: Positive = 2

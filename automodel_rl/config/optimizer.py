@@ -26,7 +26,7 @@ class OptimizerConfig(Section):
     """Steps of linear warm-up from 0."""
 
     decay: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning rate after the warm-up, down to `min_lr_ratio` at the last step."""
+    """Shape of the learning rate after the warm-up; it would reach `min_lr_ratio` one step after the last."""
 
     min_lr_ratio: Fraction = 0.0
     """Final learning rate as a fraction of the peak."""

@@ -33,8 +33,8 @@ def load_tokenizer(folder: Path, data: DataConfig) -> PreTrainedTokenizerBase:
     if data.chat_template is not None:
         try:
             tokenizer.chat_template = Path(data.chat_template).read_text()
-        except OSError as error:
-            raise InputError(f"data.chat_template={data.chat_template}: cannot read it ({error.strerror})") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"data.chat_template={data.chat_template}: cannot read it ({error})") from None
     if tokenizer.chat_template is None:
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
     return tokenizer
@@ -65,9 +65,9 @@ class ChatTokenizer:
         return TokenSequence(torch.tensor(ids), mask)
 
     def prompt(self, messages: list[dict[str, Any]], where: str) -> list[int]:
-        """Token ids up to where the assistant would write its last turn."""
+        """Token ids up to where the assistant would write its last turn; none where the chat starts with that turn."""
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        return self._encode(messages[:last], where, add_generation_prompt=True)["input_ids"]
+        return self._encode(messages[:last], where, add_generation_prompt=True)["input_ids"] if last else []
 
     def _encode(self, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
         try:
@@ -83,7 +83,7 @@ class ChatTokenizer:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         spans = []
         for turn in turns if self.train_on == "all" else turns[-1:]:
-            before = self._encode(messages[:turn], where, add_generation_prompt=True)["input_ids"] if turn else []
+            before = self.prompt(messages[: turn + 1], where)
             through = self._encode(messages[: turn + 1], where)["input_ids"]
             if ids[: len(before)] != before or ids[: len(through)] != through or len(before) >= len(through):
                 raise InputError(

@@ -59,7 +59,14 @@ class ChatDataset(Dataset):
         where = self.sources[source].where(number)
         return messages_of(self.sources[source][number], self.configs[source], where), where
 
-    def __getitem__(self, draw: Draw) -> Example:
+    def __getitem__(self, draw: Draw) -> Example | InputError:
+        """An error is returned: raised in a worker process, it would come out wrapped in that worker's traceback."""
+        try:
+            return self._example(draw)
+        except InputError as error:
+            return error
+
+    def _example(self, draw: Draw) -> Example:
         sequence = self.chat(*self.messages(draw))
         if len(sequence) <= self.row_tokens:
             return Example(sequence)
@@ -114,6 +121,9 @@ class PackedLoader:
 
     def __iter__(self) -> Iterator[PackedStep]:
         for share in self._loader:
+            for example in share:
+                if isinstance(example, InputError):
+                    raise example
             yield self._pack(self._exchange(share))
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,8 +145,8 @@ class PackedLoader:
         sequences = [example.sequence for example in examples if example.sequence is not None]
         if not sequences:
             raise InputError(
-                f"all {len(examples)} examples of a step are longer than batch.row_tokens={self.capacity} and were "
-                "dropped: raise it, or use data.overlong=truncate"
+                f"none of the {len(examples)} examples of a step has a trained token within "
+                f"batch.row_tokens={self.capacity}, so all were dropped: raise it"
             )
         layout = self.layout
         batches = pack(

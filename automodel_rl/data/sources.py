@@ -1,7 +1,7 @@
 """Records of a JSON-lines file or of a dataset, by number."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int) -> dict[str, Any]: ...
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
     def where(self, number: int) -> str:
         """File and line, or dataset and record, for messages."""
         ...
@@ -45,7 +46,7 @@ class JsonLines:
             file.seek(self.starts[number])
             return self._parse(file.readline(), number)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         with self.path.open("rb") as file:
             for number, start in enumerate(self.starts):
                 file.seek(start)
@@ -73,7 +74,7 @@ class HubDataset:
         self.name = f"{path}[{split}]"
         try:
             self.records = load_dataset(path, split=split)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # builders raise errors of their own, of Arrow and of the hub
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"{path}: neither a .jsonl file nor a dataset with split {split!r} ({reason})") from None
         if not len(self.records):
@@ -84,6 +85,9 @@ class HubDataset:
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return self.records[number]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.records)
 
     def where(self, number: int) -> str:
         return f"{self.name}: record {number}"
@@ -113,15 +117,19 @@ def messages_of(record: dict[str, Any], config: SourceConfig, where: str) -> lis
     messages = record[column]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise InputError(f"{where}: {column} must be a list of objects with role and content")
+    for message in messages:
+        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+            raise InputError(
+                f"{where}: the content of a {message['role']} turn is {message.get('content')!r}, not a text"
+            )
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{where}: no assistant turn, so there is nothing to learn: add one or remove the record")
     return messages
 
 
-def check_files(sources: Sequence[SourceConfig]) -> None:
-    """Reads every record of the JSON-lines sources, so that bad ones are known before anything starts."""
+def check_records(sources: Sequence[SourceConfig]) -> None:
+    """Reads every record, so that bad ones are known before anything starts."""
     for config in sources:
-        if is_file(config):
-            source = JsonLines(Path(config.path))
-            for number, record in enumerate(source):
-                messages_of(record, config, source.where(number))
+        source = open_source(config)
+        for number, record in enumerate(source):
+            messages_of(record, config, source.where(number))

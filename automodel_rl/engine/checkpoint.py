@@ -5,7 +5,6 @@ checkpoint does not know the layout that wrote it. A folder gets its name only w
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from automodel_rl.engine.engine import Engine
 from automodel_rl.errors import InputError
-from automodel_rl.model.saving import publish
+from automodel_rl.model.saving import complete_or_absent
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -31,20 +30,13 @@ def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank
         rank_state: what each rank needs for itself, such as its data loader's state.
     """
     layout = engine.handle.layout
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier(layout.world_control)
-    parameters = dict(engine.handle.named_parameters())
-    dcp.save(_tensors(engine, parameters), checkpoint_id=unfinished / "tensors", process_group=layout.world_control)
-    torch.save({"random": _random_state(layout.device), **rank_state}, _rank_file(unfinished))
-    progress = {"engine": {"step": engine.step, "skipped_in_a_row": engine.skipped_in_a_row}, **progress}
-    dist.barrier(layout.world_control)
-    if dist.get_rank() == 0:
-        (unfinished / "progress.json").write_text(json.dumps(progress, indent=2))
-        publish(unfinished, folder)
-    dist.barrier(layout.world_control)
+    with complete_or_absent(folder, layout) as unfinished:
+        parameters = dict(engine.handle.named_parameters())
+        dcp.save(_tensors(engine, parameters), checkpoint_id=unfinished / "tensors", process_group=layout.world_control)
+        torch.save({"random": _random_state(layout.device), **rank_state}, _rank_file(unfinished))
+        if dist.get_rank() == 0:
+            engine_state = {"step": engine.step, "skipped_in_a_row": engine.skipped_in_a_row}
+            (unfinished / "progress.json").write_text(json.dumps({"engine": engine_state, **progress}, indent=2))
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -75,11 +67,6 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
     engine.step = progress["engine"]["step"]
     engine.skipped_in_a_row = progress["engine"]["skipped_in_a_row"]
     return progress, rank_state
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The finished `step_N` folders, oldest first."""
-    return sorted(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def _tensors(engine: Engine, parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:

@@ -15,7 +15,7 @@ from automodel_rl.losses import Denominator, LossFn, TokenOutputs, count
 from automodel_rl.model import ModelHandle
 from automodel_rl.model.logprobs import target_logprobs, top_logits
 from automodel_rl.parallel.adapters import LossTotals
-from automodel_rl.parallel.gradients import local_square_norm, scale_gradients
+from automodel_rl.parallel.gradients import local_square_norm
 from automodel_rl.parallel.host_reduce import GlobalTotals, share_totals, sum_over_data_ranks
 
 
@@ -111,9 +111,10 @@ class Engine:
         return dict(zip(local, sum_over_data_ranks(list(local.values()), self.handle.layout), strict=True))
 
     def _update(self, lr: float, grad_norm: float) -> None:
-        if self.config.max_grad_norm is not None and grad_norm > self.config.max_grad_norm:
+        if self.config.max_grad_norm is not None:
             every_copy = [parameter for part in self.handle.parts for parameter in part.parameters()]
-            scale_gradients(every_copy, self.config.max_grad_norm / (grad_norm + 1e-6))
+            norm = torch.tensor(grad_norm, dtype=torch.float64, device=self.handle.layout.device)
+            torch.nn.utils.clip_grads_with_norm_(every_copy, self.config.max_grad_norm, norm)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -18,9 +19,17 @@ from automodel_rl.errors import (
     StoppedError,
     innermost,
 )
+from automodel_rl.launch.lifeline import hold_lifeline
+from automodel_rl.launch.peers import tell_peers
 
 RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
 """Environment variable by which a launcher tells its ranks where to leave their records."""
+
+LOST_PEER = re.compile(
+    "Connection (closed|reset) by peer|Connection refused|Broken pipe|DistNetworkError|DistStoreError|"
+    "remote process exited"
+)
+"""What a rank's own error says when a peer has gone."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,11 @@ class FailureRecord:
     line: str
     trace: str
 
+    @property
+    def is_lost_peer(self) -> bool:
+        """Whether this rank only noticed that another one was gone."""
+        return LOST_PEER.search(self.line) is not None
+
 
 def guard(work: Callable[[], None]) -> int:
     """Runs a rank's `work` and returns the exit code; a failure leaves a record, or is printed without a launcher.
@@ -38,8 +52,11 @@ def guard(work: Callable[[], None]) -> int:
     A rank that has peers does not return: it leaves at once, for taking down the process group of a failed job waits
     for peers that wait for this rank.
     """
+    hold_lifeline()
     code = _run(work)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if code != EXIT_OK:
+            tell_peers()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -83,6 +100,6 @@ def _report(exit_code: int, line: str, trace: str) -> int:
 
 
 def read_failures(folder: Path) -> dict[int, FailureRecord]:
-    """The records in a folder by rank. The earliest is the cause; what follows are mostly lost connections."""
+    """The records in a folder by rank."""
     records = [FailureRecord(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
     return {record.rank: record for record in records}

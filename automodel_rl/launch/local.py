@@ -12,11 +12,14 @@ from pathlib import Path
 
 from automodel_rl.errors import EXIT_FAILURE
 from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, read_failures
+from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
 
 GRACE_SECONDS = 3.0
 """How long the other ranks may still take to leave their own record once one has failed."""
 
 TAIL_LINES = 20
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def is_rank() -> bool:
@@ -35,14 +38,13 @@ def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
     """Runs `command` once per rank and returns the job's exit code.
 
     Rank 0 shares this terminal; the other ranks write to files that are shown only when there is no better cause.
-    The first rank that fails ends all others. SIGTERM and SIGINT are passed on, so that ranks can save and stop.
+    The first rank that fails ends all others. Signals are passed on, so that ranks can save and stop.
     """
     with tempfile.TemporaryDirectory(prefix="automodel_rl_") as folder:
-        ranks = _Ranks(command, num_ranks, Path(folder))
-        handlers = {
-            s: signal.signal(s, lambda number, _: ranks.signal(number)) for s in (signal.SIGTERM, signal.SIGINT)
-        }
+        ranks = _Ranks(Path(folder))
+        handlers = {number: signal.signal(number, lambda n, _: ranks.signal(n)) for number in PASSED_ON}
         try:
+            ranks.start(command, num_ranks)
             return ranks.wait()
         finally:
             ranks.kill()
@@ -51,27 +53,34 @@ def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
 
 
 class _Ranks:
-    def __init__(self, command: Sequence[str], num_ranks: int, folder: Path):
+    def __init__(self, folder: Path):
         self.folder = folder
-        port, threads = str(free_port()), str(max(1, (os.cpu_count() or 1) // num_ranks))
-        self.processes = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], num_ranks: int) -> None:
+        their_end, self.our_end = os.pipe()
+        shared = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
+            **os.environ,
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+            RECORD_FOLDER_VARIABLE: str(self.folder),
+            LIFELINE_VARIABLE: str(their_end),
+        }
         for rank in range(num_ranks):
-            environment = {
-                "OMP_NUM_THREADS": threads,
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": port,
-                RECORD_FOLDER_VARIABLE: str(folder),
-            }
             log = None if rank == 0 else self._log(rank).open("w")
-            # A session of their own: a terminal's Ctrl-C reaches only us, and we pass it on once.
-            self.processes.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=log,
+                stderr=log,
+                pass_fds=[their_end],
+                start_new_session=True,  # a terminal's Ctrl-C reaches only us, and we pass it on once
             )
+            self.processes.append(process)
+        os.close(their_end)
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"rank_{rank}.log"
@@ -79,7 +88,7 @@ class _Ranks:
     def signal(self, number: int) -> None:
         for process in self.processes:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def wait(self) -> int:
         while True:
@@ -91,19 +100,24 @@ class _Ranks:
             time.sleep(0.05)
 
     def _fail(self) -> int:
+        dead = self._dead()
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
             time.sleep(0.05)
-        records = read_failures(self.folder)
-        dead = [rank for rank, process in enumerate(self.processes) if process.poll() not in (None, 0)]
+            dead += [rank for rank in self._dead() if rank not in dead]
         self.kill()
+        records = read_failures(self.folder)
+        causes = [record for record in records.values() if not record.is_lost_peer]
         silent = [rank for rank in dead if rank not in records]
-        if silent:  # killed or crashed; what its peers recorded are lost connections
+        if silent and not causes:  # killed or crashed; what its peers recorded are lost connections
             print(self._tail(silent[0]), f"error: {self._death(silent[0])}", sep="", file=sys.stderr, flush=True)
             return EXIT_FAILURE
-        record = min(records.values(), key=lambda record: record.time)
+        record = min(causes or records.values(), key=lambda record: record.time)
         print(f"{record.trace}{record.line}", file=sys.stderr, flush=True)
         return record.exit_code
+
+    def _dead(self) -> list[int]:
+        return [rank for rank, process in enumerate(self.processes) if process.poll() not in (None, 0)]
 
     def _tail(self, rank: int) -> str:
         if rank == 0:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from automodel_rl.errors import InputError
 from automodel_rl.launch.local import free_port
+from automodel_rl.launch.peers import watch_peers
 
 TIMEOUT = datetime.timedelta(minutes=30)
 """Longest wait for a peer. A dead peer is noticed at once; this bounds a peer that hangs."""
@@ -51,6 +52,8 @@ def _initialise() -> None:
         torch.cuda.set_device(local_rank)
         backend = "nccl"
     dist.init_process_group(backend, timeout=TIMEOUT)
+    if dist.get_world_size() > 1:
+        watch_peers()
     atexit.register(leave_process_group)
 
 

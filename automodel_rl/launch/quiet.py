@@ -6,9 +6,10 @@ import warnings
 
 
 def quiet_libraries() -> None:
-    """For command-line runs only; as a library the package leaves logging and warnings alone."""
+    """For command-line runs, before these libraries are imported; as a library the package leaves logging alone."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     for name in (
         "torchao",
         "torch.utils._pytree",
@@ -16,7 +17,3 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()

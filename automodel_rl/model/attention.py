@@ -15,6 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from automodel_rl.batch import PackedBatch
+from automodel_rl.errors import InputError
 
 SDPA, VARLEN = "automodel_rl_sdpa", "automodel_rl_varlen"
 
@@ -30,6 +31,8 @@ def register_attention() -> None:
 
 def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -> str:
     """The registered name for a config's `attention`."""
+    if requested == "varlen" and device.type != "cuda":
+        raise InputError("model.attention=varlen needs CUDA, and this rank has none: use model.attention=auto")
     if requested == "auto":
         requested = "varlen" if device.type == "cuda" and dtype == torch.bfloat16 else "sdpa"
     return {"varlen": VARLEN, "sdpa": SDPA}[requested]

@@ -23,7 +23,7 @@ from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.logprobs import target_logprobs
 from automodel_rl.model.nemo import build_empty_model, fsdp_strategy, parallelise_and_load, parts_of
 from automodel_rl.model.part_forward import install_part_forward
-from automodel_rl.model.saving import gather_whole, save_checkpoint
+from automodel_rl.model.saving import gather_whole, save_hf_checkpoint
 from automodel_rl.parallel.adapters import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter
 from automodel_rl.parallel.combinations import check_supported
 from automodel_rl.parallel.drivers import Driver, PipelineDriver, SequentialDriver
@@ -40,13 +40,21 @@ class ModelHandle:
         config: the Hugging Face config.
         layout: this rank's place among all ranks.
         dtype: what the model computes in.
+        source: folder of the checkpoint it was loaded from.
         tied: the two copies of a tied embedding, where a pipeline has split them.
     """
 
-    def __init__(self, model: nn.Module | AutoPipeline, config: PretrainedConfig, layout: Layout, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: nn.Module | AutoPipeline,
+        config: PretrainedConfig,
+        layout: Layout,
+        dtype: torch.dtype,
+        source: Path,
+    ):
         """Wraps a model whose parts have the packed forward; `from_pretrained` builds one."""
         self.parts = parts_of(model)
-        self.config, self.layout, self.dtype = config, layout, dtype
+        self.config, self.layout, self.dtype, self.source = config, layout, dtype, source
         self.flops = StepFlops(config)
         self.tied = (
             _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
@@ -85,8 +93,8 @@ class ModelHandle:
         install_part_forward(empty)
         install_fused_norms(empty, device, dtype)
         check_weights(folder, empty)
-        handle = cls(parallelise_and_load(empty, folder, layout), config, layout, dtype)
-        handle._check_finite(folder)
+        handle = cls(parallelise_and_load(empty, folder, layout), config, layout, dtype, folder)
+        handle._check_finite()
         return handle
 
     def forward_backward(
@@ -136,20 +144,19 @@ class ModelHandle:
                 if self.tied is None or parameter is not self.tied.copy:
                     yield name, parameter
 
-    def named_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors of this rank's stages. A collective of each stage's ranks.
 
-        Args:
-            dtype: of the tensors; by default what the model computes in, so that they give the same results.
+        They have the dtype that the model computes in, so that they give the same results.
         """
         for name, parameter in self.named_parameters():
-            yield name, gather_whole(parameter, dtype or self.dtype)
+            yield name, gather_whole(parameter, self.dtype)
 
     def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Writes a Hugging Face checkpoint in the compute dtype. A collective. Complete, or not there at all."""
         config = type(self.config).from_dict(self.config.to_dict())
         config.dtype = self.dtype
-        save_checkpoint(Path(path), self.named_hf_tensors(), config, tokenizer, self.layout)
+        save_hf_checkpoint(Path(path), self.named_hf_tensors(), config, tokenizer, self.source, self.layout)
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -168,13 +175,15 @@ class ModelHandle:
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def _check_finite(self, folder: Path) -> None:
+    def _check_finite(self) -> None:
         bad = next((name for name, p in self.named_parameters() if not local_tensor(p).isfinite().all()), None)
         found: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(found, bad, group=self.layout.world_control)
         for name in found:
             if name is not None:
-                raise InputError(f"{folder}: tensor {name} holds NaN or infinite weights: use an intact checkpoint")
+                raise InputError(
+                    f"{self.source}: tensor {name} holds NaN or infinite weights: use an intact checkpoint"
+                )
 
 
 def _tied_embedding(parts: list[Any], layout: Layout) -> TiedEmbedding:

@@ -1,5 +1,6 @@
 """Writing a model in parts as one Hugging Face checkpoint: every stage writes its own tensors, rank 0 the rest."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator
@@ -14,56 +15,64 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from automodel_rl.model.checkpoint_files import INDEX, SINGLE
 from automodel_rl.parallel.layout import Layout
 
+GENERATION = "generation_config.json"
+
 FILE_BYTES = 4 * 2**30
 """Largest size of a weight file."""
 
 
-def save_checkpoint(
+def save_hf_checkpoint(
     folder: Path,
     named_tensors: Iterable[tuple[str, Tensor]],
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
+    source: Path,
     layout: Layout,
 ) -> None:
-    """Writes a checkpoint that transformers opens; it appears under its name only when it is complete.
-
-    A collective. The folder must be on a file system that all ranks share.
+    """Writes a checkpoint that transformers opens. A collective.
 
     Args:
-        folder: replaced if it exists.
+        folder: replaced if it exists; on a file system that all ranks share.
         named_tensors: this rank's stage, as whole tensors; iterating is a collective of the stage's ranks.
         config: saved as config.json.
         tokenizer: saved along, if given.
+        source: the checkpoint it comes from, whose generation settings are kept.
         layout: this rank's place.
     """
+    with complete_or_absent(folder, layout) as unfinished:
+        files = []
+        for number, tensors in enumerate(_files(named_tensors, keep=layout.data_rank == 0)):
+            name = f"stage-{layout.pp_rank}-{number}.safetensors"
+            save_file(tensors, unfinished / name, {"format": "pt"})
+            files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
+        of_stages: list = [None] * layout.parallel.pp
+        dist.all_gather_object(of_stages, files, group=layout.pp_control)
+        if dist.get_rank() == 0:
+            _name_files(unfinished, [file for stage in of_stages for file in stage])
+            config.save_pretrained(unfinished)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(unfinished)
+            if (source / GENERATION).is_file():
+                shutil.copy(source / GENERATION, unfinished / GENERATION)
+
+
+@contextlib.contextmanager
+def complete_or_absent(folder: Path, layout: Layout) -> Iterator[Path]:
+    """A folder for all ranks to fill, which gets its name when all have left the block. A collective."""
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    is_writer = layout.data_rank == 0
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier(layout.world_control)
-    files = []
-    for number, tensors in enumerate(_files(named_tensors)):
-        if is_writer:
-            name = f"stage-{layout.pp_rank}-{number}.safetensors"
-            save_file(
-                {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, unfinished / name, {"format": "pt"}
-            )
-            files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
+    yield unfinished
     dist.barrier(layout.world_control)
-    of_stages: list = [None] * layout.parallel.pp
-    dist.all_gather_object(of_stages, files, group=layout.pp_control)
     if dist.get_rank() == 0:
-        _name_files(unfinished, [file for stage in of_stages for file in stage])
-        config.save_pretrained(unfinished)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(unfinished)
-        publish(unfinished, folder)
+        _publish(unfinished, folder)
     dist.barrier(layout.world_control)
 
 
-def publish(unfinished: Path, folder: Path) -> None:
-    """Gives a complete folder its name; what had that name before is gone only afterwards."""
+def _publish(unfinished: Path, folder: Path) -> None:
+    """Gives a complete folder its name. What had that name before is removed last; until then it is beside it."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -72,14 +81,17 @@ def publish(unfinished: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _files(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def _files(named_tensors: Iterable[tuple[str, Tensor]], keep: bool) -> Iterator[dict[str, Tensor]]:
+    """The tensors of one file after the other, on the host; nothing on ranks that only help to gather them."""
     tensors: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named_tensors:
+        if not keep:
+            continue
         if tensors and size + tensor.nbytes > FILE_BYTES:
             yield tensors
             tensors, size = {}, 0
-        tensors[name] = tensor
+        tensors[name] = tensor.cpu().contiguous()
         size += tensor.nbytes
     if tensors:
         yield tensors

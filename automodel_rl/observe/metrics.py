@@ -1,6 +1,7 @@
 """metrics.jsonl: one object a step."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ class MetricsFile:
         self.path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        unfinished.write_text("".join(map(_line, kept)))
         unfinished.rename(path)
 
     def write(self, row: dict[str, Any]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(_line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    """JSON has no NaN; a number that is not finite is written as null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ class ModelDescription:
 
     family: str
     num_layers: int
-    tied_embeddings: bool
+    attention_dropout: float
     has_sliding_window: bool
 
 
@@ -45,6 +45,15 @@ def _window(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfi
     if not shape.has_sliding_window:
         return None
     return "model.path: layers with sliding-window attention are not supported: use a model with full attention"
+
+
+def _dropout(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    if not shape.attention_dropout:
+        return None
+    return (
+        f"model.path: config.json has attention_dropout={shape.attention_dropout}, and attention over packed rows has "
+        "none: set it to 0"
+    )
 
 
 def _nemo_dtype(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
@@ -89,6 +98,7 @@ RULES = (
     Rule("transformers models", ", ".join(FAMILIES), _family),
     Rule("nemo_automodel models", ", ".join(NEMO_FAMILIES) + "; bfloat16, float32", _nemo_dtype),
     Rule("sliding-window attention", "no", _window),
+    Rule("attention dropout", "no", _dropout),
     Rule("varlen attention", "CUDA, bfloat16", _varlen_dtype),
     Rule("pipeline schedules", "1F1B, any split of the layers", _schedule),
     Rule("FSDP2 (dp_shard)", "yes, with or without pp", lambda *_: None),

@@ -84,9 +84,3 @@ def _num_shards(tensor: Tensor) -> int:
         return 1
     axes = enumerate(tensor.placements)
     return math.prod(tensor.device_mesh.size(axis) for axis, placement in axes if placement.is_shard())
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_(gradients, factor)

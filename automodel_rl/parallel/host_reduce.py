@@ -29,8 +29,7 @@ def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> Glo
         square_norm: `local_square_norm` of this rank.
     """
     flat = [*totals.sums.values(), *(value for pair in totals.metrics.values() for value in pair)]
-    scalars = [value.double() if isinstance(value, Tensor) else torch.tensor(value).double() for value in flat]
-    numbers = torch.stack([square_norm, *(scalar.to(square_norm.device) for scalar in scalars)]).cpu()
+    numbers = torch.stack([square_norm, *(value.double().to(square_norm.device) for value in flat)]).cpu()
     norm = numbers[:1].clone()
     dist.all_reduce(norm, group=layout.world_control)
     mine = None

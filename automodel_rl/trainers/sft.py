@@ -1,7 +1,10 @@
 """Supervised fine-tuning, from a config to a Hugging Face checkpoint."""
 
+import itertools
+import math
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,9 @@ import torch.distributed as dist
 
 from automodel_rl.config import SFTConfig
 from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
-from automodel_rl.data.loader import PackedLoader, PackedStep
+from automodel_rl.data.loader import ChatDataset, PackedLoader, PackedStep
 from automodel_rl.engine import Engine
-from automodel_rl.engine.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
+from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from automodel_rl.errors import InputError, StoppedError
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.losses import sft_loss
@@ -35,7 +38,7 @@ class SFTTrainer:
         resume: go on from the newest checkpoint in the run directory, or start if there is none.
 
     Raises:
-        InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written then.
+        InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
     """
 
     def __init__(self, config: SFTConfig, resume: bool = False):
@@ -57,6 +60,8 @@ class SFTTrainer:
         )
         self.validation = self._validation_rows()
         self.total_steps = config.length.steps or len(self.loader.sampler)
+        if self.total_steps == 0:
+            raise InputError(f"length.epochs={config.length.epochs} is less than one example: raise it, or give steps")
         self.engine = Engine(self.handle, config.optimizer, self.total_steps)
         self.best: dict[str, float] | None = None
         if resume:
@@ -71,10 +76,10 @@ class SFTTrainer:
         Raises:
             StoppedError: SIGTERM or Ctrl-C came; a checkpoint is saved.
         """
+        steps = self._start_loading()
         if self._is_first_rank:
             self.directory.create()
             metrics = MetricsFile(self.directory.metrics, self.engine.step)
-        steps = iter(self.loader)
         with StopSignal() as stop, Progress(self.total_steps, self.engine.step, not self._is_first_rank) as progress:
             while not self._is_over:
                 started = time.perf_counter()
@@ -91,19 +96,23 @@ class SFTTrainer:
                     **output.metrics,
                     **self._performance(step, started, loaded),
                 }
-                if self._is_over or self._is_due(self.config.length.validate_every):
-                    row["val/loss"] = self._validate()
+                if self.validation and (self._is_over or self._is_due(self.config.length.validate_every)):
+                    row["val/loss"] = self.engine.evaluate(self.validation, sft_loss)
                 if self._is_first_rank:
                     metrics.write(row)
                 progress.show(row)
                 stopping = any_rank(bool(stop), self.layout)
                 if stopping or self._is_due(self.config.checkpoint.every):
-                    self._save_checkpoint(row.get("val/loss"))
+                    self._save_checkpoint(row.get("val/loss", math.inf))
                 if stopping:
-                    raise StoppedError(
-                        f"stopped by {stop.name} after step {self.engine.step}: add --resume auto to go on"
-                    )
+                    signal = stop.name or "a signal to another rank"
+                    raise StoppedError(f"stopped by {signal} after step {self.engine.step}: add --resume auto to go on")
             return self._finish(progress)
+
+    def _start_loading(self) -> Iterator[PackedStep]:
+        """The steps; the first is loaded now, so that what is wrong with it comes out before anything is written."""
+        steps = iter(self.loader)
+        return steps if self._is_over else itertools.chain([next(steps)], steps)
 
     def _finish(self, progress: Progress) -> Path:
         self.handle.save_pretrained(self.directory.final, self.tokenizer)
@@ -122,15 +131,11 @@ class SFTTrainer:
     def _is_over(self) -> bool:
         return self.engine.step >= self.total_steps
 
-    def _validate(self) -> float | None:
-        if not self.validation:
-            return None
-        return self.engine.evaluate(self.validation, sft_loss)
-
     def _performance(self, step: PackedStep, started: float, loaded: float) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         peak = peak_flops(self.layout.device)
         return {
+            "data/num_sequences": step.num_sequences,
             "data/num_truncated": step.num_truncated,
             "data/num_dropped": step.num_dropped,
             "perf/tokens_per_second": step.num_tokens / seconds,
@@ -146,20 +151,20 @@ class SFTTrainer:
             return torch.cuda.max_memory_reserved(self.layout.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _save_checkpoint(self, loss: float | None) -> None:
-        """Args: loss on the validation data, if this step has validated."""
-        if loss is not None and (self.best is None or loss < self.best["loss"]):
-            self.best = {"step": self.engine.step, "loss": loss}
+    def _save_checkpoint(self, val_loss: float) -> None:
+        """Args: val_loss of this step, infinite if it has not validated."""
+        if val_loss < (self.best["loss"] if self.best else math.inf):
+            self.best = {"step": self.engine.step, "loss": val_loss}
         folder = self.directory.checkpoints / f"step_{self.engine.step}"
         save_checkpoint(self.engine, folder, {"best": self.best}, {"loader": self.loader.state_dict()})
         if self._is_first_rank:
-            keep = set(complete_checkpoints(self.directory.checkpoints)[-self.config.checkpoint.keep_last :])
+            keep = set(self.directory.list_checkpoints()[-self.config.checkpoint.keep_last :])
             if self.config.checkpoint.keep_best and self.best is not None:
                 keep.add(self.directory.checkpoints / f"step_{self.best['step']}")
             self.directory.keep_checkpoints(keep)
 
     def _resume(self) -> None:
-        checkpoints = complete_checkpoints(self.directory.checkpoints)
+        checkpoints = self.directory.list_checkpoints()
         if checkpoints:
             progress, rank_state = load_checkpoint(self.engine, checkpoints[-1])
             self.best = progress["best"]
@@ -179,21 +184,23 @@ class SFTTrainer:
 
     def _samples(self) -> list[Sample]:
         """Greedy completions for the first examples of the validation data, else of the training data."""
-        sources = self.config.data.validation or self.config.data.train
-        dataset = self._loader(sources, seed=None, epochs=1).dataset
-        examples = [dataset.messages((0, i)) for i in range(min(self.config.observe.samples, len(dataset.sources[0])))]
-        if not examples:
-            return []
-        prompts = [self.chat.prompt(messages, where) for messages, where in examples]
-        stop_ids = {self.tokenizer.eos_token_id}
-        written = greedy_completions(self.engine, prompts, self.config.observe.sample_tokens, stop_ids)
+        config = self.config
+        sources = config.data.validation or config.data.train
+        dataset = ChatDataset(sources, self.chat, config.batch.row_tokens, config.data.overlong)
+        chats = [dataset.messages((0, i)) for i in range(min(config.observe.samples, len(dataset.sources[0])))]
+        prompts = [self.chat.prompt(messages, where) for messages, where in chats]
+        # A chat may start with the assistant, and a prompt may be longer than any row that was trained.
+        fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt) < config.batch.row_tokens]
+        written = greedy_completions(
+            self.engine, [prompts[i] for i in fitting], config.observe.sample_tokens, {self.tokenizer.eos_token_id}
+        )
         return [
             Sample(
-                prompt=self.tokenizer.decode(prompt),
+                prompt=self.tokenizer.decode(prompts[i]),
                 completion=self.tokenizer.decode(ids),
-                expected=next(m["content"] for m in reversed(messages) if m["role"] == "assistant"),
+                expected=next(str(m.get("content")) for m in reversed(chats[i][0]) if m["role"] == "assistant"),
             )
-            for (messages, _), prompt, ids in zip(examples, prompts, written, strict=True)
+            for i, ids in zip(fitting, written, strict=True)
         ]
 
     @property

@@ -1,6 +1,6 @@
 """A job of two stages in which one rank fails in the middle of a step; started as a process of its own.
 
-python -m tests.distributed.failing_job MODEL_FOLDER WAY        WAY: loss | forward | killed
+python -m tests.distributed.failing_job MODEL_FOLDER WAY        WAY: loss | forward | abort | killed | sleep
 """
 
 import os
@@ -45,6 +45,16 @@ def work() -> None:
         Path(folder, "failed_at").write_text(str(time.time()))
         raise ValueError("planted in attention")
 
+    if way == "sleep":
+        with Path(folder, "pids").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(60)
+    if way == "abort":  # the peer of a failed rank may crash without a word
+        Path(folder, "failed_at").write_text(str(time.time()))
+        if handle.layout.pp_rank == 0:
+            raise ValueError("the real cause")
+        time.sleep(0.8)
+        os.abort()
     if way == "forward" and handle.layout.pp_rank == 0:
         with mock.patch.dict(attention.AttentionInterface._global_mapping, {attention.SDPA: failing_attention}):
             engine.train_step(rows, sft_loss)

@@ -124,8 +124,13 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
+    from automodel_rl.engine import engine
     from automodel_rl.model import attention, nemo
-    from automodel_rl.parallel.gradients import TiedEmbedding
+    from automodel_rl.parallel.gradients import TiedEmbedding, local_square_norm
+    from automodel_rl.parallel.layout import Layout
+
+    def norm_of_last_stage(parameters: list, layout: Layout) -> Tensor:
+        return local_square_norm(parameters, layout) * layout.is_last_stage
 
     faults = {
         "documents see each other": mock.patch.object(attention, "itertools", ONE_DOCUMENT),
@@ -134,7 +139,7 @@ def planted(fault: str | None) -> Iterator[None]:
         "local token counts": mock.patch(
             "automodel_rl.engine.engine.sum_over_data_ranks", lambda numbers, layout: numbers
         ),
-        "norm of one stage": mock.patch("automodel_rl.parallel.host_reduce.dist.all_reduce", return_value=None),
+        "norm of one stage": mock.patch.object(engine, "local_square_norm", norm_of_last_stage),
     }
     with faults[fault]:
         yield

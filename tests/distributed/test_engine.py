@@ -100,9 +100,7 @@ def bad_loss_on_one_rank(folder: Path, parallel: ParallelConfig) -> tuple[list[b
     def weights() -> list[torch.Tensor]:
         return [(p.to_local() if isinstance(p, DTensor) else p).clone() for _, p in engine.handle.named_parameters()]
 
-    before = weights()
     skipped = [engine.train_step(rows_of(engine), f).skipped for f in (loss, plain_sft_loss, loss)]
-    unchanged = []
     engine = make_engine(folder, parallel, max_skipped_steps=2)
     before = weights()
     engine.train_step(rows_of(engine), loss)

@@ -105,6 +105,6 @@ def test_first_step_in_float32(ranks: Ranks, tmp_path: Path, pp: int, family: st
     ],
 )
 def test_planted_bugs_are_noticed(ranks: Ranks, tmp_path: Path, fault: str, parallel: ParallelConfig) -> None:
-    save_tiny_model(tmp_path, tied=True)
+    save_tiny_model(tmp_path, tied="tied" in fault)
     found = differences(ranks, tmp_path, Case(parallel, rows=(3,)), fault)
     assert max(found.loss, found.norm, found.gradient, found.logprob, found.weight) > 1e-3, found

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_rl.cli import main
+from automodel_rl.launch.local import free_port
 from automodel_rl.quickstart.model import train_tokenizer, write_model
 from automodel_rl.quickstart.problems import make_problems, write_jsonl
 
@@ -85,6 +86,7 @@ def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config:
 
 def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(config: Config, tmp_path: Path) -> None:
     config["length"] = {"steps": 60, "validate_every": 50}
+    config["data"]["num_workers"] = 1  # its examples are ahead of training
     file = write(config, tmp_path)
     whole = start([file, "--parallel.pp", "2", "--output", str(tmp_path / "whole")])
     stopped = start([file, "--parallel.pp", "2"])
@@ -117,7 +119,7 @@ def set_key(dotted: str, value: object) -> Change:
         *path, last = dotted.split(".")
         for name in path:
             config = config.setdefault(name, {})
-        config[last] = value
+        config[last] = {**config[last], **value} if dotted == "model" else value
 
     return change
 
@@ -155,11 +157,33 @@ def hold_another_run(config: Config, tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").write_text("seed: 7\n")
 
 
+def with_template_error(config: Config, tmp_path: Path) -> None:
+    """Found by a worker process, in tokenising."""
+    (tmp_path / "chat.jinja").write_text("{% generation %}{% endgeneration %}{{ raise_exception('no such role') }}")
+    config["data"] |= {"chat_template": str(tmp_path / "chat.jinja"), "num_workers": 1, "validation": []}
+
+
+def untie(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+NULL_CONTENT = '{"messages": [{"role": "user", "content": null}, {"role": "assistant", "content": "x"}]}\n'
 NO_ASSISTANT = '{"messages": [{"role": "user", "content": "hi"}]}\n'
 BAD_INPUT: dict[str, tuple[Change, str]] = {
     "missing file": (set_key("data.train", [{"path": "nowhere.jsonl"}]), "nowhere.jsonl: cannot read the data file"),
     "malformed line": (with_data("{'a': 1}\n"), "bad.jsonl:1: not valid JSON"),
     "no assistant turn": (with_data(NO_ASSISTANT), "bad.jsonl:1: no assistant turn"),
+    "null content": (with_data(NULL_CONTENT), "bad.jsonl:1: the content of a user turn is None, not a text"),
+    "template error": (with_template_error, "train.jsonl:"),
+    "tied weights that differ": (with_model(untie), "config.json ties lm_head.weight to model.embed_tokens.weight"),
+    "varlen on a CPU": (
+        set_key("model", {"attention": "varlen", "dtype": "bfloat16"}),
+        "model.attention=varlen needs CUDA",
+    ),
+    "less than one example": (set_key("length", {"epochs": 0.001}), "length.epochs=0.001 is less than one example"),
+    "output below a file": (set_key("output", __file__ + "/run"), "is not a folder one can write to"),
     "empty dataset": (with_data(""), "bad.jsonl: the data file is empty"),
     "misspelt key": (set_key("optimizer.learningrate", 1), "optimizer.learningrate: unknown key"),
     "wrong type": (set_key("batch.sequences", "many"), "batch.sequences: Input should be a valid integer"),
@@ -175,7 +199,7 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
     "another run's folder": (hold_another_run, "the folder holds another run"),
     "every example dropped": (
         lambda config, _: (config["batch"].update(row_tokens=8), config["data"].update(overlong="drop")),
-        "are longer than batch.row_tokens=8 and were dropped",
+        "has a trained token within batch.row_tokens=8",
     ),
     "unsupported layout": (set_key("parallel.tp", 2), "parallel.tp=2: tensor parallelism is not supported"),
 }
@@ -184,7 +208,8 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process as the only rank of a job, as under torchrun."""
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    variables["MASTER_PORT"] = str(free_port())
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -204,6 +229,25 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert message in stderr
     (tmp_path / "sft.yaml").unlink()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_a_run_without_validation_data(config: Config, tmp_path: Path) -> None:
+    del config["data"]["validation"]
+    config["length"] = {"steps": 2, "validate_every": 1}
+    assert main(["sft", write(config, tmp_path)]) == 0
+    assert "val/loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("as_rank")
+def test_a_finished_run_goes_on_when_its_limit_is_raised(config: Config, tmp_path: Path) -> None:
+    config["length"] = {"steps": 2}
+    assert main(["sft", write(config, tmp_path)]) == 0
+    config["length"] = {"steps": 3}
+    assert main(["sft", write(config, tmp_path), "--resume=auto"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("as_rank")

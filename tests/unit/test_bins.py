@@ -1,5 +1,7 @@
 """Bins hold every sequence once, within capacity, in the number asked for, and are dealt evenly."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,9 +35,12 @@ def test_every_sequence_is_in_one_bin_within_capacity(lengths: list[int], minimu
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=80))
-def test_best_fit_decreasing_is_near_the_lower_bound(lengths: list[int]) -> None:
-    assert len(assign_bins(lengths, 100)) <= 11 / 9 * -(-sum(lengths) // 50) + 1
+@given(st.lists(st.sets(st.integers(1, 99), max_size=5), min_size=1, max_size=12))
+def test_best_fit_decreasing_is_near_the_optimum(cuts: list[set[int]]) -> None:
+    """Full bins, each cut into pieces: their number is the optimum."""
+    edges = [[0, *sorted(of_bin), 100] for of_bin in cuts]
+    lengths = [b - a for of_bin in edges for a, b in itertools.pairwise(of_bin)]
+    assert len(assign_bins(lengths, 100)) <= 11 / 9 * len(cuts) + 6 / 9
 
 
 def test_a_sequence_longer_than_a_bin_is_refused() -> None:

@@ -16,7 +16,7 @@ from automodel_rl.model.logprobs import target_logprobs, top_logits
 def make_inputs(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, PackedBatch]:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(num_tokens, hidden, generator=generator, dtype=dtype).requires_grad_()
-    weight = (torch.randn(vocab, hidden, generator=generator, dtype=dtype) * 0.3).requires_grad_()
+    weight = torch.randn(vocab, hidden, generator=generator, dtype=dtype).mul_(0.3).requires_grad_()
     ids = torch.randint(0, vocab, (num_tokens,), generator=generator)
     third = num_tokens // 3
     pieces = [ids[:third], ids[third:]]

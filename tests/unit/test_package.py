@@ -18,12 +18,14 @@ def test_public_names_can_be_imported_and_have_docstrings(name: str) -> None:
     assert getattr(automodel_rl, name).__doc__
 
 
-def test_help_answers_without_torch() -> None:
-    started = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "automodel_rl", "--help"], capture_output=True, text=True, check=True
-    )
-    assert time.monotonic() - started < 2.0  # under a second on an idle machine
+def test_help_answers_in_under_a_second_without_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "automodel_rl", "--help"]
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < 1.0
     assert "usage: automodel-rl sft" in result.stdout
     assert not any(line.endswith((" torch", " numpy", " transformers")) for line in result.stderr.splitlines())
 

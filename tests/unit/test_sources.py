@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from automodel_rl.config import SourceConfig
-from automodel_rl.data.sources import JsonLines, check_files, messages_of
+from automodel_rl.data.sources import JsonLines, check_records, messages_of
 from automodel_rl.errors import InputError
 
 CHAT = {"messages": [{"role": "user", "content": "ä?"}, {"role": "assistant", "content": "b"}]}
@@ -43,9 +43,9 @@ def test_bad_records_are_named_with_file_and_line(tmp_path: Path, text: str, mes
     path = tmp_path / "d.jsonl"
     path.write_text(text)
     with pytest.raises(InputError, match=message):
-        check_files([SourceConfig(path=str(path))])
+        check_records([SourceConfig(path=str(path))])
 
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(InputError, match=r"nowhere.jsonl: cannot read the data file"):
-        check_files([SourceConfig(path="nowhere.jsonl")])
+        check_records([SourceConfig(path="nowhere.jsonl")])

@@ -7,7 +7,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.parallel.combinations import ModelDescription, check_supported
 from automodel_rl.parallel.stages import layers_per_stage, modules_of_stages
 
-SHAPE = ModelDescription(family="qwen3", num_layers=27, tied_embeddings=False, has_sliding_window=False)
+SHAPE = ModelDescription(family="qwen3", num_layers=27, attention_dropout=0.0, has_sliding_window=False)
 
 
 def test_layers_are_spread_evenly_with_the_last_stage_shortest() -> None:
@@ -50,6 +50,7 @@ def test_first_stage_embeds_and_last_has_the_head() -> None:
         ({"family": "qwen2"}, {"implementation": "nemo_automodel"}, {}, "use one of llama, qwen3"),
         ({"has_sliding_window": True}, {}, {}, "sliding-window attention are not supported"),
         ({}, {"implementation": "nemo_automodel", "dtype": "float64"}, {}, "model.dtype=float64"),
+        ({"attention_dropout": 0.1}, {}, {}, "config.json has attention_dropout=0.1, .* set it to 0"),
         ({}, {"attention": "varlen", "dtype": "float32"}, {}, "computes in bfloat16, not float32"),
     ],
 )

@@ -1,0 +1,21 @@
+"""Ranks end with their launcher, however it ends: each holds one end of a pipe that closes with it."""
+
+import os
+import threading
+
+from automodel_rl.errors import EXIT_FAILURE
+
+LIFELINE_VARIABLE = "AUTOMODEL_RL_LIFELINE"
+"""Environment variable with the file descriptor of the rank's end."""
+
+
+def hold_lifeline() -> None:
+    """In a rank: ends the process when the launcher is gone."""
+    descriptor = os.environ.get(LIFELINE_VARIABLE)
+    if descriptor is not None:
+        threading.Thread(target=_wait, args=(int(descriptor),), daemon=True, name="lifeline").start()
+
+
+def _wait(descriptor: int) -> None:
+    os.read(descriptor, 1)  # nothing is ever written: this returns when the other end closes
+    os._exit(EXIT_FAILURE)
