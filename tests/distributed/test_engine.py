@@ -33,25 +33,29 @@ def rows_of(engine: Engine) -> list[PackedBatch]:
     return [pack_row(make_sequences(2 + i, seed=10 * rank + i)) for i in range(3)]
 
 
-def train_and_save(folder: Path, parallel: ParallelConfig) -> list[torch.Tensor]:
+def train_and_save(folder: Path, parallel: ParallelConfig) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-probabilities of every sequence and logits of every row, after training."""
     engine = make_engine(folder, parallel, lr=1e-2)
     for _ in range(3):
         engine.train_step(rows_of(engine), plain_sft_loss)
     engine.handle.save_pretrained(folder / "final")
-    return engine.logprobs(rows_of(engine))
+    rows = rows_of(engine)
+    return engine.logprobs(rows), engine.handle.forward(rows, lambda hidden, weight, _: hidden @ weight.t())
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("parallel", [ParallelConfig(pp=2), ParallelConfig(pp=2, dp_shard=2)], ids=["pp2", "pp2 dp2"])
-def test_what_is_saved_gives_the_logprobs_of_the_trained_handle(
+def test_what_is_saved_gives_the_logits_of_the_trained_handle(
     ranks: Ranks, tmp_path: Path, parallel: ParallelConfig, tied: bool
 ) -> None:
     save_tiny_model(tmp_path, tied=tied)
-    trained = ranks(parallel.world_size).run(train_and_save, tmp_path, parallel)[0]
+    trained, logits = ranks(parallel.world_size).run(train_and_save, tmp_path, parallel)[0]
     saved = Reference(tmp_path / "final", torch.float64, 0.0, 1.0, CPU)
     sequences = [s for i in range(3) for s in make_sequences(2 + i, seed=i)]
     for actual, sequence in zip(trained, sequences, strict=True):
         assert (actual - saved.logprobs(sequence)).abs().max() < 1e-10
+    expected = torch.cat([saved.model(sequence.input_ids[None]).logits[0] for sequence in sequences])
+    assert (torch.cat(logits) - expected).abs().max() < 1e-10
     original = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).named_parameters())
     assert all(not torch.equal(p, original[name]) for name, p in saved.model.named_parameters())
 

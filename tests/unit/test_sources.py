@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from automodel_rl.config import SourceConfig
-from automodel_rl.data.sources import JsonLines, check_records, messages_of
+from automodel_rl.data.sources import JsonLines, check_records, messages_of, open_source
 from automodel_rl.errors import InputError
 
 CHAT = {"messages": [{"role": "user", "content": "ä?"}, {"role": "assistant", "content": "b"}]}
@@ -25,6 +25,20 @@ def test_records_are_read_by_number_over_blank_lines_and_without_a_last_newline(
 def test_columns_may_have_other_names() -> None:
     config = SourceConfig(path="x", columns={"messages": "chat"})
     assert messages_of({"chat": CHAT["messages"]}, config, "x") == CHAT["messages"]
+
+
+def test_a_folder_is_opened_as_a_dataset(tmp_path: Path) -> None:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(json.dumps(CHAT) + "\n" + json.dumps(CHAT) + "\n")
+    config = SourceConfig(path=str(folder))
+    source = open_source(config)
+    assert len(source) == 2
+    assert messages_of(source[1], config, "x") == CHAT["messages"]
+    assert source.where(1) == f"{folder}[train]: record 1"
+    check_records([config])
+    with pytest.raises(InputError, match="neither a .jsonl file nor a dataset with split 'nosplit'"):
+        open_source(SourceConfig(path=str(folder), split="nosplit"))
 
 
 @pytest.mark.parametrize(
