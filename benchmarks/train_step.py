@@ -38,6 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--dp-shard", type=int, default=1)
+    parser.add_argument("--schedule", default="1F1B")
+    parser.add_argument("--virtual-stages", type=int, default=1)
     parser.add_argument("--layers-per-stage", type=int, nargs="*")
     parser.add_argument("--tokens", type=int, default=65536, help="a step and device")
     parser.add_argument("--steps", type=int, default=15)
@@ -48,7 +50,11 @@ def main() -> None:
     options = parser.parse_args()
     quiet_libraries()
     parallel = ParallelConfig(
-        pp=options.pp, dp_shard=options.dp_shard, layers_per_stage=options.layers_per_stage or None
+        pp=options.pp,
+        schedule=options.schedule,
+        virtual_stages=options.virtual_stages,
+        layers_per_stage=options.layers_per_stage or None,
+        dp_shard=options.dp_shard,
     )
     device = join_process_group(parallel.world_size)
     sizes, row = (TINY, 128) if options.tiny else (W1, ROW_TOKENS)
@@ -65,7 +71,7 @@ def main() -> None:
         model = ModelConfig(path=str(folder), dtype="bfloat16", implementation=options.implementation)
         result = measure(ModelHandle.from_pretrained(model, parallel), data, row)
     if dist.get_rank() == 0:
-        print(json.dumps({"pp": parallel.pp, "dp_shard": parallel.dp_shard, **result}), flush=True)
+        print(json.dumps({**parallel.model_dump(exclude_defaults=True), **result}), flush=True)
     dist.barrier()
     os._exit(0)  # a finished measurement must not wait for libraries to tear down
 

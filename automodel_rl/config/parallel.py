@@ -18,6 +18,9 @@ class ParallelConfig(Section):
     schedule: Schedule = "1F1B"
     """Pipeline schedule."""
 
+    virtual_stages: Positive = 1
+    """Stages on each rank; more than one with the schedules that ask for it."""
+
     layers_per_stage: tuple[Positive, ...] | None = None
     """Layers of each stage, first stage first; by default as even as possible, the last, with the head, shortest."""
 
@@ -39,6 +42,10 @@ class ParallelConfig(Section):
     @property
     def num_data_ranks(self) -> int:
         return self.dp_shard * self.dp_replicate
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.virtual_stages
 
     @property
     def world_size(self) -> int:

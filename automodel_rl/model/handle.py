@@ -113,7 +113,7 @@ class ModelHandle:
         for part in self.parts:
             part.train()
         rows = self._rows(batches)
-        adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.pp - 1)
+        adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
         self._driver.forward_backward(rows, adapter, target_logprobs)
         if self.tied is not None:
             self.tied.sum_gradients()
@@ -133,7 +133,7 @@ class ModelHandle:
             self._driver.forward(rows, capturer)
         finally:
             self._release_gathered_weights()
-        whole = torch.cat(capturer.outputs) if self.layout.is_last_stage else None
+        whole = torch.cat(capturer.outputs) if self.layout.has_last_stage else None
         pieces = tensor_from_last_stage(whole, self.layout).split([row.num_tokens for row in rows])
         return list(pieces[: len(batches)])
 
@@ -164,7 +164,7 @@ class ModelHandle:
 
     def _rows(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """The rows on this rank's device, with empty ones added where the driver needs more."""
-        missing = self._driver.min_microbatches - len(batches)
+        missing = self._driver.fill_up_to(len(batches)) - len(batches)
         rows = [*batches, *(empty_row(batches[0]) for _ in range(missing))]
         return [row.to(self.layout.device) for row in rows]
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from automodel_rl.config import ParallelConfig
 from automodel_rl.parallel.gradients import sum_fsdp_gradients
 from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.schedules import SCHEDULES, fill_up_to
 from automodel_rl.parallel.stages import layers_per_stage, modules_of_stages
 
 NEMO_CLASSES = {
@@ -107,8 +108,10 @@ def _pipeline_config(num_layers: int, parallel: ParallelConfig) -> PipelineConfi
     if parallel.pp == 1:
         return None
     return PipelineConfig(
-        pp_schedule=parallel.schedule,
-        pp_batch_size=len(layers),  # for the schedule of its own, which is built but never run
+        # Its own schedule is built but never run: it decides where stages lie, V placement with ZBVZeroBubble only, and
+        # wants a number of microbatches.
+        pp_schedule="ZBVZeroBubble" if SCHEDULES[parallel.schedule].is_v else parallel.schedule,
+        pp_batch_size=fill_up_to(len(layers), parallel),
         module_fqns_per_model_part=modules_of_stages(layers),
         patch_inner_model=False,
         patch_causal_lm_model=False,

@@ -15,14 +15,14 @@ from automodel_rl.errors import MicrobatchError
 from automodel_rl.parallel.adapters import LogitsCapturer, OutputFn, PPLossAdapter
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.pipeline_stage import PackedStage, Schedule, run_schedule
+from automodel_rl.parallel.schedules import fill_up_to
 
 
 class Driver(Protocol):
     """Runs rows through the parts of this rank. A part is called as `part(input, batch=row, output_fn=f)`."""
 
-    @property
-    def min_microbatches(self) -> int:
-        """Fewest rows that it can run."""
+    def fill_up_to(self, num_rows: int) -> int:
+        """The smallest number of rows, at least the one given, that it can run."""
         ...
 
     def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
@@ -37,10 +37,11 @@ class Driver(Protocol):
 class SequentialDriver:
     """A model in one part: rows one after the other, gradients reduced once, with the last row."""
 
-    min_microbatches = 1
-
     def __init__(self, part: nn.Module):
         self.part = part
+
+    def fill_up_to(self, num_rows: int) -> int:
+        return num_rows
 
     def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
         for index, batch in enumerate(batches):
@@ -82,6 +83,7 @@ class PipelineDriver:
     """
 
     def __init__(self, pipeline: AutoPipeline, layout: Layout, hidden_size: int, dtype: torch.dtype):
+        self.parallel = layout.parallel
         self.schedule_class = get_schedule_class(layout.parallel.schedule)
         self.hidden_size, self.dtype = hidden_size, dtype
         self.stages = [
@@ -89,10 +91,8 @@ class PipelineDriver:
             for s in pipeline.info.stages
         ]
 
-    @property
-    def min_microbatches(self) -> int:
-        """1F1B needs a microbatch for each stage."""
-        return self.stages[0].num_stages
+    def fill_up_to(self, num_rows: int) -> int:
+        return fill_up_to(num_rows, self.parallel)
 
     def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
         self._run(batches, head, adapter.targets)

@@ -33,7 +33,7 @@ def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> Glo
     norm = numbers[:1].clone()
     dist.all_reduce(norm, group=layout.world_control)
     mine = None
-    if layout.is_last_stage:
+    if layout.has_last_stage:
         dist.all_reduce(numbers, group=layout.data_control)
         values = iter(numbers[1:].tolist())
         mine = (
@@ -49,7 +49,7 @@ def from_last_stage(value: Any, layout: Layout) -> Any:
     if layout.parallel.pp == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, group=layout.pp_control, group_src=layout.parallel.pp - 1)
+    dist.broadcast_object_list(box, group=layout.pp_control, group_src=layout.last_stage_rank)
     return box[0]
 
 
@@ -59,7 +59,7 @@ def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
     if tensor is None:
         tensor = torch.empty(kind[0], dtype=kind[1], device=layout.device)
     if layout.parallel.pp > 1:
-        dist.broadcast(tensor, group=layout.pp_group, group_src=layout.parallel.pp - 1)
+        dist.broadcast(tensor, group=layout.pp_group, group_src=layout.last_stage_rank)
     return tensor
 
 

@@ -10,6 +10,7 @@ from nemo_automodel.components.distributed.mesh import MeshContext
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_rl.config import ParallelConfig
+from automodel_rl.parallel.schedules import SCHEDULES
 
 PP_AXIS = "pp"
 
@@ -27,8 +28,8 @@ class Layout:
         mesh: nemo_automodel's mesh, axes (pp, dp_replicate, dp_shard, cp, tp).
         world_control: all ranks.
         data_control: the data ranks of this rank's stage.
-        pp_control: the stages of this rank's data rank, first stage first.
-        ends_group: first and last stage of this rank's data rank, None on ranks between them; for tied embeddings.
+        pp_control: the pipeline ranks of this rank's data rank, the one with the first stage first.
+        ends_group: the ranks with first and last stage of this rank's data rank, None elsewhere; for tied embeddings.
     """
 
     parallel: ParallelConfig
@@ -56,8 +57,13 @@ class Layout:
         return dist.get_rank(self.data_control)
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.parallel.pp - 1
+    def last_stage_rank(self) -> int:
+        """The rank with the last stage, in the groups over stages."""
+        return 0 if SCHEDULES[self.parallel.schedule].is_v else self.parallel.pp - 1
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self.pp_rank == self.last_stage_rank
 
     @property
     def ranks_per_stage(self) -> int:
@@ -77,6 +83,7 @@ def build_layout(parallel: ParallelConfig, strategy: FSDP2Config, device: torch.
     ranks = mesh.device_mesh.mesh.reshape(parallel.pp, parallel.num_data_ranks, -1)  # [pp, data, cp * tp]
     by_data = ranks.permute(0, 2, 1).flatten(0, 1).tolist()
     by_stage = ranks.permute(1, 2, 0).flatten(0, 1).tolist()
+    last = 0 if SCHEDULES[parallel.schedule].is_v else -1
     return Layout(
         parallel=parallel,
         device=device,
@@ -84,7 +91,7 @@ def build_layout(parallel: ParallelConfig, strategy: FSDP2Config, device: torch.
         world_control=_control_group([list(range(dist.get_world_size()))]),
         data_control=_control_group(by_data),
         pp_control=_control_group(by_stage),
-        ends_group=_own_group([sorted({stages[0], stages[-1]}) for stages in by_stage]),
+        ends_group=_own_group([sorted({ranks_[0], ranks_[last]}) for ranks_ in by_stage]),
     )
 
 

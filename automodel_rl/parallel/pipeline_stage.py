@@ -78,6 +78,12 @@ class PackedStage(PipelineStage):
         except Exception as error:
             raise MicrobatchError("backward", self.stage_index, bwd_chunk_id, error) from error
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        except Exception as error:
+            raise MicrobatchError("weight backward", self.stage_index, bwd_chunk_id, error) from error
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # The stock forward-only step reduces and rescales the gradients that are there.
         if self.has_backward:
@@ -139,11 +145,29 @@ def stages_of(schedule: Schedule) -> list[Any]:
 
 
 def _forward_actions(schedule: _PipelineScheduleRuntime) -> dict[int, list[Any]]:
-    """The forward part of a schedule's plan; the stock forward-only step cannot run plans with V placement."""
-    kinds = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    """The forward part of a schedule's plan, with every stage's weights gathered from its first to its last forward.
+
+    The stock forward-only step cannot run plans with V placement, and gathers weights where a backward would need them.
+    """
     plan = schedule.pipeline_order_with_comms[schedule.rank]
-    actions = [sub for action in plan for sub in (action.sub_actions or (action,))]
-    return {schedule.rank: [action for action in actions if action.computation_type.name in kinds]}
+    flat = [sub for action in plan for sub in (action.sub_actions or (action,))]
+    kinds = {kind: [a for a in flat if a.computation_type.name == kind] for kind in ("UNSHARD", "RESHARD", "FORWARD")}
+    gather, release = ({a.stage_index: a for a in kinds[kind]} for kind in ("UNSHARD", "RESHARD"))
+    first: dict[int, Any] = {}
+    last: dict[int, Any] = {}
+    for action in kinds["FORWARD"]:
+        first.setdefault(action.stage_index, action)
+        last[action.stage_index] = action
+    actions = []
+    for action in flat:
+        if action.computation_type.name in ("SEND_F", "RECV_F"):
+            actions.append(action)
+        elif action.computation_type.name == "FORWARD":
+            stage = action.stage_index
+            actions += (
+                [gather[stage]] * (action is first[stage]) + [action] + [release[stage]] * (action is last[stage])
+            )
+    return {schedule.rank: actions}
 
 
 def _tensor_meta(shape: Shape, dtype: torch.dtype, requires_grad: bool) -> Any:

@@ -12,18 +12,21 @@ def layers_per_stage(num_layers: int, parallel: ParallelConfig) -> tuple[int, ..
     Raises:
         InputError: more stages than layers, or a list that does not add up.
     """
-    given = parallel.layers_per_stage
+    given, stages = parallel.layers_per_stage, parallel.num_stages
+    sizes = f"parallel.pp={parallel.pp}"
+    if parallel.virtual_stages > 1:
+        sizes += f" x parallel.virtual_stages={parallel.virtual_stages}"
     if given is None:
-        if parallel.pp > num_layers:
+        if stages > num_layers:
             raise InputError(
-                f"parallel.pp={parallel.pp}: the model has {num_layers} layers and a stage needs at least one; "
-                f"use pp <= {num_layers}"
+                f"{sizes}: the model has {num_layers} layers and a stage needs at least one; "
+                f"use no more than {num_layers} stages"
             )
-        shortest, extra = divmod(num_layers, parallel.pp)
-        return tuple(shortest + (stage < extra) for stage in range(parallel.pp))
-    if len(given) != parallel.pp:
+        shortest, extra = divmod(num_layers, stages)
+        return tuple(shortest + (stage < extra) for stage in range(stages))
+    if len(given) != stages:
         raise InputError(
-            f"parallel.layers_per_stage={list(given)} lists {len(given)} stages but parallel.pp={parallel.pp}: "
+            f"parallel.layers_per_stage={list(given)} lists {len(given)} stages but {sizes} makes {stages}: "
             "list one number for each stage"
         )
     if sum(given) != num_layers:

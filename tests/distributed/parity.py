@@ -130,7 +130,7 @@ def planted(fault: str | None) -> Iterator[None]:
     from automodel_rl.parallel.layout import Layout
 
     def norm_of_last_stage(parameters: list, layout: Layout) -> Tensor:
-        return local_square_norm(parameters, layout) * layout.is_last_stage
+        return local_square_norm(parameters, layout) * layout.has_last_stage
 
     faults = {
         "documents see each other": mock.patch.object(attention, "itertools", ONE_DOCUMENT),

@@ -54,6 +54,43 @@ def test_27_layers_as_13_and_14(ranks: Ranks, tmp_path: Path, tied: bool) -> Non
     assert_exact(differences(ranks, tmp_path, Case(ParallelConfig(pp=2, layers_per_stage=(13, 14)))))
 
 
+SCHEDULES = [
+    ("GPipe", 1),
+    ("Interleaved1F1B", 2),
+    ("LoopedBFS", 2),
+    ("InterleavedZeroBubble", 2),
+    ("ZBVZeroBubble", 2),
+    ("DualPipeV", 2),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
+def test_every_schedule(ranks: Ranks, tmp_path: Path, schedule: str, virtual_stages: int, tied: bool) -> None:
+    save_tiny_model(tmp_path, num_layers=5, tied=tied)
+    parallel = ParallelConfig(pp=2, schedule=schedule, virtual_stages=virtual_stages)
+    assert_exact(differences(ranks, tmp_path, Case(parallel)))
+
+
+@pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
+def test_every_schedule_over_two_data_ranks(ranks: Ranks, tmp_path: Path, schedule: str, virtual_stages: int) -> None:
+    save_tiny_model(tmp_path, num_layers=4, tied=True)
+    parallel = ParallelConfig(pp=2, schedule=schedule, virtual_stages=virtual_stages, dp_shard=2)
+    assert_exact(differences(ranks, tmp_path, Case(parallel, rows=(3, 5))))
+
+
+def test_thirteen_stages_of_2_layers_and_one_of_1(ranks: Ranks, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=27)
+    layers = (2,) * 13 + (1,)
+    parallel = ParallelConfig(pp=2, schedule="Interleaved1F1B", virtual_stages=7, layers_per_stage=layers)
+    assert_exact(differences(ranks, tmp_path, Case(parallel, rows=(3, 2))))
+
+
+def test_four_stages_of_7_6_8_and_6_layers(ranks: Ranks, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=27)
+    assert_exact(differences(ranks, tmp_path, Case(ParallelConfig(pp=4, layers_per_stage=(7, 6, 8, 6)), rows=(5, 2))))
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_two_data_ranks_by_two_stages_with_different_data(

@@ -13,10 +13,18 @@ from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
 pytestmark = pytest.mark.gpu
+LAYOUTS = [
+    ParallelConfig(),
+    ParallelConfig(pp=2),
+    ParallelConfig(dp_shard=2),
+    ParallelConfig(pp=2, schedule="Interleaved1F1B", virtual_stages=2),
+    ParallelConfig(pp=2, schedule="ZBVZeroBubble", virtual_stages=2),
+    ParallelConfig(pp=2, schedule="DualPipeV", virtual_stages=2),
+]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(pp=2), ParallelConfig(dp_shard=2)], ids=str)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_float64_equals_transformers(
     ranks: Callable[[int], RankPool], tmp_path: Path, parallel: ParallelConfig, tied: bool
 ) -> None:

@@ -22,9 +22,9 @@ def test_a_list_of_layers_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        (ParallelConfig(pp=28), "parallel.pp=28: the model has 27 layers .*use pp <= 27"),
+        (ParallelConfig(pp=28), "parallel.pp=28: the model has 27 layers .*use no more than 27 stages"),
         (ParallelConfig(pp=2, layers_per_stage=(13, 13)), "adds up to 26 but the model has 27 layers"),
-        (ParallelConfig(pp=3, layers_per_stage=(13, 14)), "lists 2 stages but parallel.pp=3"),
+        (ParallelConfig(pp=3, layers_per_stage=(13, 14)), "lists 2 stages but parallel.pp=3 makes 3"),
     ],
 )
 def test_splits_that_do_not_fit_are_refused(parallel: ParallelConfig, message: str) -> None:
@@ -44,7 +44,10 @@ def test_first_stage_embeds_and_last_has_the_head() -> None:
         ({}, {}, {"tp": 2}, "parallel.tp=2: tensor parallelism is not supported"),
         ({}, {}, {"cp": 2}, "parallel.cp=2: context parallelism is not supported"),
         ({}, {}, {"ep": 2}, "parallel.ep=2: expert parallelism is not supported"),
-        ({}, {}, {"schedule": "GPipe"}, "parallel.schedule=GPipe is not supported: use 1F1B"),
+        ({}, {}, {"virtual_stages": 2}, "parallel.virtual_stages=2 needs parallel.pp of at least 2"),
+        ({}, {}, {"pp": 2, "virtual_stages": 2}, "1F1B has 1 on each rank: use virtual_stages=1"),
+        ({}, {}, {"pp": 2, "schedule": "Interleaved1F1B"}, "Interleaved1F1B has at least 2 on each rank"),
+        ({}, {}, {"pp": 2, "schedule": "DualPipeV", "virtual_stages": 3}, "DualPipeV has 2 on each rank"),
         ({}, {}, {"dp_replicate": 2}, "parallel.dp_replicate=2 needs parallel.dp_shard of at least 2"),
         ({"family": "gpt2"}, {}, {}, "a 'gpt2' model .* is not supported: use one of llama, qwen2, qwen3"),
         ({"family": "qwen2"}, {"implementation": "nemo_automodel"}, {}, "use one of llama, qwen3"),
