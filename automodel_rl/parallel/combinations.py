@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.errors import InputError
-from automodel_rl.parallel.schedules import SCHEDULES, refuse_virtual_stages
+from automodel_rl.parallel.schedules import SCHEDULES, refuse_schedule
 from automodel_rl.parallel.stages import layers_per_stage
 
 
@@ -74,7 +74,7 @@ def _varlen_dtype(shape: ModelDescription, model: ModelConfig, parallel: Paralle
 
 def _schedule(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
     if parallel.pp > 1:
-        return refuse_virtual_stages(parallel)
+        return refuse_schedule(parallel)
     if parallel.virtual_stages == 1:
         return None
     return f"parallel.virtual_stages={parallel.virtual_stages} needs parallel.pp of at least 2: use virtual_stages=1"
@@ -103,7 +103,12 @@ RULES = (
     Rule("sliding-window attention", "no", _window),
     Rule("attention dropout", "no", _dropout),
     Rule("varlen attention", "CUDA, bfloat16", _varlen_dtype),
-    Rule("pipeline schedules", ", ".join(SCHEDULES) + "; any split of the layers", _schedule),
+    Rule(
+        "pipeline schedules",
+        ", ".join(f"{name} (torch 2.13)" if rule.splits_backward else name for name, rule in SCHEDULES.items()),
+        _schedule,
+    ),
+    Rule("layers of a stage", "any split, also uneven", lambda *_: None),
     Rule("FSDP2 (dp_shard)", "yes, with or without pp", lambda *_: None),
     Rule("HSDP (dp_replicate)", "with dp_shard of at least 2", _replicas),
     Rule("tied embeddings", "yes, with or without pp", lambda *_: None),

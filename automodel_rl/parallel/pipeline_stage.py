@@ -68,9 +68,13 @@ class PackedStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except Exception as error:
             raise MicrobatchError("forward", self.stage_index, fwd_chunk_id, error) from error
+        # torch 2.11 takes every input for a tensor when it splits a backward, and our keywords are none.
+        outputs, inputs = self.fwd_cache[fwd_chunk_id]
+        self.fwd_cache[fwd_chunk_id] = (outputs, [value for value in inputs if isinstance(value, Tensor)])
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         try:

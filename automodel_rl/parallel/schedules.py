@@ -2,21 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from automodel_rl.config import ParallelConfig
 
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """Attributes:
-    min_virtual_stages, max_virtual_stages: stages on each rank (None: any number).
-    is_v: rank r has stages r and 2 * pp - 1 - r, so that rank 0 has the first and the last; else r, r + pp, ...
-    runs: (microbatches, pp, stages) -> whether the schedule takes that number.
+    """What a schedule asks for.
+
+    Attributes:
+        min_virtual_stages, max_virtual_stages: stages on each rank (None: any number).
+        is_v: rank r has stages r and 2 * pp - 1 - r, so that rank 0 has the first and the last; else r, r + pp, ...
+        splits_backward: gradients of inputs and of weights are computed at different times.
+        runs: (microbatches, pp, stages) -> whether the schedule takes that number.
     """
 
     min_virtual_stages: int
     max_virtual_stages: int | None
     is_v: bool
+    splits_backward: bool
     runs: Callable[[int, int, int], bool]
 
 
@@ -33,13 +38,13 @@ def _whole_rounds(num_microbatches: int, pp: int, num_stages: int) -> bool:
 
 
 SCHEDULES = {
-    "1F1B": ScheduleRule(1, 1, False, _one_for_each_stage),
-    "GPipe": ScheduleRule(1, 1, False, _any),
-    "Interleaved1F1B": ScheduleRule(2, None, False, _whole_rounds),
-    "LoopedBFS": ScheduleRule(2, None, False, _any),
-    "InterleavedZeroBubble": ScheduleRule(2, None, False, _whole_rounds),
-    "ZBVZeroBubble": ScheduleRule(2, 2, True, _any),
-    "DualPipeV": ScheduleRule(2, 2, True, _one_for_each_stage),
+    "1F1B": ScheduleRule(1, 1, False, False, _one_for_each_stage),
+    "GPipe": ScheduleRule(1, 1, False, False, _any),
+    "Interleaved1F1B": ScheduleRule(2, None, False, False, _whole_rounds),
+    "LoopedBFS": ScheduleRule(2, None, False, False, _any),
+    "InterleavedZeroBubble": ScheduleRule(2, None, False, True, _whole_rounds),
+    "ZBVZeroBubble": ScheduleRule(2, 2, True, True, _any),
+    "DualPipeV": ScheduleRule(2, 2, True, True, _one_for_each_stage),
 }
 """By torch's name. The numbers of microbatches are those its constructors accept, in torch 2.11 and 2.13."""
 
@@ -52,14 +57,24 @@ def fill_up_to(num_microbatches: int, parallel: ParallelConfig) -> int:
     return num_microbatches
 
 
-def refuse_virtual_stages(parallel: ParallelConfig) -> str | None:
-    """Why the schedule cannot have so many stages on a rank, if it cannot."""
+def refuse_schedule(parallel: ParallelConfig) -> str | None:
+    """Why the schedule cannot run with so many stages on a rank, or with this torch, if it cannot."""
     rule = SCHEDULES[parallel.schedule]
     most = rule.max_virtual_stages
-    if rule.min_virtual_stages <= parallel.virtual_stages and (most is None or parallel.virtual_stages <= most):
-        return None
-    numbers = f"{most}" if rule.min_virtual_stages == most else f"at least {rule.min_virtual_stages}"
-    return (
-        f"parallel.virtual_stages={parallel.virtual_stages}: {parallel.schedule} has {numbers} on each rank: "
-        f"use virtual_stages={rule.min_virtual_stages}"
-    )
+    if parallel.virtual_stages < rule.min_virtual_stages or (most is not None and parallel.virtual_stages > most):
+        numbers = f"{most}" if rule.min_virtual_stages == most else f"at least {rule.min_virtual_stages}"
+        return (
+            f"parallel.virtual_stages={parallel.virtual_stages}: {parallel.schedule} has {numbers} on each rank: "
+            f"use virtual_stages={rule.min_virtual_stages}"
+        )
+    if rule.splits_backward and not torch_splits_backward():
+        return (
+            f"parallel.schedule={parallel.schedule} needs torch 2.13, and this is {version('torch')}: older ones cannot "
+            "split the backward of the log-probabilities; use Interleaved1F1B"
+        )
+    return None
+
+
+def torch_splits_backward() -> bool:
+    """Whether torch can split the backward of a function with a backward of its own; 2.11 cannot, 2.13 can."""
+    return tuple(map(int, version("torch").split(".")[:2])) >= (2, 13)

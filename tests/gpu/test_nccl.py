@@ -18,8 +18,7 @@ LAYOUTS = [
     ParallelConfig(pp=2),
     ParallelConfig(dp_shard=2),
     ParallelConfig(pp=2, schedule="Interleaved1F1B", virtual_stages=2),
-    ParallelConfig(pp=2, schedule="ZBVZeroBubble", virtual_stages=2),
-    ParallelConfig(pp=2, schedule="DualPipeV", virtual_stages=2),
+    ParallelConfig(pp=2, schedule="LoopedBFS", virtual_stages=2),
 ]
 
 

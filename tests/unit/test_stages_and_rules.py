@@ -4,10 +4,31 @@ import pytest
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.errors import InputError
+from automodel_rl.parallel import schedules
 from automodel_rl.parallel.combinations import ModelDescription, check_supported
 from automodel_rl.parallel.stages import layers_per_stage, modules_of_stages
 
 SHAPE = ModelDescription(family="qwen3", num_layers=27, attention_dropout=0.0, has_sliding_window=False)
+
+
+def test_schedules_that_split_the_backward_need_a_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ParallelConfig(pp=2, schedule="ZBVZeroBubble", virtual_stages=2)
+    monkeypatch.setattr(schedules, "version", lambda _: "2.13.0+cpu")
+    check_supported(SHAPE, ModelConfig(path="m"), parallel)
+    monkeypatch.setattr(schedules, "version", lambda _: "2.11.0+cu130")
+    with pytest.raises(InputError, match="ZBVZeroBubble needs torch 2.13, and this is 2.11.0"):
+        check_supported(SHAPE, ModelConfig(path="m"), parallel)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual_stages", "given", "filled"),
+    [("1F1B", 1, 1, 4), ("1F1B", 1, 9, 9), ("GPipe", 1, 1, 1), ("Interleaved1F1B", 2, 9, 10), ("DualPipeV", 2, 3, 8)],
+)
+def test_rows_are_filled_up_to_a_number_that_the_schedule_runs(
+    schedule: str, virtual_stages: int, given: int, filled: int
+) -> None:
+    parallel = ParallelConfig(pp=4, schedule=schedule, virtual_stages=virtual_stages)
+    assert schedules.fill_up_to(given, parallel) == filled
 
 
 def test_layers_are_spread_evenly_with_the_last_stage_shortest() -> None:
