@@ -69,8 +69,8 @@ def refuse_schedule(parallel: ParallelConfig) -> str | None:
         )
     if rule.splits_backward and not torch_splits_backward():
         return (
-            f"parallel.schedule={parallel.schedule} needs torch 2.13, and this is {version('torch')}: older ones cannot "
-            "split the backward of the log-probabilities; use Interleaved1F1B"
+            f"parallel.schedule={parallel.schedule} needs torch 2.13, and this is {version('torch')}: older ones "
+            "cannot split the backward of the log-probabilities; use Interleaved1F1B"
         )
     return None
 
