@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from automodel_rl.batch import PackedBatch, TokenSequence, pack
-    from automodel_rl.config import OptimizerConfig, ParallelConfig, load_config
+    from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, load_config
     from automodel_rl.engine import Engine, TrainOutput
     from automodel_rl.losses import LossOutput, TokenOutputs, sft_loss
     from automodel_rl.model import ModelHandle
@@ -18,6 +18,7 @@ _HOMES = {
     "PackedBatch": "batch",
     "TokenSequence": "batch",
     "pack": "batch",
+    "ModelConfig": "config",
     "OptimizerConfig": "config",
     "ParallelConfig": "config",
     "load_config": "config",
@@ -33,6 +34,7 @@ _HOMES = {
 __all__ = [
     "Engine",
     "LossOutput",
+    "ModelConfig",
     "ModelHandle",
     "OptimizerConfig",
     "PackedBatch",

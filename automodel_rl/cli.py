@@ -3,12 +3,14 @@
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from automodel_rl.config import SFTConfig, describe_keys, load_config
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_OK, InputError
 from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, guard
 from automodel_rl.launch.local import is_rank, run_local_ranks
 from automodel_rl.launch.quiet import quiet_libraries
+from automodel_rl.observe.run_directory import RunDirectory
 
 USAGE = """\
 usage: automodel-rl sft CONFIG.yaml [--resume auto] [--dotted.key value ...]
@@ -27,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return EXIT_OK
+    if command == "--version":
+        print(version("automodel-rl"))
+        return EXIT_OK
     commands = {"sft": _sft, "quickstart": _quickstart}
     try:
         if command not in commands:
@@ -38,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sft(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments:
+        raise InputError("sft takes a config file: automodel-rl sft CONFIG.yaml; --help lists its keys")
+    if arguments[0] in ("-h", "--help"):
         print(USAGE, "\nkeys of the config:", sep="")
         for key, default, meaning in describe_keys(SFTConfig):
             print(f"  --{key}  ({default})\n      {' '.join(meaning.split())}")
@@ -51,6 +58,7 @@ def _sft(arguments: list[str]) -> int:
         # Here, so that it is done once for all ranks and before they import anything heavy.
         from automodel_rl.data.sources import check_records
 
+        RunDirectory(config, config.output, resume)
         check_records([*config.data.train, *config.data.validation])
     if not is_rank() and config.parallel.world_size > 1:
         command = [sys.executable, "-m", "automodel_rl", "sft", *arguments]
@@ -65,7 +73,10 @@ def _sft(arguments: list[str]) -> int:
 
 
 def _quickstart(arguments: list[str]) -> int:
-    if len(arguments) != 1:
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE, end="")
+        return EXIT_OK
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         raise InputError("quickstart takes one folder, which it creates: automodel-rl quickstart runs/demo")
     quiet_libraries()
     from automodel_rl.quickstart.demo import run_demo

@@ -1,4 +1,4 @@
-"""Processes that join one gloo group and stay alive over many tests: importing the package takes seconds a process."""
+"""Ranks that stay alive over many tests, for importing the package takes seconds a process; groups are made anew."""
 
 import multiprocessing
 import os
@@ -28,8 +28,9 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if not self.processes:
             self._start()
+        port = free_port()
         for pipe in self.pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, port))
         results: dict[int, Any] = {}
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while len(results) < self.num_ranks:
@@ -49,10 +50,10 @@ class RankPool:
         return [results[rank] for rank in range(self.num_ranks)]
 
     def _start(self) -> None:
-        context, port = multiprocessing.get_context("spawn"), free_port()
+        context = multiprocessing.get_context("spawn")
         for rank in range(self.num_ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.num_ranks, port), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, self.num_ranks), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -65,22 +66,24 @@ class RankPool:
         self.processes, self.pipes = [], []
 
 
-def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port)
-    )
+def _serve(pipe: Connection, rank: int, num_ranks: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="localhost")
     import torch
 
+    from automodel_rl.launch.process_group import leave_process_group
     from automodel_rl.launch.quiet import quiet_libraries
 
     quiet_libraries()
     torch.set_num_threads(1)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, port = pipe.recv()
         except EOFError:
             return
+        os.environ["MASTER_PORT"] = str(port)
         try:
-            pipe.send((None, function(*args)))
+            result = function(*args)
+            leave_process_group()  # every gloo group has threads that wake up; over many tests they would add up
+            pipe.send((None, result))
         except BaseException:
             pipe.send((traceback.format_exc(), None))

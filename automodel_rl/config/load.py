@@ -133,6 +133,8 @@ def _suggest(key: str, section: type[BaseModel] | None) -> str:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if ALIASES.get(key) in known:
         close = [ALIASES[key]]
+    if not close and section is SFTConfig:  # perhaps the name of a key inside a section
+        close = [dotted for dotted, *_ in describe_keys(section) if dotted.split(".")[-1] == ALIASES.get(key, key)]
     return f"; did you mean {close[0]}?" if close else f"; known keys are {', '.join(known)}"
 
 

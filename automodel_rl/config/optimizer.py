@@ -14,7 +14,10 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of the moving averages of gradient and squared gradient."""
+
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second average."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decay of matrices and embeddings; biases and norm weights are never decayed."""

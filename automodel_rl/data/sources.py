@@ -117,13 +117,12 @@ def messages_of(record: dict[str, Any], config: SourceConfig, where: str) -> lis
     messages = record[column]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise InputError(f"{where}: {column} must be a list of objects with role and content")
-    for message in messages:
+    for turn, message in enumerate(messages):
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            raise InputError(
-                f"{where}: the content of a {message['role']} turn is {message.get('content')!r}, not a text"
-            )
+            raise InputError(f"{where}: turn {turn} has no text in content, only {json.dumps(message)[:80]}")
     if not any(message["role"] == "assistant" for message in messages):
-        raise InputError(f"{where}: no assistant turn, so there is nothing to learn: add one or remove the record")
+        roles = ", ".join(str(message["role"]) for message in messages) or "none"
+        raise InputError(f"{where}: no assistant turn to learn from, roles are {roles}: add one or remove the record")
     return messages
 
 

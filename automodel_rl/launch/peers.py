@@ -21,7 +21,11 @@ GRACE_SECONDS = 5.0
 
 
 def tell_peers() -> None:
-    """Leaves word in the job's store, if it can still be reached."""
+    """Leaves word in the job's store, if this rank has joined the job and can still reach it."""
+    from torch import distributed as dist
+
+    if not dist.is_initialized():
+        return
     with contextlib.suppress(Exception):
         _connect(timeout_seconds=3).set(FAILED_KEY, os.environ["RANK"])
 

@@ -42,7 +42,11 @@ def write_report(path: Path, title: str, rows: list[dict[str, Any]], samples: li
         _chart("Tokens per second", rows, ["perf/tokens_per_second"]),
     ]
     last = rows[-1] if rows else {}
-    facts = "".join(f"<tr><td>{html.escape(key)}</td><td>{_show(value)}</td></tr>" for key, value in last.items())
+    facts = "".join(
+        f"<tr><td>{html.escape(key)}</td><td>{_show(value)}</td></tr>"
+        for key, value in last.items()
+        if value is not None
+    )
     body = [f"<h1>{html.escape(title)}</h1>", *curves]
     if samples:
         body += ["<h2>Samples</h2>", *map(_sample, samples)]

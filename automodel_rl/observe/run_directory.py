@@ -60,10 +60,13 @@ class RunDirectory:
             )
 
     def create(self) -> None:
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        unfinished = self.config_file.with_suffix(".tmp")
-        unfinished.write_text(self.config_text)
-        unfinished.rename(self.config_file)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            unfinished = self.config_file.with_suffix(".tmp")
+            unfinished.write_text(self.config_text)
+            unfinished.rename(self.config_file)
+        except OSError as error:
+            raise InputError(f"output={self.folder}: cannot write there ({error.strerror}): choose another") from None
 
     def list_checkpoints(self) -> list[Path]:
         """The finished `step_N` folders, oldest first."""

@@ -44,7 +44,7 @@ def run_demo(output: str) -> int:
         return code
     final = folder / "run" / "final"
     print(f"held-out problems answered before training: {before:.0%}, after: {accuracy(final, held_out):.0%}")
-    print(f"the config: {config_file}\nthe model:  {final}\nthe report: {folder / 'run' / 'report.html'}")
+    print(f"config: {config_file}")
     return EXIT_OK
 
 

@@ -64,6 +64,7 @@ class SFTTrainer:
             raise InputError(f"length.epochs={config.length.epochs} is less than one example: raise it, or give steps")
         self.engine = Engine(self.handle, config.optimizer, self.total_steps)
         self.best: dict[str, float] | None = None
+        self.overlong_mentioned = False
         if resume:
             self._resume()
 
@@ -81,6 +82,7 @@ class SFTTrainer:
             self.directory.create()
             metrics = MetricsFile(self.directory.metrics, self.engine.step)
         with StopSignal() as stop, Progress(self.total_steps, self.engine.step, not self._is_first_rank) as progress:
+            progress.say(self._summary())
             while not self._is_over:
                 started = time.perf_counter()
                 step = next(steps)
@@ -101,6 +103,7 @@ class SFTTrainer:
                 if self._is_first_rank:
                     metrics.write(row)
                 progress.show(row)
+                self._mention_overlong(step, progress)
                 stopping = any_rank(bool(stop), self.layout)
                 if stopping or self._is_due(self.config.checkpoint.every):
                     self._save_checkpoint(row.get("val/loss", math.inf))
@@ -113,6 +116,29 @@ class SFTTrainer:
         """The steps; the first is loaded now, so that what is wrong with it comes out before anything is written."""
         steps = iter(self.loader)
         return steps if self._is_over else itertools.chain([next(steps)], steps)
+
+    def _summary(self) -> str:
+        """One line on what runs, for the console."""
+        parallel = self.config.parallel
+        sizes = {name: size for name, size in parallel.model_dump().items() if isinstance(size, int) and size > 1}
+        layout = " x ".join(f"{name} {size}" for name, size in sizes.items()) or "one rank"
+        start = f"from step {self.engine.step} to" if self.engine.step else "over"
+        examples = sum(self.loader.sampler.sizes)
+        return (
+            f"{examples:,} examples, {start} {self.total_steps} steps of {self.config.batch.sequences}, {layout}, "
+            f"{self.config.model.dtype} on {self.layout.device.type}, in {self.directory.folder}"
+        )
+
+    def _mention_overlong(self, step: PackedStep, progress: Progress) -> None:
+        """Says once that examples are cut or left out; metrics.jsonl has the counts of every step."""
+        if self.overlong_mentioned or not step.num_truncated + step.num_dropped:
+            return
+        self.overlong_mentioned = True
+        progress.say(
+            f"warning: of {step.num_sequences + step.num_dropped} examples in step {self.engine.step}, "
+            f"{step.num_truncated} were truncated to batch.row_tokens={self.config.batch.row_tokens} and "
+            f"{step.num_dropped} dropped; metrics.jsonl counts them in every step"
+        )
 
     def _finish(self, progress: Progress) -> Path:
         self.handle.save_pretrained(self.directory.final, self.tokenizer)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_rl.cli import main
 from automodel_rl.launch.local import free_port
+from automodel_rl.launch.process_group import leave_process_group
 from automodel_rl.quickstart.model import train_tokenizer, write_model
 from automodel_rl.quickstart.problems import make_problems, write_jsonl
 
@@ -77,6 +78,7 @@ def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config:
     expected |= {"perf/packing_efficiency", "time/step_s", "memory/peak_gib", "data/num_truncated"}
     assert expected <= rows[0].keys()
     assert "step 4/4  loss" in stdout
+    assert stdout.startswith("96 examples, over 4 steps of 8, pp 2, float32 on cpu, in ")
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["pp"] == 2
     assert "<polyline" in (folder / "report.html").read_text()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
@@ -175,7 +177,7 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
     "missing file": (set_key("data.train", [{"path": "nowhere.jsonl"}]), "nowhere.jsonl: cannot read the data file"),
     "malformed line": (with_data("{'a': 1}\n"), "bad.jsonl:1: not valid JSON"),
     "no assistant turn": (with_data(NO_ASSISTANT), "bad.jsonl:1: no assistant turn"),
-    "null content": (with_data(NULL_CONTENT), "bad.jsonl:1: the content of a user turn is None, not a text"),
+    "null content": (with_data(NULL_CONTENT), "bad.jsonl:1: turn 0 has no text in content"),
     "template error": (with_template_error, "train.jsonl:"),
     "tied weights that differ": (with_model(untie), "config.json ties lm_head.weight to model.embed_tokens.weight"),
     "varlen on a CPU": (
@@ -206,12 +208,13 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
 
 
 @pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as the only rank of a job, as under torchrun."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    variables["MASTER_PORT"] = str(free_port())
-    for name, value in variables.items():
+    for name, value in {**variables, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
+    yield
+    leave_process_group()
 
 
 @pytest.mark.usefixtures("as_rank")
@@ -232,10 +235,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("as_rank")
-def test_a_run_without_validation_data(config: Config, tmp_path: Path) -> None:
+def test_a_run_without_validation_data_and_with_examples_longer_than_a_row(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     del config["data"]["validation"]
+    config["batch"]["row_tokens"] = 48
     config["length"] = {"steps": 2, "validate_every": 1}
     assert main(["sft", write(config, tmp_path)]) == 0
+    assert capsys.readouterr().out.count("were truncated to batch.row_tokens=48") == 1
     assert "val/loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
