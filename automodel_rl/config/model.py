@@ -6,6 +6,8 @@ from automodel_rl.config.base import Section
 
 
 class ModelConfig(Section):
+    """Which checkpoint is trained, by whose classes, and in which precision."""
+
     path: str
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a hub id."""
 

@@ -239,10 +239,10 @@ def test_a_run_without_validation_data_and_with_examples_longer_than_a_row(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del config["data"]["validation"]
-    config["batch"]["row_tokens"] = 48
+    config["batch"]["row_tokens"] = 76
     config["length"] = {"steps": 2, "validate_every": 1}
     assert main(["sft", write(config, tmp_path)]) == 0
-    assert capsys.readouterr().out.count("were truncated to batch.row_tokens=48") == 1
+    assert capsys.readouterr().out.count("were truncated to batch.row_tokens=76") == 1
     assert "val/loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
