@@ -1,12 +1,41 @@
 """The independent reference: plain transformers in one process, one sequence at a time."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from automodel_rl.batch import TokenSequence
+
+
+def written_out(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention of one sequence in its own dtype; transformers' eager attention takes its softmax in fp32."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    place = torch.arange(query.shape[2], device=query.device)
+    distance = place[:, None] - place[None]
+    hidden = (distance < 0) | (distance >= (sliding_window or len(place)))
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if s_aux is not None:
+        total = total + s_aux.exp()[None, :, None, None]
+    return (weights / total @ value).transpose(1, 2), None
 
 
 class Reference:
@@ -21,7 +50,13 @@ class Reference:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, lr: float, max_grad_norm: float, device: torch.device):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        AttentionInterface.register("written_out", written_out)
+        AttentionMaskInterface.register("written_out", lambda *args, **kwargs: None)
+        family = AutoConfig.from_pretrained(folder).model_type
+        attention = "written_out" if family in ("gemma2", "gpt_oss") else "sdpa"
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+        )
         self.model, self.device = model.to(device), device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.max_grad_norm = max_grad_norm

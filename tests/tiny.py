@@ -4,37 +4,109 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from automodel_rl.batch import TokenSequence
 
 VOCAB = 128
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+DENSE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MOE = {**DENSE, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+WINDOW = 6
+"""Shorter than most sequences, so that it matters."""
+
+FAMILIES: dict[str, tuple[type[PretrainedConfig], dict]] = {
+    "llama": (LlamaConfig, DENSE),
+    "mistral": (MistralConfig, {**DENSE, "sliding_window": WINDOW}),
+    "qwen2": (Qwen2Config, DENSE),
+    "qwen3": (Qwen3Config, DENSE),
+    "gemma2": (
+        Gemma2Config,
+        {
+            **DENSE,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        {**DENSE, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    ),
+    "mixtral": (MixtralConfig, {**MOE, "num_local_experts": 4}),
+    "qwen3_moe": (Qwen3MoeConfig, {**MOE, "num_experts": 4, "moe_intermediate_size": 16}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            **{key: value for key, value in MOE.items() if key not in ("head_dim", "router_aux_loss_coef")},
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        {**MOE, "num_local_experts": 4, "intermediate_size": 16, "sliding_window": WINDOW},
+    ),
+}
 
 
 def save_tiny_model(
-    folder: Path, family: str = "qwen3", *, tied: bool = False, num_layers: int = 4, dtype: torch.dtype = torch.float64
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    tied: bool = False,
+    num_layers: int = 4,
+    dtype: torch.dtype = torch.float64,
+    **sizes: object,
 ) -> None:
     """A checkpoint with livelier weights than the default initialisation, so that differences show."""
-    config = CONFIGS[family](
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    config_class, defaults = FAMILIES[family]
+    config = config_class(**{**defaults, "num_hidden_layers": num_layers, "tie_word_embeddings": tied, **sizes})
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.1, generator=generator)
+        elif "norm" in name and "gemma" in family:
+            nn.init.uniform_(parameter, -0.2, 0.2, generator=generator)
         else:
             nn.init.uniform_(parameter, 0.8, 1.2, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.uniform_(buffer, -0.1, 0.1, generator=generator)
     model.to(dtype).save_pretrained(folder)
 
 

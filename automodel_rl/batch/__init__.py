@@ -1,14 +1,18 @@
 """Packed microbatches: pure tensors and lists, no process groups."""
 
 from automodel_rl.batch.bins import assign_bins, pack, share_bins
+from automodel_rl.batch.local_row import AttentionCall, LocalRow, local_row
 from automodel_rl.batch.packed import IGNORED_TARGET, PackedBatch, TokenSequence, empty_row, pack_row, unpack
 
 __all__ = [
     "IGNORED_TARGET",
+    "AttentionCall",
+    "LocalRow",
     "PackedBatch",
     "TokenSequence",
     "assign_bins",
     "empty_row",
+    "local_row",
     "pack",
     "pack_row",
     "share_bins",

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,12 +93,12 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """The same row with its tensors on `device`."""
-        tensors = {
-            f.name: getattr(self, f.name).to(device, non_blocking=True)
+        tensors: dict[str, Any] = {
+            f.name: move(getattr(self, f.name), device)
             for f in dataclasses.fields(self)
             if isinstance(getattr(self, f.name), Tensor)
         }
-        values = {name: value.to(device, non_blocking=True) for name, value in self.values.items()}
+        values = {name: move(value, device) for name, value in self.values.items()}
         return dataclasses.replace(self, **tensors, values=values)
 
 
@@ -146,6 +147,13 @@ def unpack(values: Tensor, batch: PackedBatch) -> list[Tensor]:
     if batch.is_empty:
         return []
     return [_to_token(piece) for piece in values.split(batch.lengths)]
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`. From pinned memory, for otherwise the host would wait for the device."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _to_predictor(values: Tensor) -> Tensor:

@@ -17,5 +17,5 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """What the model computes in. Master weights are float32 (float64 for float64)."""
 
-    attention: Literal["auto", "varlen", "sdpa"] = "auto"
+    attention: Literal["auto", "varlen", "te", "sdpa", "eager"] = "auto"
     """Attention over packed rows. auto: varlen_attn on CUDA in bfloat16, else SDPA over each sequence."""

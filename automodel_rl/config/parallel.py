@@ -31,17 +31,25 @@ class ParallelConfig(Section):
     """Copies of the sharded group (HSDP)."""
 
     tp: Positive = 1
-    """Tensor parallel."""
+    """Tensor parallel: attention heads, MLP columns and vocabulary of every layer split over ranks."""
+
+    sequence_parallel: bool = False
+    """With tp: between the split blocks every rank keeps its share of the tokens, which saves activation memory."""
 
     cp: Positive = 1
-    """Context parallel."""
+    """Context parallel: every sequence of a row split over ranks. They also shard the weights."""
 
     ep: Positive = 1
-    """Expert parallel, over the data ranks."""
+    """Expert parallel: experts of a mixture split over the dp_shard x cp ranks. It adds no ranks."""
 
     @property
     def num_data_ranks(self) -> int:
         return self.dp_shard * self.dp_replicate
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks that shard one copy of a stage's weights."""
+        return self.dp_shard * self.cp
 
     @property
     def num_stages(self) -> int:

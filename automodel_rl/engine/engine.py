@@ -17,6 +17,7 @@ from automodel_rl.model.logprobs import target_logprobs, top_logits
 from automodel_rl.parallel.adapters import LossTotals
 from automodel_rl.parallel.gradients import local_square_norm
 from automodel_rl.parallel.host_reduce import GlobalTotals, share_totals, sum_over_data_ranks
+from automodel_rl.parallel.sharding import by_mesh
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Engine:
 
     def next_tokens(self, batches: Sequence[PackedBatch]) -> Tensor:
         """The likeliest token after each sequence, int64 [N], in the order in which rows hold them."""
-        outputs = self.handle.forward(batches, lambda hidden, weight, _: top_logits(hidden, weight, 1)[1][:, 0])
+        outputs = self.handle.forward(batches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
         ends = [batch.cu_seqlens[1:].to(output.device) - 1 for output, batch in zip(outputs, batches, strict=True)]
         return torch.cat([output[end] for output, end in zip(outputs, ends, strict=True)])
 
@@ -114,7 +115,8 @@ class Engine:
         if self.config.max_grad_norm is not None:
             every_copy = [parameter for part in self.handle.parts for parameter in part.parameters()]
             norm = torch.tensor(grad_norm, dtype=torch.float64, device=self.handle.layout.device)
-            torch.nn.utils.clip_grads_with_norm_(every_copy, self.config.max_grad_norm, norm)
+            for parameters in by_mesh(every_copy):
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -7,14 +7,18 @@ from torch import nn
 
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.errors import InputError
+from automodel_rl.parallel.sharding import by_mesh
 
 
 def build_optimizer(part: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW with two groups: matrices and embeddings with weight decay, biases and norm weights without."""
+    """AdamW: matrices and embeddings with weight decay, biases and norm weights without."""
     parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
+    others = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": group, "weight_decay": decay}
+        for members, decay in ((decayed, config.weight_decay), (others, 0.0))
+        for group in by_mesh(members)
     ]
     fused = all(parameter.is_cuda for parameter in parameters)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)

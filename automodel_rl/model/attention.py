@@ -1,85 +1,219 @@
 """Attention over packed rows: every sequence sees itself, causally, and nothing else.
 
-The functions are registered with transformers' AttentionInterface and reach the layers of transformers' and of
-nemo_automodel's models alike. The row comes along as the keyword `batch` of every layer.
+One function for each backend, registered with transformers' AttentionInterface; it reaches the layers of transformers'
+and of nemo_automodel's models alike. The row comes along as the keyword `row` of every layer.
+
+Shape letters: q queries, k keys of one call (`AttentionCall`), t tokens of this rank, D head dim.
 """
 
+import functools
 import inspect
 import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from automodel_rl.batch import PackedBatch
+from automodel_rl.batch import AttentionCall, LocalRow
 from automodel_rl.errors import InputError
-
-SDPA, VARLEN = "automodel_rl_sdpa", "automodel_rl_varlen"
+from automodel_rl.parallel.collectives import AllGatherCP
+from automodel_rl.parallel.sharding import local_tensor
 
 # Before torch 2.12 varlen_attn takes fewer KV heads than query heads without being told.
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """How scores become weights, besides the causal mask.
+
+    Attributes:
+        scale: of query-key products.
+        window: a query sees this many keys, itself included; None for all.
+        softcap: scores are softcap * tanh(scores / softcap), if not None.
+        sinks: a score for each query head that takes part in the softmax and has no value; None without.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+Backend = Callable[[Tensor, Tensor, Tensor, AttentionCall, Scoring], Tensor]
+"""(query [q, query heads, D], key [k, KV heads, D], value [k, KV heads, Dv], call, scoring) -> [q, query heads, Dv]"""
+
+
 def register_attention() -> None:
-    """Makes both functions known to transformers, under the names `SDPA` and `VARLEN`."""
-    AttentionInterface.register(SDPA, sdpa_attention)
-    AttentionInterface.register(VARLEN, varlen_attention)
+    """Makes every backend known to transformers as `automodel_rl_NAME`."""
+    for name, backend in BACKENDS.items():
+        AttentionInterface.register(_registered(name), functools.partial(packed_attention, backend))
 
 
-def choose_attention(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The registered name for a config's `attention`."""
-    if requested == "varlen" and device.type != "cuda":
-        raise InputError("model.attention=varlen needs CUDA, and this rank has none: use model.attention=auto")
-    if requested == "auto":
-        requested = "varlen" if device.type == "cuda" and dtype == torch.bfloat16 else "sdpa"
-    return {"varlen": VARLEN, "sdpa": SDPA}[requested]
-
-
-def sdpa_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    batch: PackedBatch,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """torch's scaled_dot_product_attention, one call for each sequence. Any device and dtype.
+def choose_attention(requested: str, needs_mathematics: bool, device: torch.device, dtype: torch.dtype) -> str:
+    """The registered name for a config's `attention`.
 
     Args:
-        query: [1, query heads, T, head dim].
-        key, value: [1, KV heads, T, head dim].
-
-    Returns:
-        [1, T, query heads, head dim], and no attention weights.
+        requested: the config's word.
+        needs_mathematics: the model has sinks or a soft cap, which only `eager` computes.
+        device, dtype: of the computation.
     """
-    outputs = []
-    bounds = [0, *itertools.accumulate(batch.lengths)]
-    for start, end in itertools.pairwise(bounds):
-        q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
-        outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    if requested in ("varlen", "te") and device.type != "cuda":
+        raise InputError(f"model.attention={requested} needs CUDA, and this rank has none: use model.attention=auto")
+    if requested == "auto":
+        fast = device.type == "cuda" and dtype == torch.bfloat16
+        requested = "eager" if needs_mathematics else "varlen" if fast else "sdpa"
+    return _registered(requested)
 
 
-def varlen_attention(
+def packed_attention(
+    backend: Backend,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: None,
     *,
-    batch: PackedBatch,
+    row: LocalRow,
+    cp_group: dist.ProcessGroup | None,
     scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """torch's varlen_attn (FlashAttention), one call for the row. CUDA and 16-bit types. Shapes as `sdpa_attention`."""
-    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [T, heads, head dim]
-    bounds, longest = batch.cu_seqlens, batch.max_seqlen
-    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **_GQA)
+    """Attention of this rank's tokens, in transformers' signature.
+
+    Args:
+        backend: computes each call.
+        query: [1, query heads, t, D].
+        key, value: [1, KV heads, t, D]; under context parallelism those of all ranks are gathered.
+
+    Returns:
+        [1, t, query heads, D], and no attention weights.
+    """
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    scoring = Scoring(scaling, sliding_window, softcap, None if s_aux is None else local_tensor(s_aux))
+    if cp_group is None:
+        (call,) = row.calls
+        return backend(q, k, v, call, scoring).unsqueeze(0), None
+    # Each rank's queries use the keys differently, so their gradients add up.
+    gathered = AllGatherCP.apply(torch.cat([k, v], dim=-1), cp_group, "sum")
+    outputs = []
+    for call in row.calls:
+        assert call.queries is not None
+        assert call.keys is not None
+        keys, values = gathered.index_select(0, call.keys).split([k.shape[-1], v.shape[-1]], dim=-1)
+        outputs.append(backend(q.index_select(0, call.queries), keys, values, call, scoring))
+    places = torch.cat([call.queries for call in row.calls if call.queries is not None])
+    output = torch.cat(outputs)
+    return torch.zeros_like(output).index_copy(0, places, output).unsqueeze(0), None
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring) -> Tensor:
+    """torch's scaled_dot_product_attention, one call for each sequence. Any device and dtype."""
+    outputs = []
+    for queries, keys in _segments(call):
+        sq, sk, sv = (t[part].transpose(0, 1)[None] for t, part in ((q, queries), (k, keys), (v, keys)))
+        plain = sq.shape[2] == sk.shape[2] and (scoring.window is None or scoring.window >= sk.shape[2])
+        mask = None if plain else _mask(sq.shape[2], sk.shape[2], scoring.window, q.device)
+        outputs.append(
+            F.scaled_dot_product_attention(sq, sk, sv, mask, is_causal=plain, scale=scoring.scale, enable_gqa=True)
+        )
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring) -> Tensor:
+    """The mathematics written out, one sequence after the other, for soft caps and sinks. Softmax in at least fp32."""
+    group = q.shape[1] // k.shape[1]
+    accurate = torch.promote_types(q.dtype, torch.float32)
+    outputs = []
+    for queries, keys in _segments(call):
+        sq = q[queries].transpose(0, 1)
+        sk, sv = (t[keys].transpose(0, 1).repeat_interleave(group, dim=0) for t in (k, v))
+        scores = (sq @ sk.transpose(1, 2)).to(accurate) * scoring.scale  # [heads, q, k]
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        scores = scores.masked_fill(~_mask(sq.shape[1], sk.shape[1], scoring.window, q.device), -torch.inf)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.to(accurate)[:, None, None].expand(-1, sq.shape[1], 1)
+            weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        outputs.append((weights.to(v.dtype) @ sv).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring) -> Tensor:
+    """torch's varlen_attn (FlashAttention), all sequences in one call. CUDA and 16-bit types."""
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
+    if value_dim != head_dim:
+        v = F.pad(v, (0, head_dim - value_dim))
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        call.cu_queries,
+        call.cu_keys,
+        call.longest_query,
+        call.longest_key,
+        scale=scoring.scale,
+        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
+        **_GQA,
+    )
     assert isinstance(output, Tensor)  # a tuple only when auxiliary outputs are asked for
-    return output.unsqueeze(0), None
+    return output[..., :value_dim]
+
+
+def te(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring) -> Tensor:
+    """TransformerEngine's fused attention over ragged sequences (THD). CUDA and 16-bit types."""
+    attention = _te_attention(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], scoring.scale)
+    output = attention(
+        q,
+        k,
+        v,
+        qkv_format="thd",
+        cu_seqlens_q=call.cu_queries,
+        cu_seqlens_kv=call.cu_keys,
+        max_seqlen_q=call.longest_query,
+        max_seqlen_kv=call.longest_key,
+        attn_mask_type="padding_causal_bottom_right",
+        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
+    )
+    return output.view(len(q), q.shape[1], v.shape[-1])
+
+
+@functools.cache
+def _te_attention(heads: int, kv_heads: int, head_dim: int, value_dim: int, scale: float) -> Any:
+    from transformer_engine.pytorch import DotProductAttention  # an optional dependency
+
+    dims: Any = head_dim if value_dim == head_dim else (head_dim, value_dim)
+    return DotProductAttention(heads, dims, num_gqa_groups=kv_heads, qkv_format="thd", softmax_scale=scale)
+
+
+BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager, "varlen": varlen, "te": te}
+
+
+def _registered(name: str) -> str:
+    return f"automodel_rl_{name}"
+
+
+def _segments(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
+    """Queries and keys of every sequence."""
+    ends = zip(itertools.accumulate(call.query_lengths), itertools.accumulate(call.key_lengths), strict=True)
+    last_q = last_k = 0
+    for end_q, end_k in ends:
+        yield slice(last_q, end_q), slice(last_k, end_k)
+        last_q, last_k = end_q, end_k
+
+
+def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """True where a query sees a key, bool [q, k]: aligned at the bottom right."""
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    return seen if window is None else seen.triu(num_keys - num_queries - window + 1)

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk: finding it, describing it, and checking its files before anything is built."""
+"""A Hugging Face checkpoint on disk: finding it, describing it, checking it, and reading this rank's shards of it."""
 
 import contextlib
 import json
@@ -10,10 +10,13 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from automodel_rl.errors import InputError
+from automodel_rl.model.hf_names import Piece, pieces
 from automodel_rl.parallel.combinations import ModelDescription
+from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -50,46 +53,101 @@ def read_config(folder: Path) -> PretrainedConfig:
 def describe_model(config: PretrainedConfig) -> ModelDescription:
     """What the table of supported combinations needs to know."""
     values = config.to_dict()
-    layer_types = values.get("layer_types") or []
-    uses_window = values.get("use_sliding_window", True) and values.get("sliding_window") is not None
     return ModelDescription(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
         attention_dropout=float(values.get("attention_dropout") or 0.0),
-        has_sliding_window="sliding_attention" in layer_types or (not layer_types and uses_window),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        mlp_size=values.get("intermediate_size") or 0,
+        num_experts=_num_experts(values),
+        has_softcap=values.get("attn_logit_softcapping") is not None,
+        is_bidirectional=bool(values.get("use_bidirectional_attention")),
+        is_quantized=values.get("quantization_config") is not None,
     )
 
 
-def check_weights(folder: Path, model: PreTrainedModel) -> None:
-    """Compares the checkpoint's tensors with the model's parameters by name and shape, reading headers only.
+def _num_experts(values: dict[str, Any]) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((values[name] for name in names if values.get(name)), 0)
+
+
+class Checkpoint:
+    """The tensors of a checkpoint, by name; only what is asked for is read.
 
     Raises:
-        InputError: no weights, a damaged file, a tensor that is missing or has another shape, or a head that differs
-            from the embedding it is tied to.
+        InputError: no weights, or a damaged file.
     """
-    files, shapes = {}, {}
-    for file in _weight_files(folder):
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                files[name], shapes[name] = file, tuple(tensors.get_slice(name).get_shape())
-    is_tied = model.config.tie_word_embeddings
-    for name, parameter in model.named_parameters():
-        if name == TIED_HEAD and is_tied:
-            continue
-        if name not in shapes:
-            raise InputError(f"{folder}: the checkpoint has no tensor {name}, which {type(model).__name__} needs")
-        if shapes[name] != tuple(parameter.shape):
+
+    def __init__(self, folder: Path, family: str):
+        self.folder, self.family = folder, family
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in _weight_files(folder):
+            with _open(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    self._files[name] = file
+                    self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Compares the tensors with the model's by name and shape.
+
+        Raises:
+            InputError: a tensor is missing or has another shape, or a head differs from the embedding it is tied to.
+        """
+        is_tied = model.config.tie_word_embeddings
+        for name, tensor in persistent_tensors(model):
+            if name == TIED_HEAD and is_tied:
+                continue
+            for piece in pieces(name, tuple(tensor.shape), self.family):
+                self._check_piece(piece, type(model).__name__)
+        if is_tied and TIED_HEAD in self._files:
+            with _open(self._files[TIED_HEAD]) as heads, _open(self._files[EMBEDDING]) as embeddings:
+                same = torch.equal(heads.get_tensor(TIED_HEAD), embeddings.get_tensor(EMBEDDING))
+            if not same:
+                raise InputError(
+                    f"{self.folder}: config.json ties {TIED_HEAD} to {EMBEDDING} but the weights differ: "
+                    "set tie_word_embeddings to false in config.json, or remove the head from the weights"
+                )
+
+    def _check_piece(self, piece: Piece, needed_by: str) -> None:
+        if piece.name not in self._shapes:
+            raise InputError(f"{self.folder}: the checkpoint has no tensor {piece.name}, which {needed_by} needs")
+        if self._shapes[piece.name] != piece.shape:
             raise InputError(
-                f"{folder}: {name} has shape {shapes[name]} in the weights but {tuple(parameter.shape)} by config.json"
+                f"{self.folder}: {piece.name} has shape {self._shapes[piece.name]} in the weights but {piece.shape} "
+                "by config.json"
             )
-    if is_tied and TIED_HEAD in files:
-        with _open(files[TIED_HEAD]) as heads, _open(files[EMBEDDING]) as embeddings:
-            same = torch.equal(heads.get_tensor(TIED_HEAD), embeddings.get_tensor(EMBEDDING))
-        if not same:
-            raise InputError(
-                f"{folder}: config.json ties {TIED_HEAD} to {EMBEDDING} but the weights differ: "
-                "set tie_word_embeddings to false in config.json, or remove the head from the weights"
-            )
+
+    def fill(self, part: Any, device: torch.device) -> None:
+        """Gives a part storage on `device` and fills it; of each tensor only this rank's shard is read."""
+        for parameter in part.parameters():
+            give_storage(parameter, device)
+        part.to(device)  # buffers; and FSDP takes notice of the new storage
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            readers = {file: stack.enter_context(_open(file)) for file in set(self._files.values())}
+            for name, tensor in persistent_tensors(part):
+                stored = EMBEDDING if name == TIED_HEAD and part.config.tie_word_embeddings else name
+                local, box = local_tensor(tensor), local_box(tensor)
+                for piece in pieces(stored, tuple(tensor.shape), self.family):
+                    overlap = piece.overlap(box) if box else ((), ())
+                    if overlap is not None:
+                        source = readers[self._files[piece.name]]
+                        values = source.get_slice(piece.name)[overlap[0]] if box else source.get_tensor(piece.name)
+                        local[overlap[1]].copy_(values)
+
+
+def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that checkpoints hold, by name."""
+    yield from module.named_parameters()
+    yield from stored_buffers(module)
+
+
+def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that checkpoints hold, by name: not rotary frequencies and the like."""
+    stored = module.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
 
 
 @contextlib.contextmanager

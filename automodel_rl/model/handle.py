@@ -11,25 +11,33 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.batch import PackedBatch, empty_row
+from automodel_rl.batch import LocalRow, PackedBatch, empty_row, local_row
 from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.families import FAMILIES
 from automodel_rl.errors import InputError
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.losses import Denominator, LossFn
-from automodel_rl.model.attention import choose_attention, register_attention
-from automodel_rl.model.checkpoint_files import check_weights, describe_model, read_config, resolve_checkpoint
+from automodel_rl.model.attention import choose_attention
+from automodel_rl.model.checkpoint_files import (
+    Checkpoint,
+    describe_model,
+    read_config,
+    resolve_checkpoint,
+    stored_buffers,
+)
 from automodel_rl.model.flops import StepFlops
-from automodel_rl.model.fused_norm import install_fused_norms
+from automodel_rl.model.hf_names import to_hf
 from automodel_rl.model.logprobs import target_logprobs
-from automodel_rl.model.nemo import build_empty_model, fsdp_strategy, parallelise_and_load, parts_of
-from automodel_rl.model.part_forward import install_part_forward
-from automodel_rl.model.saving import gather_whole, save_hf_checkpoint
-from automodel_rl.parallel.adapters import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter
-from automodel_rl.parallel.combinations import check_supported
+from automodel_rl.model.nemo import build_empty_model, parts_of, split_model
+from automodel_rl.model.parallelise import parallelise
+from automodel_rl.model.saving import save_hf_checkpoint
+from automodel_rl.parallel.adapters import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
+from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.parallel.drivers import Driver, PipelineDriver, SequentialDriver
-from automodel_rl.parallel.gradients import TiedEmbedding, local_tensor
+from automodel_rl.parallel.gradients import TiedEmbedding, sum_partial_gradients
 from automodel_rl.parallel.host_reduce import tensor_from_last_stage
 from automodel_rl.parallel.layout import Layout, build_layout
+from automodel_rl.parallel.sharding import gather_whole, local_tensor
 
 
 class ModelHandle:
@@ -82,18 +90,21 @@ class ModelHandle:
         parallel = parallel or ParallelConfig()
         folder = resolve_checkpoint(model.path)
         config = read_config(folder)
-        check_supported(describe_model(config), model, parallel)
+        description = describe_model(config)
+        check_supported(description, model, parallel)
         device = join_process_group(parallel.world_size)
         dtype = getattr(torch, model.dtype)
         master = torch.promote_types(dtype, torch.float32)
-        layout = build_layout(parallel, fsdp_strategy(dtype, master), device)
-        register_attention()
-        attention = choose_attention(model.attention, device, dtype)
+        layout = build_layout(parallel, device)
+        family = FAMILIES[config.model_type]
+        attention = choose_attention(model.attention, needs_mathematics(description), device, dtype)
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
-        install_part_forward(empty)
-        install_fused_norms(empty, device, dtype)
-        check_weights(folder, empty)
-        handle = cls(parallelise_and_load(empty, folder, layout), config, layout, dtype, folder)
+        checkpoint = Checkpoint(folder, config.model_type)
+        checkpoint.check(empty)
+        built = split_model(empty, layout, lambda part: parallelise(part, family, layout, dtype, master))
+        for part in parts_of(built):
+            checkpoint.fill(part, device)
+        handle = cls(built, config, layout, dtype, folder)
         handle._check_finite()
         return handle
 
@@ -112,9 +123,13 @@ class ModelHandle:
         """
         for part in self.parts:
             part.train()
-        rows = self._rows(batches)
-        adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
-        self._driver.forward_backward(rows, adapter, target_logprobs)
+        batches = self._filled_up(batches)
+        whole = [batch.to(self.layout.device) for batch in batches]
+        adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
+        self._driver.forward_backward(self._local(batches), adapter, whole_rows(target_logprobs, self.layout.cp_group))
+        if self.layout.tp_group is not None:
+            partial = [module._parameters[name] for part in self.parts for module, name in part.partial_gradients]
+            sum_partial_gradients(partial, self.layout.tp_group)
         if self.tied is not None:
             self.tied.sum_gradients()
         return adapter.totals
@@ -127,15 +142,15 @@ class ModelHandle:
         """
         for part in self.parts:
             part.eval()
-        capturer = LogitsCapturer(output_fn)
-        rows = self._rows(batches)
+        capturer = LogitsCapturer(whole_rows(output_fn, self.layout.cp_group))
+        filled = self._filled_up(batches)
         try:
-            self._driver.forward(rows, capturer)
+            self._driver.forward(self._local(filled), capturer)
         finally:
             self._release_gathered_weights()
         whole = torch.cat(capturer.outputs) if self.layout.has_last_stage else None
-        pieces = tensor_from_last_stage(whole, self.layout).split([row.num_tokens for row in rows])
-        return list(pieces[: len(batches)])
+        results = tensor_from_last_stage(whole, self.layout).split([batch.num_tokens for batch in filled])
+        return list(results[: len(batches)])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Hugging Face names and (sharded) parameters of this rank's stages; a tied weight only once in the model."""
@@ -150,7 +165,10 @@ class ModelHandle:
         They have the dtype that the model computes in, so that they give the same results.
         """
         for name, parameter in self.named_parameters():
-            yield name, gather_whole(parameter, self.dtype)
+            yield from to_hf(name, gather_whole(parameter, self.dtype), self.config.model_type)
+        for part in self.parts:
+            for name, buffer in stored_buffers(part):
+                yield from to_hf(name, buffer, self.config.model_type)
 
     def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Writes a Hugging Face checkpoint in the compute dtype. A collective. Complete, or not there at all."""
@@ -162,11 +180,17 @@ class ModelHandle:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
-    def _rows(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """The rows on this rank's device, with empty ones added where the driver needs more."""
+    def _filled_up(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """With empty rows added where the driver needs more."""
         missing = self._driver.fill_up_to(len(batches)) - len(batches)
-        rows = [*batches, *(empty_row(batches[0]) for _ in range(missing))]
-        return [row.to(self.layout.device) for row in rows]
+        return [*batches, *(empty_row(batches[0]) for _ in range(missing))]
+
+    def _local(self, batches: Sequence[PackedBatch]) -> list[LocalRow]:
+        """This rank's tokens of every row, on its device."""
+        layout = self.layout
+        multiple = layout.parallel.tp if layout.parallel.sequence_parallel else 1
+        rows = [local_row(batch, layout.parallel.cp, layout.cp_rank, multiple) for batch in batches]
+        return [row.to(layout.device) for row in rows]
 
     def _release_gathered_weights(self) -> None:
         """Weights gathered for a forward without backward would outlive the next update of their shards."""

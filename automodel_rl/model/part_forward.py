@@ -4,52 +4,91 @@ It takes the place of the model's own forward, which would build masks and drop 
 every model whose layers have transformers' signature. AutoPipeline has set the modules of other stages to None.
 """
 
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_rl.batch import PackedBatch
+from automodel_rl.batch import LocalRow
+from automodel_rl.model.logprobs import Head
 from automodel_rl.parallel.adapters import OutputFn
+from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.parallel.tensor_parallel import TensorParallel
 
 
-def install_part_forward(model: Any) -> None:
-    """Gives a causal language model, or each part that is split off it later, the packed forward."""
-    model.forward = MethodType(part_forward, model)
-    model.lm_head.forward = MethodType(head_forward, model.lm_head)
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a part's forward needs to know beyond its row.
+
+    Attributes:
+        tp: how hidden states between blocks become whole.
+        cp_group: the ranks that share a row, None without context parallelism.
+        rotary_by_layer_type: rotary embeddings differ between kinds of layers.
+        softcap: of the final logits, None without.
+    """
+
+    tp: TensorParallel
+    cp_group: dist.ProcessGroup | None = None
+    rotary_by_layer_type: bool = False
+    softcap: float | None = None
 
 
-def part_forward(part: Any, hidden: Tensor, *, batch: PackedBatch, output_fn: OutputFn) -> Tensor:
-    """One packed row through the layers of a part.
+def install_part_forward(part: Any, context: ForwardContext) -> None:
+    """Gives a causal language model, or a part of one, the packed forward."""
+
+    def forward(self: Any, hidden: Tensor, *, row: LocalRow, output_fn: OutputFn) -> Tensor:
+        return part_forward(self, hidden, row, output_fn, context)
+
+    part.forward = MethodType(forward, part)
+    if part.lm_head is not None:
+
+        def head(self: Any, hidden: Tensor, row: LocalRow, output_fn: OutputFn) -> Tensor:
+            return output_fn(hidden, Head(local_tensor(self.weight), context.softcap, context.tp.group), row)
+
+        # Called as `lm_head(...)`, so that FSDP's hooks gather the weight before and reduce its gradient after.
+        part.lm_head.forward = MethodType(head, part.lm_head)
+
+
+def part_forward(part: Any, hidden: Tensor, row: LocalRow, output_fn: OutputFn, context: ForwardContext) -> Tensor:
+    """This rank's tokens of a packed row through the layers of a part.
 
     Args:
-        hidden: token ids [1, T] on the first stage, hidden states [1, T, H] on the others.
-        batch: the row.
-        output_fn: makes the last stage's result of final hidden states and head weight.
+        part: a causal language model or a part of one.
+        hidden: token ids [1, t] on the first stage, hidden states [1, t, H] ([1, t / tp, H] under sequence parallelism)
+            on the others.
+        row: this rank's tokens.
+        output_fn: makes the last stage's result of final hidden states and head.
+        context: of the layout and the model.
 
     Returns:
-        Hidden states [1, T, H], or the result of `output_fn` on the last stage.
+        Hidden states like the input's, or the result of `output_fn` on the last stage.
     """
     body = part.model
     if body.embed_tokens is not None:
         hidden = body.embed_tokens(hidden)
-    positions = batch.position_ids[None]
-    rotary = body.rotary_emb(hidden, positions)
-    layers = body.layers.values() if isinstance(body.layers, nn.ModuleDict) else body.layers
-    for layer in layers:
+    positions = row.position_ids[None]
+    rotary: dict[str | None, Any] = {}
+    for layer in layers_of(part):
+        kind = layer.self_attn.layer_type if context.rotary_by_layer_type else None
+        if kind not in rotary:
+            rotary[kind] = body.rotary_emb(hidden, positions, *([kind] if kind else []))
         hidden = layer(
             hidden,
             attention_mask=None,
             position_ids=positions,
-            position_embeddings=rotary,
+            position_embeddings=rotary[kind],
             use_cache=False,
-            batch=batch,
+            row=row,
+            cp_group=context.cp_group,
         )
     if part.lm_head is None:
         return hidden
-    return part.lm_head(body.norm(hidden).squeeze(0), batch, output_fn)
+    return part.lm_head(context.tp.enter(body.norm(hidden)).squeeze(0), row, output_fn)
 
 
-def head_forward(head: nn.Linear, hidden: Tensor, batch: PackedBatch, output_fn: OutputFn) -> Tensor:
-    """Called as `head(...)`, so that FSDP's hooks gather the weight before and reduce its gradient after."""
-    return output_fn(hidden, head.weight, batch)
+def layers_of(part: Any) -> list[Any]:
+    """The decoder layers of a part; AutoPipeline keeps them in a dictionary."""
+    layers = part.model.layers
+    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers)

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -41,7 +40,7 @@ def save_hf_checkpoint(
     """
     with complete_or_absent(folder, layout) as unfinished:
         files = []
-        for number, tensors in enumerate(_files(named_tensors, keep=layout.data_rank == 0)):
+        for number, tensors in enumerate(_files(named_tensors, keep=layout.writes_for_stage)):
             name = f"stage-{layout.pp_rank}-{number}.safetensors"
             save_file(tensors, unfinished / name, {"format": "pt"})
             files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
@@ -110,9 +109,3 @@ def _name_files(folder: Path, files: list[tuple[str, dict[str, int]]]) -> None:
     total = sum(size for _, sizes in files for size in sizes.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def gather_whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole of a (sharded) parameter in `dtype`; cast before it is gathered, so that less travels."""
-    tensor = tensor.detach().to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

@@ -3,16 +3,19 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch
+from automodel_rl.batch import LocalRow, PackedBatch
 from automodel_rl.errors import MicrobatchError
 from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
+from automodel_rl.parallel.collectives import AllGatherCP
 
-OutputFn = Callable[[Tensor, Tensor, PackedBatch], Tensor]
-"""(hidden [T, H], head weight [V, H], row) -> result [T, ...]. It runs inside the last stage; the weight is whole."""
+OutputFn = Callable[[Tensor, Any, LocalRow], Tensor]
+"""(hidden [t, H], head, this rank's part of the row) -> result [t, ...]. It runs inside the last stage."""
 
 
 @dataclass
@@ -75,7 +78,24 @@ class LogitsCapturer:
         self.output_fn = output_fn
         self.outputs: list[Tensor] = []
 
-    def __call__(self, hidden: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
-        output = self.output_fn(hidden, weight, batch)
+    def __call__(self, hidden: Tensor, head: Any, row: LocalRow) -> Tensor:
+        output = self.output_fn(hidden, head, row)
         self.outputs.append(output)
         return output.new_zeros((), dtype=torch.float32)  # the schedule needs a tensor; nobody reads it
+
+
+def whole_rows(output_fn: OutputFn, cp_group: dist.ProcessGroup | None) -> OutputFn:
+    """The same function with results of the whole row [T, ...], in its order and without pads, on every cp rank.
+
+    Losses thus always see whole sequences, and all cp ranks compute the same ones (hence backward="slice").
+    """
+
+    def whole(hidden: Tensor, head: Any, row: LocalRow) -> Tensor:
+        output = output_fn(hidden, head, row)
+        if row.restore is None:
+            return output
+        if cp_group is not None:
+            output = AllGatherCP.apply(output, cp_group, "slice")
+        return output.index_select(0, row.restore)
+
+    return whole

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.families import FAMILIES
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.schedules import SCHEDULES, refuse_schedule
 from automodel_rl.parallel.stages import layers_per_stage
@@ -11,12 +12,32 @@ from automodel_rl.parallel.stages import layers_per_stage
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What the table needs to know of a model's config."""
+    """What the table needs to know of a model's config.
+
+    Attributes:
+        family: its `model_type`.
+        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: sizes.
+        num_experts: 0 for a dense model.
+        attention_dropout: probability.
+        has_softcap: attention scores go through a soft cap.
+        is_bidirectional: attention is not causal.
+        is_quantized: the checkpoint's weights are.
+    """
 
     family: str
     num_layers: int
-    attention_dropout: float
-    has_sliding_window: bool
+    attention_dropout: float = 0.0
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    vocab_size: int = 1
+    mlp_size: int = 1
+    num_experts: int = 0
+    has_softcap: bool = False
+    is_bidirectional: bool = False
+    is_quantized: bool = False
+
+
+Refusal = Callable[[ModelDescription, ModelConfig, ParallelConfig], str | None]
 
 
 @dataclass(frozen=True)
@@ -25,15 +46,21 @@ class Rule:
 
     feature: str
     supported: str
-    refusal: Callable[[ModelDescription, ModelConfig, ParallelConfig], str | None]
+    refusal: Refusal
 
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-NEMO_FAMILIES = ("llama", "qwen3")
+NEMO_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.nemo_class is not None)
+MOE_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.is_moe)
+TP_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.splits_over_tp)
+
+
+def needs_mathematics(shape: ModelDescription) -> bool:
+    """Whether attention has parts that fused kernels lack: a soft cap or sinks."""
+    return shape.has_softcap or FAMILIES[shape.family].has_sinks
 
 
 def _family(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    known = FAMILIES if model.implementation == "transformers" else NEMO_FAMILIES
+    known = tuple(FAMILIES) if model.implementation == "transformers" else NEMO_FAMILIES
     if shape.family in known:
         return None
     return (
@@ -42,10 +69,19 @@ def _family(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfi
     )
 
 
-def _window(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    if not shape.has_sliding_window:
+def _quantized(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    if not shape.is_quantized:
         return None
-    return "model.path: layers with sliding-window attention are not supported: use a model with full attention"
+    return (
+        "model.path: config.json has a quantization_config, and only plain weights can be trained: convert the "
+        "checkpoint to bfloat16 and remove it"
+    )
+
+
+def _causal(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    if not shape.is_bidirectional:
+        return None
+    return "model.path: config.json has use_bidirectional_attention, and attention here is causal: use a causal model"
 
 
 def _dropout(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
@@ -57,19 +93,29 @@ def _dropout(shape: ModelDescription, model: ModelConfig, parallel: ParallelConf
     )
 
 
-def _nemo_dtype(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    if model.implementation == "transformers" or model.dtype != "float64":
+def _nemo(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    if model.implementation == "transformers":
         return None
-    return (
-        "model.dtype=float64: nemo_automodel's classes keep rotary embeddings in float32; use "
-        "model.implementation=transformers or model.dtype=float32"
-    )
+    if model.dtype == "float64":
+        return (
+            "model.dtype=float64: nemo_automodel's classes keep rotary embeddings in float32; use "
+            "model.implementation=transformers or model.dtype=float32"
+        )
+    if parallel.tp > 1:
+        return (
+            f"parallel.tp={parallel.tp}: tensor parallelism splits transformers' classes only: use "
+            "model.implementation=transformers"
+        )
+    return None
 
 
-def _varlen_dtype(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    if model.attention != "varlen" or model.dtype == "bfloat16":
-        return None
-    return f"model.attention=varlen computes in bfloat16, not {model.dtype}: use model.attention=sdpa"
+def _attention(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    if model.attention not in ("auto", "eager") and needs_mathematics(shape):
+        what = "a soft cap in" if shape.has_softcap else "sinks in"
+        return f"model.attention={model.attention}: this model has {what} its attention: use model.attention=eager"
+    if model.attention in ("varlen", "te") and model.dtype != "bfloat16":
+        return f"model.attention={model.attention} computes in bfloat16, not {model.dtype}: use model.attention=sdpa"
+    return None
 
 
 def _schedule(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
@@ -80,41 +126,81 @@ def _schedule(shape: ModelDescription, model: ModelConfig, parallel: ParallelCon
     return f"parallel.virtual_stages={parallel.virtual_stages} needs parallel.pp of at least 2: use virtual_stages=1"
 
 
-def _axis(name: str, title: str) -> Callable[[ModelDescription, ModelConfig, ParallelConfig], str | None]:
-    def refusal(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-        size = getattr(parallel, name)
-        return None if size == 1 else f"parallel.{name}={size}: {title} is not supported: use 1, with pp or dp_shard"
-
-    return refusal
-
-
 def _replicas(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    if parallel.dp_replicate == 1 or parallel.dp_shard > 1:
+    if parallel.dp_replicate == 1 or parallel.fsdp_size > 1:
         return None
     return (
-        f"parallel.dp_replicate={parallel.dp_replicate} needs parallel.dp_shard of at least 2: "
+        f"parallel.dp_replicate={parallel.dp_replicate} needs parallel.dp_shard x parallel.cp of at least 2: "
         f"use dp_shard={parallel.dp_replicate} and dp_replicate=1"
     )
 
 
+def _tensor(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    if parallel.tp == 1:
+        return None
+    if not FAMILIES[shape.family].splits_over_tp:
+        return (
+            f"parallel.tp={parallel.tp}: the layers of a {shape.family!r} model cannot be split over tp: "
+            "use tp=1, with ep, pp or cp"
+        )
+    sizes = {
+        "attention heads": shape.num_heads,
+        "key-value heads": shape.num_kv_heads,
+        "tokens in the vocabulary": shape.vocab_size,
+        "columns in the MLP": shape.mlp_size,
+    }
+    for what, size in sizes.items():
+        if size % parallel.tp:
+            return f"parallel.tp={parallel.tp} must divide the {size} {what}: use a smaller tp"
+    return None
+
+
+def _sequence_parallel(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    if not parallel.sequence_parallel or parallel.tp > 1:
+        return None
+    return "parallel.sequence_parallel=true needs parallel.tp of at least 2: set it to false, or raise tp"
+
+
+def _experts(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    if parallel.ep == 1:
+        return None
+    if not FAMILIES[shape.family].is_moe:
+        return f"parallel.ep={parallel.ep}: a {shape.family!r} model has no experts: use ep=1"
+    if parallel.fsdp_size % parallel.ep:
+        return (
+            f"parallel.ep={parallel.ep} must divide parallel.dp_shard x parallel.cp = {parallel.fsdp_size}, the ranks "
+            "that share the experts: change one of them"
+        )
+    if shape.num_experts % parallel.ep:
+        return f"parallel.ep={parallel.ep} must divide the model's {shape.num_experts} experts: use another ep"
+    return None
+
+
+def _nothing(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    return None
+
+
 RULES = (
     Rule("transformers models", ", ".join(FAMILIES), _family),
-    Rule("nemo_automodel models", ", ".join(NEMO_FAMILIES) + "; bfloat16, float32", _nemo_dtype),
-    Rule("sliding-window attention", "no", _window),
-    Rule("attention dropout", "no", _dropout),
-    Rule("varlen attention", "CUDA, bfloat16", _varlen_dtype),
+    Rule("nemo_automodel models", ", ".join(NEMO_FAMILIES) + "; bfloat16, float32; no tp", _nemo),
+    Rule("quantized checkpoints", "no", _quantized),
+    Rule("attention dropout, bidirectional attention", "no", lambda *given: _dropout(*given) or _causal(*given)),
+    Rule("attention backends", "sdpa, eager: anywhere; varlen, te: CUDA and bfloat16", _attention),
+    Rule("sliding windows", "every attention backend", _nothing),
+    Rule("soft cap, sinks", "attention eager (auto chooses it)", _nothing),
     Rule(
         "pipeline schedules",
         ", ".join(f"{name} (torch 2.13)" if rule.splits_backward else name for name, rule in SCHEDULES.items()),
         _schedule,
     ),
-    Rule("layers of a stage", "any split, also uneven", lambda *_: None),
-    Rule("FSDP2 (dp_shard)", "yes, with or without pp", lambda *_: None),
-    Rule("HSDP (dp_replicate)", "with dp_shard of at least 2", _replicas),
-    Rule("tied embeddings", "yes, with or without pp", lambda *_: None),
-    Rule("tensor parallel (tp)", "no", _axis("tp", "tensor parallelism")),
-    Rule("context parallel (cp)", "no", _axis("cp", "context parallelism")),
-    Rule("expert parallel (ep)", "no", _axis("ep", "expert parallelism")),
+    Rule("layers of a stage", "any split, also uneven", _nothing),
+    Rule("FSDP2 (dp_shard)", "with every other axis", _nothing),
+    Rule("HSDP (dp_replicate)", "with dp_shard x cp of at least 2", _replicas),
+    Rule("tied embeddings", "with every axis", _nothing),
+    Rule("tensor parallel (tp)", f"{', '.join(TP_FAMILIES)}; tp divides heads, KV heads, MLP and vocabulary", _tensor),
+    Rule("sequence parallel", "with tp", _sequence_parallel),
+    Rule("context parallel (cp)", "every model, attention backend and schedule", _nothing),
+    Rule("expert parallel (ep)", f"{', '.join(MOE_FAMILIES)}; ep divides experts and dp_shard x cp", _experts),
 )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from automodel_rl.batch import PackedBatch
+from automodel_rl.batch import LocalRow
 from automodel_rl.errors import MicrobatchError
 from automodel_rl.parallel.adapters import LogitsCapturer, OutputFn, PPLossAdapter
 from automodel_rl.parallel.layout import Layout
@@ -19,17 +19,17 @@ from automodel_rl.parallel.schedules import fill_up_to
 
 
 class Driver(Protocol):
-    """Runs rows through the parts of this rank. A part is called as `part(input, batch=row, output_fn=f)`."""
+    """Runs rows through the parts of this rank. A part is called as `part(input, row=row, output_fn=f)`."""
 
     def fill_up_to(self, num_rows: int) -> int:
         """The smallest number of rows, at least the one given, that it can run."""
         ...
 
-    def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
+    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, head: OutputFn) -> None:
         """Forward, loss and backward of every row. `head` gives the log-probabilities that the adapter gets."""
         ...
 
-    def forward(self, batches: Sequence[PackedBatch], capturer: LogitsCapturer) -> None:
+    def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
         """Forward of every row, without gradients."""
         ...
 
@@ -43,23 +43,23 @@ class SequentialDriver:
     def fill_up_to(self, num_rows: int) -> int:
         return num_rows
 
-    def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
-        for index, batch in enumerate(batches):
-            self._reduce_gradients(index == len(batches) - 1)
-            loss = adapter(self._forward(batch, head, index), index)
+    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, head: OutputFn) -> None:
+        for index, row in enumerate(rows):
+            self._reduce_gradients(index == len(rows) - 1)
+            loss = adapter(self._forward(row, head, index), index)
             try:
                 loss.backward()
             except Exception as error:
                 raise MicrobatchError("backward", 0, index, error) from error
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[PackedBatch], capturer: LogitsCapturer) -> None:
-        for index, batch in enumerate(batches):
-            self._forward(batch, capturer, index)
+    def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
+        for index, row in enumerate(rows):
+            self._forward(row, capturer, index)
 
-    def _forward(self, batch: PackedBatch, output_fn: OutputFn, index: int) -> Tensor:
+    def _forward(self, row: LocalRow, output_fn: OutputFn, index: int) -> Tensor:
         try:
-            return self.part(batch.input_ids[None], batch=batch, output_fn=output_fn)
+            return self.part(row.input_ids[None], row=row, output_fn=output_fn)
         except Exception as error:
             raise MicrobatchError("forward", 0, index, error) from error
 
@@ -78,7 +78,7 @@ class PipelineDriver:
     Args:
         pipeline: a built AutoPipeline.
         layout: this rank's place.
-        hidden_size: H of the boundary activations [1, T, H].
+        hidden_size: H of the boundary activations [1, t, H].
         dtype: of the boundary activations.
     """
 
@@ -86,6 +86,8 @@ class PipelineDriver:
         self.parallel = layout.parallel
         self.schedule_class = get_schedule_class(layout.parallel.schedule)
         self.hidden_size, self.dtype = hidden_size, dtype
+        # Under sequence parallelism the tp ranks send each their share of the tokens.
+        self.boundary_ranks = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         self.stages = [
             PackedStage(s.submod, s.stage_index, s.num_stages, layout.device, group=layout.pp_group)
             for s in pipeline.info.stages
@@ -94,19 +96,19 @@ class PipelineDriver:
     def fill_up_to(self, num_rows: int) -> int:
         return fill_up_to(num_rows, self.parallel)
 
-    def forward_backward(self, batches: Sequence[PackedBatch], adapter: PPLossAdapter, head: OutputFn) -> None:
-        self._run(batches, head, adapter.targets)
+    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, head: OutputFn) -> None:
+        self._run(rows, head, adapter.targets)
 
-    def forward(self, batches: Sequence[PackedBatch], capturer: LogitsCapturer) -> None:
-        self._run(batches, capturer, None)
+    def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
+        self._run(rows, capturer, None)
 
-    def _run(self, batches: Sequence[PackedBatch], output_fn: OutputFn, targets: Any) -> None:
+    def _run(self, rows: Sequence[LocalRow], output_fn: OutputFn, targets: Any) -> None:
         run_schedule(
-            self._schedule(len(batches)),
-            shapes=[(1, batch.num_tokens, self.hidden_size) for batch in batches],
+            self._schedule(len(rows)),
+            shapes=[(1, row.num_tokens // self.boundary_ranks, self.hidden_size) for row in rows],
             dtype=self.dtype,
-            inputs=[batch.input_ids[None] for batch in batches],
-            keywords=[{"batch": batch, "output_fn": output_fn} for batch in batches],
+            inputs=[row.input_ids[None] for row in rows],
+            keywords=[{"row": row, "output_fn": output_fn} for row in rows],
             targets=targets,
         )
 

@@ -1,32 +1,33 @@
-"""Gradients over ranks: tied embeddings summed over their two stages, and one norm over everything.
+"""Gradients over ranks: what tensor parallelism leaves as summands, tied embeddings, and one norm over everything.
 
 FSDP sums gradients over data ranks (it is told not to average), and losses are divided by global counts before the
 backward. So no gradient is rescaled anywhere but by clipping.
 """
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.sharding import local_tensor, num_shards
 
 
-def sum_fsdp_gradients(part: nn.Module) -> None:
-    """Makes every FSDP unit of a part sum gradients instead of averaging them."""
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+@torch.no_grad()
+def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Adds up, over the tp ranks and once a step, the gradients of weights that each rank used on a part of the data.
 
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    Norms of single heads always; with sequence parallelism all weights that are not split. Many small tensors: one
+    collective.
+    """
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 class TiedEmbedding:
@@ -71,16 +72,9 @@ def local_square_norm(parameters: Iterable[nn.Parameter], layout: Layout) -> Ten
         gradient = parameter.grad
         if gradient is None:
             continue
-        copies = layout.ranks_per_stage // _num_shards(gradient)
+        copies = layout.ranks_per_stage // num_shards(gradient)
         by_copies.setdefault(copies, []).append(local_tensor(gradient))
     total = torch.zeros((), dtype=torch.float64, device=layout.device)
     for copies, gradients in by_copies.items():
         total += nn.utils.get_total_norm(gradients).double().square() / copies
     return total
-
-
-def _num_shards(tensor: Tensor) -> int:
-    if not isinstance(tensor, DTensor):
-        return 1
-    axes = enumerate(tensor.placements)
-    return math.prod(tensor.device_mesh.size(axis) for axis, placement in axes if placement.is_shard())

@@ -1,18 +1,19 @@
-"""The mesh of a job and the process groups that belong to it."""
+"""The meshes of a job and the process groups that belong to them."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from nemo_automodel.components.distributed import ParallelismSizes
-from nemo_automodel.components.distributed.config import FSDP2Config
-from nemo_automodel.components.distributed.mesh import MeshContext
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.parallel.schedules import SCHEDULES
 
-PP_AXIS = "pp"
+DENSE_AXES = ("pp", "dp_replicate", "fsdp", "tp")
+"""Of the mesh of most parameters. `fsdp` is dp_shard x cp: context-parallel ranks shard weights, too."""
+
+EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
+"""Of the mesh of expert weights, over the same ranks: ep_shard x ep is fsdp."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Layout:
     Attributes:
         parallel: the sizes.
         device: where this rank computes.
-        mesh: nemo_automodel's mesh, axes (pp, dp_replicate, dp_shard, cp, tp).
+        mesh: with `DENSE_AXES`.
+        expert_mesh: with `EXPERT_AXES`; None without expert parallelism.
+        cp_group: the ranks that share a row; None without context parallelism.
         world_control: all ranks.
         data_control: the data ranks of this rank's stage.
         pp_control: the pipeline ranks of this rank's data rank, the one with the first stage first.
@@ -34,19 +37,35 @@ class Layout:
 
     parallel: ParallelConfig
     device: torch.device
-    mesh: MeshContext
+    mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None
+    cp_group: dist.ProcessGroup | None
     world_control: dist.ProcessGroup
     data_control: dist.ProcessGroup
     pp_control: dist.ProcessGroup
     ends_group: dist.ProcessGroup | None
 
     @property
-    def device_mesh(self) -> DeviceMesh:
-        return self.mesh.device_mesh
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Over which most parameters are sharded and, with replicas, copied."""
+        return self.mesh["dp_replicate", "fsdp"] if self.parallel.dp_replicate > 1 else self.mesh["fsdp"]
+
+    @property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """Over which expert weights are sharded besides ep."""
+        if self.expert_mesh is None:
+            return self.fsdp_mesh
+        names = ("dp_replicate", "ep_shard") if self.parallel.dp_replicate > 1 else "ep_shard"
+        return self.expert_mesh[names]
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
-        return self.device_mesh[PP_AXIS].get_group()
+        return self.mesh["pp"].get_group()
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that split each layer; None without tensor parallelism."""
+        return self.mesh["tp"].get_group() if self.parallel.tp > 1 else None
 
     @property
     def pp_rank(self) -> int:
@@ -55,6 +74,19 @@ class Layout:
     @property
     def data_rank(self) -> int:
         return dist.get_rank(self.data_control)
+
+    @property
+    def cp_rank(self) -> int:
+        return 0 if self.cp_group is None else dist.get_rank(self.cp_group)
+
+    @property
+    def tp_rank(self) -> int:
+        return self.mesh.get_local_rank("tp")
+
+    @property
+    def writes_for_stage(self) -> bool:
+        """Whether this rank stands for its stage where only one rank should write."""
+        return self.data_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
     def last_stage_rank(self) -> int:
@@ -70,24 +102,23 @@ class Layout:
         return dist.get_world_size() // self.parallel.pp
 
 
-def build_layout(parallel: ParallelConfig, strategy: FSDP2Config, device: torch.device) -> Layout:
-    """Builds mesh and groups. A collective: every rank of the job calls it with the same sizes."""
-    sizes = ParallelismSizes(
-        pp_size=parallel.pp,
-        tp_size=parallel.tp,
-        cp_size=parallel.cp,
-        dp_size=parallel.num_data_ranks,
-        dp_replicate_size=parallel.dp_replicate,
-    )
-    mesh = MeshContext.build(strategy, parallelism_sizes=sizes, world_size=dist.get_world_size())
-    ranks = mesh.device_mesh.mesh.reshape(parallel.pp, parallel.num_data_ranks, -1)  # [pp, data, cp * tp]
-    by_data = ranks.permute(0, 2, 1).flatten(0, 1).tolist()
-    by_stage = ranks.permute(1, 2, 0).flatten(0, 1).tolist()
+def build_layout(parallel: ParallelConfig, device: torch.device) -> Layout:
+    """Builds meshes and groups. A collective: every rank of the job calls it with the same sizes."""
+    outer = (parallel.pp, parallel.dp_replicate)
+    dense = (*outer, parallel.fsdp_size, parallel.tp)
+    experts = (*outer, parallel.fsdp_size // parallel.ep, parallel.ep)
+    mesh = init_device_mesh(device.type, dense, mesh_dim_names=DENSE_AXES)
+    ranks = mesh.mesh.reshape(parallel.pp, parallel.num_data_ranks, parallel.cp, parallel.tp)
+    by_data = ranks.permute(0, 2, 3, 1).flatten(0, 2).tolist()
+    by_stage = ranks.permute(1, 2, 3, 0).flatten(0, 2).tolist()
+    by_row = ranks.permute(0, 1, 3, 2).flatten(0, 2).tolist()
     last = 0 if SCHEDULES[parallel.schedule].is_v else -1
     return Layout(
         parallel=parallel,
         device=device,
         mesh=mesh,
+        expert_mesh=(init_device_mesh(device.type, experts, mesh_dim_names=EXPERT_AXES) if parallel.ep > 1 else None),
+        cp_group=_own_group(by_row) if parallel.cp > 1 else None,
         world_control=_control_group([list(range(dist.get_world_size()))]),
         data_control=_control_group(by_data),
         pp_control=_control_group(by_stage),

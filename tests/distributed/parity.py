@@ -1,28 +1,26 @@
 """One parity case: five clipped AdamW steps on a layout against the reference, compared after every step."""
 
 import contextlib
-import itertools
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from automodel_rl.batch import PackedBatch, empty_row, pack_row
+from automodel_rl.batch import PackedBatch, empty_row, local_row, pack_row
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.engine import Engine
 from automodel_rl.losses import count, sft_loss
 from automodel_rl.model import ModelHandle
 from automodel_rl.parallel.host_reduce import sum_over_data_ranks
+from automodel_rl.parallel.sharding import gather_whole
 from tests.reference import Reference
 from tests.tiny import make_sequences
 
 LR, MAX_GRAD_NORM = 1e-3, 0.5
-ONE_DOCUMENT = SimpleNamespace(pairwise=itertools.pairwise, accumulate=lambda lengths: [sum(lengths)])
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def _compare_gradients(
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gather_whole(tensor)
 
 
 def _largest(actual: Tensor, expected: Tensor) -> float:
@@ -125,17 +123,22 @@ def planted(fault: str | None) -> Iterator[None]:
         yield
         return
     from automodel_rl.engine import engine
-    from automodel_rl.model import attention, nemo
+    from automodel_rl.model import handle
+    from automodel_rl.parallel import sharding
     from automodel_rl.parallel.gradients import TiedEmbedding, local_square_norm
     from automodel_rl.parallel.layout import Layout
 
     def norm_of_last_stage(parameters: list, layout: Layout) -> Tensor:
         return local_square_norm(parameters, layout) * layout.has_last_stage
 
+    def one_document(row: PackedBatch, *place: int) -> object:
+        merged = local_row(dataclasses.replace(row, lengths=(row.num_tokens,)), *place)
+        return dataclasses.replace(merged, position_ids=local_row(row, *place).position_ids)
+
     faults = {
-        "documents see each other": mock.patch.object(attention, "itertools", ONE_DOCUMENT),
+        "documents see each other": mock.patch.object(handle, "local_row", one_document),
         "tied gradient counted once": mock.patch.object(TiedEmbedding, "sum_gradients", return_value=None),
-        "mean over data ranks": mock.patch.object(nemo, "sum_fsdp_gradients", return_value=None),
+        "mean over data ranks": mock.patch.object(sharding, "sum_fsdp_gradients", return_value=None),
         "local token counts": mock.patch(
             "automodel_rl.engine.engine.sum_over_data_ranks", lambda numbers, layout: numbers
         ),

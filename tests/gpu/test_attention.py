@@ -1,44 +1,61 @@
-"""varlen_attn against SDPA over each sequence, on CUDA."""
+"""The fused attention backends against SDPA in float64, on CUDA: whole rows, windows, and queries of a later chunk."""
 
 import pytest
 import torch
+from torch import Tensor
 
-from automodel_rl.batch import TokenSequence, pack_row
-from automodel_rl.model.attention import sdpa_attention, varlen_attention
+from automodel_rl.batch import AttentionCall, TokenSequence, local_row, pack_row
+from automodel_rl.model.attention import BACKENDS, Backend, Scoring, sdpa
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 700, 33, 2, 1289)
+DEVICE = torch.device("cuda")
 
 
-def make_inputs(dtype: torch.dtype) -> tuple[list[torch.Tensor], object]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    heads = (16, 8, 8)
-    inputs = [torch.randn(1, h, sum(LENGTHS), 128, generator=generator, device="cuda", dtype=dtype) for h in heads]
+@pytest.fixture(params=["varlen", "te"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "te":
+        pytest.importorskip("transformer_engine.pytorch")
+    return BACKENDS[request.param]
+
+
+def calls(cp: int) -> list[AttentionCall]:
+    """Every call of every rank that shares a row."""
     sequences = [TokenSequence(torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool)) for n in LENGTHS]
-    return [tensor.requires_grad_() for tensor in inputs], pack_row(sequences).to(torch.device("cuda"))
+    rows = [local_row(pack_row(sequences), cp, rank) for rank in range(cp)]
+    return [call.to(DEVICE) for row in rows for call in row.calls]
 
 
-def run(function, inputs, batch):
-    output, _ = function(None, *inputs, None, batch=batch, scaling=128**-0.5)
+def make_inputs(call: AttentionCall, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = ((sum(call.query_lengths), 16), (sum(call.key_lengths), 8), (sum(call.key_lengths), 8))
+    return [torch.randn(*size, 128, generator=generator, device=DEVICE).to(dtype).requires_grad_() for size in sizes]
+
+
+def run(backend: Backend, inputs: list[Tensor], call: AttentionCall, window: int | None) -> list[Tensor]:
+    output = backend(*inputs, call, Scoring(128**-0.5, window))
     generator = torch.Generator("cuda").manual_seed(1)
-    weight = torch.randn(output.shape, generator=generator, device="cuda").to(output.dtype)
+    weight = torch.randn(output.shape, generator=generator, device=DEVICE).to(output.dtype)
     return [output, *torch.autograd.grad((output * weight).sum(), inputs)]
 
 
-def test_varlen_equals_sdpa_within_bf16_rounding() -> None:
-    inputs, batch = make_inputs(torch.bfloat16)
-    exact = run(sdpa_attention, [t.detach().double().requires_grad_() for t in inputs], batch)
-    for actual, expected in zip(run(varlen_attention, inputs, batch), exact, strict=True):
-        assert (actual.double() - expected).norm() / expected.norm() < 5e-3
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_equals_sdpa_within_bf16_rounding(backend: Backend, cp: int, window: int | None) -> None:
+    for call in calls(cp):
+        inputs = make_inputs(call, torch.bfloat16)
+        exact = run(sdpa, [t.detach().double().requires_grad_() for t in inputs], call, window)
+        for actual, expected in zip(run(backend, inputs, call, window), exact, strict=True):
+            assert (actual.double() - expected).norm() / expected.norm() < 5e-3
 
 
-def test_documents_do_not_see_each_other() -> None:
-    inputs, batch = make_inputs(torch.bfloat16)
-    output, _ = varlen_attention(None, *inputs, None, batch=batch, scaling=0.1)
-    changed = [t.detach().clone() for t in inputs]
-    for tensor in changed:
-        tensor[:, :, : LENGTHS[0] + LENGTHS[1]] += 1
-    other, _ = varlen_attention(None, *changed, None, batch=batch, scaling=0.1)
+def test_documents_do_not_see_each_other(backend: Backend) -> None:
+    (call,) = calls(1)
+    inputs = make_inputs(call, torch.bfloat16)
     start = LENGTHS[0] + LENGTHS[1]
-    assert torch.equal(output[:, start:], other[:, start:])
-    assert not torch.equal(output[:, :start], other[:, :start])
+    changed = [tensor.detach().clone() for tensor in inputs]
+    for tensor in changed:
+        tensor[:start] += 1
+    output, other = (backend(*tensors, call, Scoring(0.1)) for tensors in (inputs, changed))
+    assert torch.equal(output[start:], other[start:])
+    assert not torch.equal(output[:start], other[:start])

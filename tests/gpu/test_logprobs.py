@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from automodel_rl.batch import TokenSequence, pack_row
-from automodel_rl.model.logprobs import target_logprobs
+from automodel_rl.batch import TokenSequence, local_row, pack_row
+from automodel_rl.model.logprobs import Head, target_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -14,12 +14,13 @@ def make_inputs(num_tokens: int, vocab: int, hidden: int):
     states = torch.randn(num_tokens, hidden, generator=generator, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(vocab, hidden, generator=generator, device="cuda") * 0.05).bfloat16().requires_grad_()
     ids = torch.randint(0, vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
-    return states, weight, pack_row([TokenSequence(ids, torch.ones(num_tokens, dtype=torch.bool))]).to("cuda")
+    row = local_row(pack_row([TokenSequence(ids, torch.ones(num_tokens, dtype=torch.bool))]))
+    return states, weight, row.to(torch.device("cuda"))
 
 
 def test_bf16_inputs_give_fp32_logprobs_close_to_float64() -> None:
     states, weight, batch = make_inputs(1500, 32000, 256)
-    logprobs = target_logprobs(states, weight, batch)
+    logprobs = target_logprobs(states, Head(weight), batch)
     logprobs.sum().backward()
     exact_states, exact_weight = (t.detach().double().requires_grad_() for t in (states, weight))
     logits = (exact_states @ exact_weight.t())[:-1]
@@ -36,5 +37,5 @@ def test_memory_is_far_below_all_logits() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
-        target_logprobs(states, weight, batch)
+        target_logprobs(states, Head(weight), batch)
     assert torch.cuda.max_memory_allocated() - before < 0.05 * 16384 * 151936 * 4

@@ -6,12 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from automodel_rl.errors import InputError
-from automodel_rl.model.checkpoint_files import check_weights, describe_model, read_config, resolve_checkpoint
+from automodel_rl.model.checkpoint_files import (
+    Checkpoint,
+    describe_model,
+    persistent_tensors,
+    read_config,
+    resolve_checkpoint,
+)
 from automodel_rl.model.flops import StepFlops
+from automodel_rl.model.hf_names import to_hf
 from automodel_rl.model.nemo import build_empty_model
-from tests.tiny import save_tiny_model
+from tests.tiny import FAMILIES, save_tiny_model
 
 
 @pytest.fixture
@@ -21,7 +29,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path) -> None:
-    check_weights(folder, build_empty_model(read_config(folder), "transformers", torch.float32, "sdpa", untie=False))
+    config = read_config(folder)
+    empty = build_empty_model(config, "transformers", torch.float32, "automodel_rl_sdpa", untie=False)
+    Checkpoint(folder, config.model_type).check(empty)
 
 
 def test_an_intact_checkpoint_passes(folder: Path) -> None:
@@ -74,11 +84,36 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_the_description_tells_a_window_that_is_used_from_one_that_is_not(folder: Path) -> None:
-    config = read_config(folder)
-    assert not describe_model(config).has_sliding_window
-    config.layer_types = ["full_attention", "sliding_attention"]
-    assert describe_model(config).has_sliding_window
+@pytest.mark.parametrize(("family", "num_experts"), [("mixtral", 4), ("deepseek_v3", 8), ("gpt_oss", 4), ("qwen3", 0)])
+def test_the_description_counts_experts(tmp_path: Path, family: str, num_experts: int) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
+    assert describe_model(read_config(tmp_path)).num_experts == num_experts
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
+    config = read_config(tmp_path)
+    model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_sdpa", untie=False)
+    Checkpoint(tmp_path, family).fill(model, torch.device("cpu"))
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, attn_implementation="eager"
+    ).state_dict()
+    actual = model.state_dict()
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_names_and_tensors_of_files_come_back(tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
+    stored = load_file(tmp_path / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    exported = dict(piece for name, t in persistent_tensors(model) for piece in to_hf(name, t.detach(), family))
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(exported[name].to(tensor.dtype), tensor), name
 
 
 def test_flops_count_attention_within_each_sequence(folder: Path) -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch, TokenSequence, pack_row
+from automodel_rl.batch import LocalRow, TokenSequence, local_row, pack_row
 from automodel_rl.model import logprobs as module
-from automodel_rl.model.logprobs import target_logprobs, top_logits
+from automodel_rl.model.logprobs import Head, target_logprobs, top_logits
 
 
-def make_inputs(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, PackedBatch]:
+def make_inputs(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, LocalRow]:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(num_tokens, hidden, generator=generator, dtype=dtype).requires_grad_()
     weight = torch.randn(vocab, hidden, generator=generator, dtype=dtype).mul_(0.3).requires_grad_()
@@ -21,21 +21,28 @@ def make_inputs(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype) ->
     third = num_tokens // 3
     pieces = [ids[:third], ids[third:]]
     batch = pack_row([TokenSequence(p, torch.ones(len(p), dtype=torch.bool)) for p in pieces])
-    return states, weight, batch
+    return states, weight, local_row(batch)
 
 
-def naive(states: Tensor, weight: Tensor, batch: PackedBatch) -> Tensor:
-    scores = (states @ weight.t()).log_softmax(-1).gather(1, batch.targets.clamp_min(0)[:, None])[:, 0]
-    return scores * (batch.targets >= 0)
+def chunked(states: Tensor, weight: Tensor, row: LocalRow, softcap: float | None = None) -> Tensor:
+    return target_logprobs(states, Head(weight, softcap), row)
 
 
-def test_values_and_gradients_equal_the_naive_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def naive(states: Tensor, weight: Tensor, row: LocalRow, softcap: float | None = None) -> Tensor:
+    logits = states @ weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    scores = logits.log_softmax(-1).gather(1, row.targets.clamp_min(0)[:, None])[:, 0]
+    return scores * (row.targets >= 0)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_values_and_gradients_equal_the_naive_way(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
     monkeypatch.setattr(module, "CHUNK", 7)
     upstream = torch.randn(30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     results = []
-    for function in (target_logprobs, naive):
+    for function in (chunked, naive):
         states, weight, batch = make_inputs(30, 8, 40, torch.float64)
-        values = function(states, weight, batch)
+        values = function(states, weight, batch, softcap)
         (values * upstream).sum().backward()
         results.append((values, states.grad, weight.grad))
     for actual, expected in zip(*results, strict=True):
@@ -44,12 +51,12 @@ def test_values_and_gradients_equal_the_naive_way(monkeypatch: pytest.MonkeyPatc
 
 def test_gradients_are_those_of_finite_differences() -> None:
     states, weight, batch = make_inputs(6, 3, 5, torch.float64)
-    assert torch.autograd.gradcheck(lambda s, w: target_logprobs(s, w, batch), (states, weight))
+    assert torch.autograd.gradcheck(lambda s, w: chunked(s, w, batch), (states, weight))
 
 
 def test_bf16_states_give_fp32_logprobs() -> None:
     states, weight, batch = make_inputs(20, 8, 40, torch.bfloat16)
-    values = target_logprobs(states, weight, batch)
+    values = chunked(states, weight, batch)
     assert values.dtype == torch.float32
     values.sum().backward()
     assert states.grad.dtype == weight.grad.dtype == torch.bfloat16
@@ -59,7 +66,7 @@ def test_top_logits_are_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 7)
     states, weight, _ = make_inputs(30, 8, 40, torch.float64)
     expected = (states @ weight.t()).topk(3)
-    values, ids = top_logits(states.detach(), weight.detach(), 3)
+    values, ids = top_logits(states.detach(), Head(weight.detach()), 3)
     assert torch.equal(ids, expected.indices)
     torch.testing.assert_close(values, expected.values)
 
@@ -73,13 +80,14 @@ def peak_bytes(function: Callable[..., Tensor]) -> int:
 def _measure(function: Callable[..., Tensor]) -> int:
     torch.set_num_threads(1)
     states, weight, batch = make_inputs(4096, 256, 32000, torch.float32)
-    function(states[:8], weight, pack_row([TokenSequence(torch.arange(8), torch.ones(8, dtype=torch.bool))]))
+    small = pack_row([TokenSequence(torch.arange(8), torch.ones(8, dtype=torch.bool))])
+    function(states[:8], weight, local_row(small))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     function(states, weight, batch).sum().backward()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
 def test_memory_is_a_tenth_of_the_naive_way() -> None:
-    ours, theirs = peak_bytes(target_logprobs), peak_bytes(naive)
+    ours, theirs = peak_bytes(chunked), peak_bytes(naive)
     print(f"peak memory added: chunked {ours / 2**20:.0f} MiB, naive {theirs / 2**20:.0f} MiB")
     assert ours < theirs / 10

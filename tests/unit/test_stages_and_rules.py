@@ -8,7 +8,10 @@ from automodel_rl.parallel import schedules
 from automodel_rl.parallel.combinations import ModelDescription, check_supported
 from automodel_rl.parallel.stages import layers_per_stage, modules_of_stages
 
-SHAPE = ModelDescription(family="qwen3", num_layers=27, attention_dropout=0.0, has_sliding_window=False)
+SHAPE = ModelDescription(
+    family="qwen3", num_layers=27, num_heads=8, num_kv_heads=4, vocab_size=1000, mlp_size=64, num_experts=0
+)
+MOE = {"family": "qwen3_moe", "num_experts": 6}
 
 
 def test_schedules_that_split_the_backward_need_a_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,17 +65,28 @@ def test_first_stage_embeds_and_last_has_the_head() -> None:
 @pytest.mark.parametrize(
     ("shape", "model", "parallel", "message"),
     [
-        ({}, {}, {"tp": 2}, "parallel.tp=2: tensor parallelism is not supported"),
-        ({}, {}, {"cp": 2}, "parallel.cp=2: context parallelism is not supported"),
-        ({}, {}, {"ep": 2}, "parallel.ep=2: expert parallelism is not supported"),
+        ({}, {}, {"tp": 8}, "parallel.tp=8 must divide the 4 key-value heads: use a smaller tp"),
+        ({"num_heads": 6}, {}, {"tp": 4}, "parallel.tp=4 must divide the 6 attention heads"),
+        ({"vocab_size": 1001}, {}, {"tp": 2}, "parallel.tp=2 must divide the 1001 tokens in the vocabulary"),
+        ({"mlp_size": 65}, {}, {"tp": 2}, "parallel.tp=2 must divide the 65 columns in the MLP"),
+        (MOE, {}, {"tp": 2}, "parallel.tp=2: the layers of a 'qwen3_moe' model cannot be split over tp: use tp=1"),
+        ({}, {"implementation": "nemo_automodel"}, {"tp": 2}, "splits transformers' classes only"),
+        ({}, {}, {"sequence_parallel": True}, "sequence_parallel=true needs parallel.tp of at least 2"),
+        ({}, {}, {"ep": 2, "dp_shard": 2}, "parallel.ep=2: a 'qwen3' model has no experts: use ep=1"),
+        (MOE, {}, {"ep": 2}, "parallel.ep=2 must divide parallel.dp_shard x parallel.cp = 1"),
+        (MOE, {}, {"ep": 4, "cp": 4}, "parallel.ep=4 must divide the model's 6 experts"),
         ({}, {}, {"virtual_stages": 2}, "parallel.virtual_stages=2 needs parallel.pp of at least 2"),
         ({}, {}, {"pp": 2, "virtual_stages": 2}, "1F1B has 1 on each rank: use virtual_stages=1"),
         ({}, {}, {"pp": 2, "schedule": "Interleaved1F1B"}, "Interleaved1F1B has at least 2 on each rank"),
         ({}, {}, {"pp": 2, "schedule": "DualPipeV", "virtual_stages": 3}, "DualPipeV has 2 on each rank"),
-        ({}, {}, {"dp_replicate": 2}, "parallel.dp_replicate=2 needs parallel.dp_shard of at least 2"),
-        ({"family": "gpt2"}, {}, {}, "a 'gpt2' model .* is not supported: use one of llama, qwen2, qwen3"),
+        ({}, {}, {"dp_replicate": 2}, "parallel.dp_replicate=2 needs parallel.dp_shard x parallel.cp of"),
+        ({"family": "gpt2"}, {}, {}, "a 'gpt2' model .* is not supported: use one of llama, mistral, qwen2, qwen3"),
         ({"family": "qwen2"}, {"implementation": "nemo_automodel"}, {}, "use one of llama, qwen3"),
-        ({"has_sliding_window": True}, {}, {}, "sliding-window attention are not supported"),
+        ({"is_quantized": True}, {}, {}, "config.json has a quantization_config, .* convert the checkpoint"),
+        ({"is_bidirectional": True}, {}, {}, "use_bidirectional_attention, and attention here is causal"),
+        ({"has_softcap": True}, {"attention": "sdpa"}, {}, "a soft cap in its attention: use model.attention=eager"),
+        ({"family": "gpt_oss"}, {"attention": "varlen"}, {}, "sinks in its attention: use model.attention=eager"),
+        ({}, {"attention": "te", "dtype": "float32"}, {}, "attention=te computes in bfloat16, not float32"),
         ({}, {"implementation": "nemo_automodel", "dtype": "float64"}, {}, "model.dtype=float64"),
         ({"attention_dropout": 0.1}, {}, {}, "config.json has attention_dropout=0.1, .* set it to 0"),
         ({}, {"attention": "varlen", "dtype": "float32"}, {}, "computes in bfloat16, not float32"),

@@ -1,0 +1,74 @@
+"""The tensors of a Hugging Face checkpoint and the model's own, which differ where transformers fuses experts."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from automodel_rl.config.families import FAMILIES
+from automodel_rl.parallel.sharding import Box
+
+FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of a checkpoint, and the box of the model's tensor that it fills.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: in the checkpoint.
+        expert: index on the model tensor's first dim, where the checkpoint has one tensor for each expert.
+        rows: of the model tensor (or of its expert), all columns.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None
+    rows: slice
+
+    def overlap(self, box: Box) -> tuple[Box, Box] | None:
+        """Where this piece meets a box of the model's tensor: as a box of the piece, and of the tensor in the box."""
+        inner = box
+        if self.expert is not None:
+            if not box[0].start <= self.expert < box[0].stop:
+                return None
+            inner = box[1:]
+        start, stop = max(inner[0].start, self.rows.start), min(inner[0].stop, self.rows.stop)
+        if start >= stop:
+            return None
+        within_piece = (slice(start - self.rows.start, stop - self.rows.start), *inner[1:])
+        own = [slice(start - inner[0].start, stop - inner[0].start), *(slice(0, s.stop - s.start) for s in inner[1:])]
+        if self.expert is not None:
+            own.insert(0, slice(self.expert - box[0].start, self.expert - box[0].start + 1))
+        return within_piece, tuple(own)
+
+
+def pieces(name: str, shape: tuple[int, ...], family: str) -> Iterator[Piece]:
+    """The checkpoint's tensors that make up a model's tensor."""
+    names = FAMILIES[family].experts
+    fused = FUSED.match(name)
+    if names is None or fused is None:
+        name = name if names is None else name.replace(".mlp.", f".{names.block}.")
+        yield Piece(name, shape, None, slice(0, shape[0]) if shape else slice(0, 1))
+        return
+    layer, kind = fused.groups()
+    num_experts, rows, columns = shape
+    parts = (names.down,) if kind == "down_proj" else (names.gate, names.up)
+    size = rows // len(parts)
+    for expert in range(num_experts):
+        for number, part in enumerate(parts):
+            yield Piece(
+                f"{layer}.{names.block}.experts.{expert}.{part}.weight",
+                (size, columns),
+                expert,
+                slice(number * size, (number + 1) * size),
+            )
+
+
+def to_hf(name: str, tensor: Tensor, family: str) -> Iterator[tuple[str, Tensor]]:
+    """A whole tensor of the model as the checkpoint's tensors."""
+    for piece in pieces(name, tuple(tensor.shape), family):
+        whole = tensor if piece.expert is None else tensor[piece.expert]
+        yield piece.name, whole[piece.rows] if whole.ndim else whole

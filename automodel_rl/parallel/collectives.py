@@ -1,0 +1,143 @@
+"""Collectives with a backward: what tensor and context parallelism need inside a model's forward.
+
+Each says what happens to gradients, for that is where layouts go wrong. The rule: if all ranks go on to compute the
+same thing from what they received, the backward keeps the rank's own part; if each computes something else, it sums.
+"""
+
+from importlib.metadata import version
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if tuple(map(int, version("torch").split(".")[:2])) >= (2, 13):  # new names for the same
+    _all_gather_single, _reduce_scatter_single = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    _all_gather_single, _reduce_scatter_single = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+Group = dist.ProcessGroup
+Backward = Literal["slice", "sum"]
+
+
+class AllGatherCP(torch.autograd.Function):
+    """All ranks' tokens, rank 0's first: [t, ...] to [size * t, ...].
+
+    Args (of `apply`):
+        tensor: this rank's tokens.
+        group: of the ranks that share a row.
+        backward: "slice" where every rank computes the same from the result (a loss): each keeps its own rows of the
+            gradient, and parameter gradients are summed over the group. "sum" where every rank uses the result
+            differently (keys and values of attention): the gradients of all ranks are added, then cut.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, backward: Backward) -> Tensor:
+        ctx.group, ctx.backward_kind = group, backward
+        return all_gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.backward_kind == "slice":
+            return _own_rows(gradients[0], ctx.group), None, None
+        return reduce_scatter(gradients[0], ctx.group), None, None
+
+
+class CopyToTP(torch.autograd.Function):
+    """Entry of a block whose weights are split: the tensor as it is; gradients of the ranks' parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradients[0], ctx.group), None
+
+
+class SumFromTP(torch.autograd.Function):
+    """Exit of such a block: the sum of the ranks' parts, which all then use alike; the gradient as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        return _all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class GatherTokens(torch.autograd.Function):
+    """Entry of a block under sequence parallelism: [t / tp, ...] to [t, ...]; gradients are summed and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(gradients[0], ctx.group), None
+
+
+class ScatterSum(torch.autograd.Function):
+    """Exit of a block under sequence parallelism: the ranks' parts summed and cut, [t, ...] to [t / tp, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradients[0], ctx.group), None
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows sent to the ranks that need them; gradients go the way back.
+
+    Args (of `apply`):
+        tensor: [sum of `sent`, ...], rows for rank 0 first.
+        sent, received: rows to and from every rank.
+        group: of the ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(tensor, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    out = tensor.new_empty(sum(received), *tensor.shape[1:])
+    dist.all_to_all_single(out, tensor.contiguous(), received, sent, group=group)
+    return out
+
+
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """[n, ...] of every rank, rank 0's first: [size * n, ...]."""
+    out = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
+    _all_gather_single(out, tensor.contiguous(), group=group)
+    return out
+
+
+def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    """This rank's [n, ...] of the sum over ranks of [size * n, ...]."""
+    out = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
+    _reduce_scatter_single(out, tensor.contiguous(), group=group)
+    return out
+
+
+def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _own_rows(tensor: Tensor, group: Group) -> Tensor:
+    return tensor.chunk(group.size())[group.rank()].contiguous()

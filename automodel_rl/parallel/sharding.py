@@ -1,0 +1,144 @@
+"""Weights over ranks: which box of the whole tensor a rank holds, and how FSDP2 wraps a part."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from automodel_rl.parallel.collectives import all_gather
+
+Box = tuple[slice, ...]
+"""A part of a tensor: for every dim where it starts and ends."""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, with a gradient that flows back into it; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_box(tensor: Tensor) -> Box:
+    """Which part of the whole tensor this rank holds.
+
+    The inner axis (tp, ep) cuts first, FSDP cuts what is left on dim 0, as torch.chunk does.
+    """
+    box = [slice(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis in reversed(range(mesh.ndim)):
+            placement: Any = tensor.placements[axis]
+            if not placement.is_replicate():
+                dim = placement.dim
+                box[dim] = _chunk(box[dim], mesh.size(axis), mesh.get_local_rank(axis))
+    return tuple(box)
+
+
+def give_storage(parameter: nn.Parameter, device: torch.device) -> None:
+    """Puts a parameter without storage onto a device, empty. In place, for tied modules share it."""
+    local = torch.empty_like(local_tensor(parameter.detach()), device=device)
+    if isinstance(parameter, DTensor):
+        local = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    torch.utils.swap_tensors(parameter, nn.Parameter(local, parameter.requires_grad))
+
+
+@torch.no_grad()
+def gather_whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The whole of a (sharded) tensor, on all ranks of its mesh. A collective.
+
+    Args:
+        tensor: this rank's.
+        dtype: cast before gathering, so that less travels.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to(dtype)
+    mesh, sizes = tensor.device_mesh, list(tensor.shape)
+    steps = []  # as local_box cuts: the axis, the dim, and its size before the cut
+    for axis in reversed(range(mesh.ndim)):
+        placement: Any = tensor.placements[axis]
+        if not placement.is_replicate():
+            steps.append((axis, placement.dim, sizes[placement.dim]))
+            part = _chunk(slice(0, sizes[placement.dim]), mesh.size(axis), mesh.get_local_rank(axis))
+            sizes[placement.dim] = part.stop - part.start
+    whole = tensor.to_local().to(dtype)
+    for axis, dim, size in reversed(steps):
+        longest = -(-size // mesh.size(axis))
+        own = whole.movedim(dim, 0)
+        own = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
+        whole = all_gather(own, mesh.get_group(axis))[:size].movedim(0, dim)
+    return whole.contiguous()
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters grouped by the mesh that they are sharded over: torch's foreach kernels take one mesh at a time."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())
+
+
+def num_shards(tensor: Tensor) -> int:
+    """Over how many ranks a tensor is cut; 1 for a copy."""
+    shards = 1
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            shards *= 1 if placement.is_replicate() else tensor.device_mesh.size(axis)
+    return shards
+
+
+def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Leaves this rank's part of a parameter without storage, as a DTensor cut along `dim` over a one-axis mesh."""
+    parameter = module._parameters[name]
+    if parameter is None or isinstance(parameter, DTensor):  # no bias, or shared with a module that came before
+        return
+    shape = list(parameter.shape)
+    assert shape[dim] % mesh.size() == 0, f"{name} {shape} over {mesh.size()}"  # the table has refused it
+    shape[dim] //= mesh.size()
+    local = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    whole = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+    module._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def wrap_fsdp(
+    part: nn.Module,
+    layers: Iterable[nn.Module],
+    experts: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+) -> None:
+    """Makes FSDP units of experts (where they have a mesh of their own), layers and the rest of a part.
+
+    Weights stay gathered over the microbatches of a step: one all-gather a step instead of one for each microbatch.
+    Gradients are summed, not averaged: losses are divided by global counts before the backward.
+    """
+    for module in experts:
+        fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=False)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    sum_fsdp_gradients(part)
+
+
+def sum_fsdp_gradients(part: nn.Module) -> None:
+    """Makes every FSDP unit of a part sum gradients instead of averaging them."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+
+
+def _chunk(whole: slice, count: int, index: int) -> slice:
+    size = -(-(whole.stop - whole.start) // count)
+    start = min(whole.start + index * size, whole.stop)
+    return slice(start, min(start + size, whole.stop))

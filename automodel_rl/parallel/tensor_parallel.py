@@ -1,0 +1,144 @@
+"""Tensor parallelism: attention heads, MLP columns and the vocabulary of a part split over ranks.
+
+After Megatron-LM (Shoeybi et al., arXiv:1909.08053) and, for sequence parallelism, Korthikanti et al.
+(arXiv:2205.05198). Which layers split, and how, is transformers' own plan for the model. Weights are DTensors, for
+FSDP, checkpoints and exports; the computation is on plain local tensors, with the collectives written out.
+"""
+
+import re
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from automodel_rl.parallel.collectives import CopyToTP, GatherTokens, ScatterSum, SumFromTP
+from automodel_rl.parallel.sharding import local_tensor, shard_parameter
+
+COLUMNS, ROWS, REPLICATED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a rank enters and leaves the split blocks of a layer. Without a group, nothing happens.
+
+    Attributes:
+        group: the ranks that split each layer.
+        sequence_parallel: between blocks, ranks keep [1, t / tp, H] instead of [1, t, H].
+    """
+
+    group: dist.ProcessGroup | None
+    sequence_parallel: bool
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Hidden states between blocks, to [1, t, H]."""
+        if self.group is None:
+            return hidden
+        if self.sequence_parallel:
+            return GatherTokens.apply(hidden.squeeze(0), self.group).unsqueeze(0)
+        return CopyToTP.apply(hidden, self.group)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """The rank's summand [1, t, H], to hidden states between blocks."""
+        if self.group is None:
+            return partial
+        if self.sequence_parallel:
+            return ScatterSum.apply(partial.squeeze(0), self.group).unsqueeze(0)
+        return SumFromTP.apply(partial, self.group)
+
+
+def split_part(
+    part: Any, plan: dict[str, str], mesh: DeviceMesh, how: TensorParallel, scales_embedding: bool
+) -> list[tuple[nn.Module, str]]:
+    """Splits a part's layers, embedding and head, without storage yet, and sets their forwards.
+
+    Args:
+        part: a causal language model or a part of one.
+        plan: transformers' `base_model_tp_plan`: pattern of a module's name below `model` -> how it is split.
+        mesh: of the tp ranks.
+        how: how blocks are entered and left.
+        scales_embedding: the embedding multiplies by its `embed_scale`.
+
+    Returns:
+        Parameters, as (module, name), of which each rank's gradient is a summand.
+    """
+    partial: list[tuple[nn.Module, str]] = []
+    blocks: dict[int, nn.Module] = {}
+    for name, module in list(part.named_modules()):
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("model.")))
+        if style == COLUMNS:
+            _shard(module, mesh, dim=0, bias_dim=0)
+            module.forward = MethodType(_columns_forward, module)
+            block = part.get_submodule(name.rpartition(".")[0])
+            blocks[id(block)] = block
+        elif style == ROWS:
+            _shard(module, mesh, dim=1, bias_dim=None)
+            module.forward = MethodType(_rows_forward(how), module)
+        elif style == REPLICATED and not how.sequence_parallel:
+            partial += [(module, key) for key in module._parameters]
+    for block in blocks.values():
+        block.register_forward_pre_hook(_enter(how), with_kwargs=True)
+    if part.model.embed_tokens is not None:
+        _shard(part.model.embed_tokens, mesh, dim=0, bias_dim=None)
+        part.model.embed_tokens.forward = MethodType(_embedding_forward(how, scales_embedding), part.model.embed_tokens)
+    if part.lm_head is not None:
+        if part.model.embed_tokens is not None and part.config.tie_word_embeddings:
+            part.lm_head.weight = part.model.embed_tokens.weight
+        else:
+            _shard(part.lm_head, mesh, dim=0, bias_dim=None)
+    if how.sequence_parallel:
+        partial = [
+            (module, key)
+            for module in part.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and not isinstance(parameter, DTensor)
+        ]
+    return partial
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, dim: int, bias_dim: int | None) -> None:
+    shard_parameter(module, "weight", mesh, dim)
+    if bias_dim is not None:
+        shard_parameter(module, "bias", mesh, bias_dim)
+
+
+def _enter(how: TensorParallel) -> Any:
+    def hook(block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": how.enter(kwargs["hidden_states"])}
+        return (how.enter(args[0]), *args[1:]), kwargs
+
+    return hook
+
+
+def _columns_forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
+    bias = None if linear.bias is None else local_tensor(linear.bias)
+    return F.linear(hidden, local_tensor(linear.weight), bias)
+
+
+def _rows_forward(how: TensorParallel) -> Any:
+    def forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
+        output = how.leave(F.linear(hidden, local_tensor(linear.weight)))
+        return output if linear.bias is None else output + linear.bias
+
+    return forward
+
+
+def _embedding_forward(how: TensorParallel, scales: bool) -> Any:
+    def forward(embedding: Any, input_ids: Tensor) -> Tensor:
+        assert how.group is not None
+        weight = local_tensor(embedding.weight)
+        places = input_ids - how.group.rank() * len(weight)
+        own = (places >= 0) & (places < len(weight))
+        # nn.Embedding gives the padding token no gradient.
+        trained = own if embedding.padding_idx is None else own & (input_ids != embedding.padding_idx)
+        found = F.embedding(places.where(own, 0), weight)
+        found = torch.where(trained[..., None], found, found.detach() * own[..., None])
+        return how.leave(found * embedding.embed_scale.to(found.dtype) if scales else found)
+
+    return forward
