@@ -14,9 +14,11 @@ from automodel_rl.observe.run_directory import RunDirectory
 
 USAGE = """\
 usage: automodel-rl sft CONFIG.yaml [--resume auto] [--dotted.key value ...]
+       automodel-rl verify CONFIG.yaml [--json] [--dotted.key value ...]
        automodel-rl quickstart FOLDER
 
   sft         supervised fine-tuning; starts as many local ranks as the layout asks for, or joins torchrun's
+  verify      proves the config's layout: a small model of the same architecture on it against one process
   quickstart  makes a small model and data and fine-tunes it, on a laptop
 
   automodel-rl sft --help lists every key of the config. --resume auto goes on with the run in the output folder.
@@ -32,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "--version":
         print(version("automodel-rl"))
         return EXIT_OK
-    commands = {"sft": _sft, "quickstart": _quickstart}
+    commands = {"sft": _sft, "verify": _verify, "quickstart": _quickstart}
     try:
         if command not in commands:
             raise InputError(f"unknown command {command!r}: use one of {', '.join(commands)}")
@@ -70,6 +72,31 @@ def _sft(arguments: list[str]) -> int:
         SFTTrainer(config, resume).train()
 
     return guard(train)
+
+
+def _verify(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        if arguments:
+            print(USAGE, end="")
+            return EXIT_OK
+        raise InputError("verify takes a config file: automodel-rl verify CONFIG.yaml")
+    quiet_libraries()
+    path, *rest = arguments
+    as_json = "--json" in rest
+    config = load_config(path, [argument for argument in rest if argument != "--json"])
+    if not is_rank():
+        from automodel_rl.tools.verify import layout_to_verify
+
+        num_ranks = layout_to_verify(config.parallel).world_size
+        if num_ranks > 1:
+            return run_local_ranks([sys.executable, "-m", "automodel_rl", "verify", *arguments], num_ranks)
+
+    def work() -> None:
+        from automodel_rl.tools.verify import verify
+
+        verify(config, as_json)
+
+    return guard(work)
 
 
 def _quickstart(arguments: list[str]) -> int:

@@ -23,6 +23,10 @@ class StoppedError(RuntimeError):
     """The run was asked to stop and has saved a checkpoint."""
 
 
+class VerificationError(RuntimeError):
+    """A layout does not compute the numbers of one process."""
+
+
 class TrainingDivergedError(RuntimeError):
     """Too many steps in a row had a loss or a gradient that is not finite."""
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from train_step import synchronize
 from transformers import AutoModelForCausalLM
-from workload import TINY, W1, write_model
+from workload import model_sizes, write_model
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.config import ModelConfig
@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     quiet_libraries()
     device = join_process_group(1)
-    sizes = TINY if options.tiny else W1
+    sizes = model_sizes("W1", options.tiny)
     folder = Path(tempfile.mkdtemp()) / "model"
     write_model(folder, sizes)
     sequences = tokenize(Path(options.data), sizes["vocab_size"], options.sequences)

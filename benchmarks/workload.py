@@ -1,41 +1,66 @@
-"""The dense 1.5B workload W1 of the benchmarks, and a tiny one to check the scripts on a CPU."""
+"""The workloads of the benchmarks: W1, a dense 1.5B model, and W2, a mixture of 3.2B, and tiny ones for a CPU."""
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_rl import TokenSequence
+from automodel_rl import ParallelConfig, TokenSequence
+from automodel_rl.config.memory import MemoryConfig
 
 ROW_TOKENS = 8192
-W1 = {
-    "vocab_size": 32768,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "W1": {
+        "model_type": "qwen3",
+        "vocab_size": 32768,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "W2": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 32768,
+        "hidden_size": 1536,
+        "intermediate_size": 640,
+        "moe_intermediate_size": 640,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
 }
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
 
 
-def write_model(folder: Path, sizes: dict[str, int]) -> None:
-    """A Qwen3 checkpoint with random weights (seed 0), untied, in bf16."""
-    config = Qwen3Config(
+def model_sizes(workload: str, tiny: bool) -> dict[str, Any]:
+    """The config of a workload; tiny keeps the number of layers and of experts."""
+    sizes = WORKLOADS[workload]
+    return sizes | TINY | ({"moe_intermediate_size": 32} if workload == "W2" else {}) if tiny else sizes
+
+
+def write_model(folder: Path, sizes: dict[str, Any]) -> None:
+    """A checkpoint with random weights (seed 0), untied, in bf16."""
+    config = AutoConfig.for_model(
         **sizes,
         tie_word_embeddings=False,
-        max_position_embeddings=65536,
+        max_position_embeddings=262144,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         bos_token_id=None,
         eos_token_id=sizes["vocab_size"] - 1,
@@ -47,14 +72,37 @@ def write_model(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def make_sequences(
-    num_tokens: int, vocab_size: int, generator: np.random.Generator, longest: int
+    num_tokens: int, vocab_size: int, generator: np.random.Generator, longest: int, skew: float = 1.0
 ) -> list[TokenSequence]:
-    """Random tokens, all trained, in log-normal lengths: median 700, sigma 1, 64 to 8,192, scaled with `longest`."""
+    """Random tokens, all trained, in log-normal lengths: median 700, sigma 1, 64 to 8,192, scaled with `longest`.
+
+    Args:
+        num_tokens: at least this many in all.
+        vocab_size: of the ids.
+        generator: of all randomness.
+        longest: longest sequence.
+        skew: 1 for uniform ids; more makes low ids likelier, so that there is something to learn.
+    """
     scale = longest / ROW_TOKENS
     sequences: list[TokenSequence] = []
     while num_tokens > 0:
         length = int(np.clip(generator.lognormal(math.log(700 * scale), 1.0), max(2, 64 * scale), longest))
-        ids = torch.from_numpy(generator.integers(0, vocab_size, length))
-        sequences.append(TokenSequence(ids, torch.ones(length, dtype=torch.bool)))
+        sequences.append(one_sequence(length, vocab_size, generator, skew))
         num_tokens -= length
     return sequences
+
+
+def one_sequence(length: int, vocab_size: int, generator: np.random.Generator, skew: float = 1.0) -> TokenSequence:
+    ids = torch.from_numpy((vocab_size * generator.random(length) ** skew).astype(np.int64))
+    return TokenSequence(ids, torch.ones(length, dtype=torch.bool))
+
+
+def parse_layout(text: str) -> tuple[ParallelConfig, MemoryConfig]:
+    """`pp=2,schedule=GPipe,activation_checkpointing=full` as two sections of a config; `-` for one rank.
+
+    A list is written with spaces: `layers_per_stage=[15 13]`.
+    """
+    values = {} if text == "-" else dict(pair.split("=") for pair in text.split(","))
+    parsed = {key: yaml.safe_load(value.replace(" ", ",")) for key, value in values.items()}
+    memory = {key: parsed.pop(key) for key in list(parsed) if key in MemoryConfig.model_fields}
+    return ParallelConfig(**parsed), MemoryConfig(**memory)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from automodel_rl.batch import TokenSequence
+from automodel_rl.tools import comparison
 
 VOCAB = 128
 DENSE = {
@@ -112,11 +113,4 @@ def save_tiny_model(
 
 def make_sequences(num_sequences: int, seed: int, longest: int = 18) -> list[TokenSequence]:
     """Random sequences of different lengths with random loss masks, at least one trained token in each."""
-    generator = torch.Generator().manual_seed(seed)
-    sequences = []
-    for _ in range(num_sequences):
-        length = int(torch.randint(3, longest, (), generator=generator))
-        mask = torch.rand(length, generator=generator) < 0.7
-        mask[-1] = True
-        sequences.append(TokenSequence(torch.randint(0, VOCAB, (length,), generator=generator), mask))
-    return sequences
+    return comparison.make_sequences(num_sequences, seed, VOCAB, longest)

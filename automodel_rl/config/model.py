@@ -4,6 +4,9 @@ from typing import Literal
 
 from automodel_rl.config.base import Section
 
+Implementation = Literal["transformers", "nemo_automodel"]
+Dtype = Literal["bfloat16", "float32", "float64"]
+
 
 class ModelConfig(Section):
     """Which checkpoint is trained, by whose classes, and in which precision."""
@@ -11,10 +14,10 @@ class ModelConfig(Section):
     path: str
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a hub id."""
 
-    implementation: Literal["transformers", "nemo_automodel"] = "transformers"
+    implementation: Implementation = "transformers"
     """Whose model class runs: transformers' own, or nemo_automodel's of the same architecture."""
 
-    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     """What the model computes in. Master weights are float32 (float64 for float64)."""
 
     attention: Literal["auto", "varlen", "te", "sdpa", "eager"] = "auto"

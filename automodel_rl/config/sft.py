@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from automodel_rl.config.base import Positive, Section
 from automodel_rl.config.checkpoint import CheckpointConfig
 from automodel_rl.config.data import BatchConfig, DataConfig
+from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import ModelConfig
 from automodel_rl.config.observe import ObserveConfig
 from automodel_rl.config.optimizer import OptimizerConfig
@@ -44,6 +45,7 @@ class SFTConfig(Section):
     batch: BatchConfig
     length: LengthConfig
     parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()

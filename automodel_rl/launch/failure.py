@@ -17,6 +17,7 @@ from automodel_rl.errors import (
     InputError,
     MicrobatchError,
     StoppedError,
+    VerificationError,
     innermost,
 )
 from automodel_rl.launch.lifeline import hold_lifeline
@@ -68,7 +69,7 @@ def _run(work: Callable[[], None]) -> int:
         work()
     except InputError as error:
         return _report(EXIT_BAD_INPUT, f"error: {error}", "")
-    except StoppedError as error:
+    except (StoppedError, VerificationError) as error:
         return _report(EXIT_FAILURE, str(error), "")
     except KeyboardInterrupt:
         return _report(EXIT_FAILURE, "interrupted", "")

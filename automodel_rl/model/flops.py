@@ -1,32 +1,62 @@
 """Floating-point operations of a training step, and the peak they are measured against."""
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 FLOP/s by a word of the device's name (vendors' data sheets, without sparsity)."""
 
 
 class StepFlops:
-    """FLOPs of forward and backward: 6 per parameter and token, and causal attention within each sequence.
+    """FLOPs of forward and backward: 6 per active matrix weight and token, and causal attention within each sequence.
 
-    The embedding table is a look-up and left out; the head counts. Recomputation is not counted (PaLM,
-    arXiv:2204.02311, appendix B).
+    The embedding table is a look-up and left out; the head counts; of experts count as many as a token visits.
+    Recomputation is not counted (PaLM, arXiv:2204.02311, appendix B).
+
+    Args:
+        model: may be without storage.
     """
 
-    def __init__(self, config: PretrainedConfig):
+    def __init__(self, model: PreTrainedModel):
+        config = model.config
+        self.per_token = 6 * active_weights(model)
         values = config.to_dict()
         head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
-        kv_heads = values.get("num_key_value_heads") or config.num_attention_heads
-        attention = config.hidden_size * head_dim * (2 * config.num_attention_heads + 2 * kv_heads)
-        mlp = 3 * config.hidden_size * config.intermediate_size
-        head = config.vocab_size * config.hidden_size
-        self.per_token = 6 * (config.num_hidden_layers * (attention + mlp) + head)
-        self.per_pair = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim
+        qk_dim = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0) or head_dim
+        self.per_pair = 6 * config.num_attention_heads * (qk_dim + (values.get("v_head_dim") or head_dim))
+        self.windows = layer_windows(config)
 
     def __call__(self, length: int) -> float:
         """FLOPs of one sequence of `length` tokens."""
-        return self.per_token * length + self.per_pair * length * (length + 1) / 2
+        return self.per_token * length + self.per_pair * sum(_pairs(length, window) for window in self.windows)
+
+
+def active_weights(model: PreTrainedModel) -> float:
+    """Matrix weights that one token meets."""
+    values = model.config.to_dict()
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or name.endswith("embed_tokens.weight"):
+            continue
+        share = values["num_experts_per_tok"] / len(parameter) if ".experts." in name else 1.0
+        total += share * parameter.numel()
+    if model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight:
+        total += model.lm_head.weight.numel()
+    return total
+
+
+def layer_windows(config: PretrainedConfig) -> list[int | None]:
+    """How many keys a query sees in each layer, None for all."""
+    values = config.to_dict()
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    kinds = values.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Query-key pairs of a causal sequence."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) / 2 + (length - seen) * seen
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from automodel_rl.batch import LocalRow, PackedBatch, empty_row, local_row
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
+from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.losses import Denominator, LossFn
@@ -49,6 +50,7 @@ class ModelHandle:
         layout: this rank's place among all ranks.
         dtype: what the model computes in.
         source: folder of the checkpoint it was loaded from.
+        flops: of a sequence in a training step, by its length.
         tied: the two copies of a tied embedding, where a pipeline has split them.
     """
 
@@ -59,11 +61,12 @@ class ModelHandle:
         layout: Layout,
         dtype: torch.dtype,
         source: Path,
+        flops: StepFlops,
     ):
         """Wraps a model whose parts have the packed forward; `from_pretrained` builds one."""
         self.parts = parts_of(model)
         self.config, self.layout, self.dtype, self.source = config, layout, dtype, source
-        self.flops = StepFlops(config)
+        self.flops = flops
         self.tied = (
             _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
         )
@@ -74,7 +77,9 @@ class ModelHandle:
             self._driver = SequentialDriver(model)
 
     @classmethod
-    def from_pretrained(cls, model: str | ModelConfig, parallel: ParallelConfig | None = None) -> "ModelHandle":
+    def from_pretrained(
+        cls, model: str | ModelConfig, parallel: ParallelConfig | None = None, memory: MemoryConfig | None = None
+    ) -> "ModelHandle":
         """Loads a Hugging Face checkpoint onto a layout. A collective: every rank calls it.
 
         Joins the process group that is there, else starts one from torchrun's environment.
@@ -82,12 +87,13 @@ class ModelHandle:
         Args:
             model: folder or hub id, or a `ModelConfig` with more to say.
             parallel: sizes of the mesh axes; by default one rank.
+            memory: what is recomputed; by default nothing.
 
         Raises:
             InputError: the layout does not fit the model or the job, or the checkpoint is missing or damaged.
         """
         model = ModelConfig(path=model) if isinstance(model, str) else model
-        parallel = parallel or ParallelConfig()
+        parallel, memory = parallel or ParallelConfig(), memory or MemoryConfig()
         folder = resolve_checkpoint(model.path)
         config = read_config(folder)
         description = describe_model(config)
@@ -99,12 +105,13 @@ class ModelHandle:
         family = FAMILIES[config.model_type]
         attention = choose_attention(model.attention, needs_mathematics(description), device, dtype)
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
+        flops = StepFlops(empty)
         checkpoint = Checkpoint(folder, config.model_type)
         checkpoint.check(empty)
-        built = split_model(empty, layout, lambda part: parallelise(part, family, layout, dtype, master))
+        built = split_model(empty, layout, lambda part: parallelise(part, family, layout, memory, dtype, master))
         for part in parts_of(built):
             checkpoint.fill(part, device)
-        handle = cls(built, config, layout, dtype, folder)
+        handle = cls(built, config, layout, dtype, folder, flops)
         handle._check_finite()
         return handle
 

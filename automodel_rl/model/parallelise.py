@@ -1,4 +1,4 @@
-"""A part without storage, laid out over ranks: tensor parallel, experts, forwards, FSDP, in this order."""
+"""A part without storage, laid out over ranks: tensor parallel, experts, forwards, recomputation, FSDP, in order."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from automodel_rl.config.families import Family
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.experts import experts_of
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of
@@ -14,13 +16,16 @@ from automodel_rl.parallel.sharding import shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
 
 
-def parallelise(part: Any, family: Family, layout: Layout, compute: torch.dtype, master: torch.dtype) -> None:
+def parallelise(
+    part: Any, family: Family, layout: Layout, memory: MemoryConfig, compute: torch.dtype, master: torch.dtype
+) -> None:
     """Lays out a causal language model, or a part of one, in place.
 
     Args:
         part: on the meta device, but for its buffers.
         family: what is special about it.
         layout: this rank's place.
+        memory: what is recomputed.
         compute: dtype in which weights are gathered.
         master: dtype in which they are kept and gradients reduced.
     """
@@ -42,6 +47,7 @@ def parallelise(part: Any, family: Family, layout: Layout, compute: torch.dtype,
     install_part_forward(part, context)
     if family.has_plain_norms:
         install_fused_norms(part, layout.device, compute)
+    checkpoint_layers(layers_of(part), memory.activation_checkpointing)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
     own_units = experts if layout.parallel.ep > 1 else []
     wrap_fsdp(part, layers_of(part), own_units, layout.fsdp_mesh, layout.expert_fsdp_mesh, policy)

@@ -44,7 +44,7 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig, resume: bool = False):
         self.config = config
         self.directory = RunDirectory(config, config.output, resume)
-        self.handle = ModelHandle.from_pretrained(config.model, config.parallel)
+        self.handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory)
         self.layout = self.handle.layout
         torch.manual_seed(config.seed + dist.get_rank())
         self.tokenizer = load_tokenizer(resolve_checkpoint(config.model.path), config.data)

@@ -15,8 +15,8 @@ from automodel_rl import sft_loss as plain_sft_loss
 from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError, TrainingDivergedError
+from automodel_rl.tools.one_process import OneProcess
 from tests.rank_pool import RankPool
-from tests.reference import Reference
 from tests.tiny import make_sequences, save_tiny_model
 
 Ranks = Callable[[int], RankPool]
@@ -40,7 +40,7 @@ def train_and_save(folder: Path, parallel: ParallelConfig) -> tuple[list[torch.T
         engine.train_step(rows_of(engine), plain_sft_loss)
     engine.handle.save_pretrained(folder / "final")
     rows = rows_of(engine)
-    return engine.logprobs(rows), engine.handle.forward(rows, lambda hidden, weight, _: hidden @ weight.t())
+    return engine.logprobs(rows), engine.handle.forward(rows, lambda hidden, head, _: hidden @ head.weight.t())
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -50,7 +50,7 @@ def test_what_is_saved_gives_the_logits_of_the_trained_handle(
 ) -> None:
     save_tiny_model(tmp_path, tied=tied)
     trained, logits = ranks(parallel.world_size).run(train_and_save, tmp_path, parallel)[0]
-    saved = Reference(tmp_path / "final", torch.float64, 0.0, 1.0, CPU)
+    saved = OneProcess(tmp_path / "final", torch.float64, 0.0, 1.0, CPU)
     sequences = [s for i in range(3) for s in make_sequences(2 + i, seed=i)]
     for actual, sequence in zip(trained, sequences, strict=True):
         assert (actual - saved.logprobs(sequence)).abs().max() < 1e-10
@@ -145,7 +145,7 @@ def test_sums_and_metrics_are_divided_by_global_counts(ranks: Ranks, tmp_path: P
     sequences = [make_sequences(2, seed=0), make_sequences(2, seed=10)]
     lengths = [len(s) for rank in sequences for s in rank]
     results = ranks(4).run(with_metrics, tmp_path, ParallelConfig(pp=2, dp_shard=2))
-    reference = Reference(tmp_path, torch.float64, 0.0, 1.0, CPU).backward([s for rank in sequences for s in rank])
+    reference = OneProcess(tmp_path, torch.float64, 0.0, 1.0, CPU).backward([s for rank in sequences for s in rank])
     for loss, metrics in results:
         assert loss == pytest.approx(reference + 1.0, rel=1e-12)
         assert metrics == {"length": pytest.approx(sum(lengths) / 4)}

@@ -5,13 +5,10 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 from automodel_rl.config import BatchConfig, DataConfig, ParallelConfig, SourceConfig
 from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
 from automodel_rl.data.loader import PackedLoader
 from automodel_rl.launch.process_group import join_process_group
-from automodel_rl.model.nemo import fsdp_strategy
 from automodel_rl.parallel.layout import build_layout
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.quickstart.problems import make_problems
@@ -31,7 +28,7 @@ def write_data(folder: Path) -> None:
 def load(folder: Path, overlong: str) -> tuple[list[Rows], list[tuple[int, ...]], list[Rows]]:
     """Rows of every step, the counts of every step, and the rows after resuming behind the second."""
     parallel = ParallelConfig(dp_shard=2)
-    layout = build_layout(parallel, fsdp_strategy(torch.float32, torch.float32), join_process_group(2))
+    layout = build_layout(parallel, join_process_group(2))
     source = SourceConfig(path=str(folder / "data.jsonl"))
     data = DataConfig(train=(source,), overlong=overlong)
     chat = ChatTokenizer(load_tokenizer(folder, data), "all")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from automodel_rl.config import ParallelConfig
-from tests.distributed.parity import Case
-from tests.distributed.test_parity import assert_exact, differences
+from tests.distributed.test_parity import check
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -19,6 +18,14 @@ LAYOUTS = [
     ParallelConfig(dp_shard=2),
     ParallelConfig(pp=2, schedule="Interleaved1F1B", virtual_stages=2),
     ParallelConfig(pp=2, schedule="LoopedBFS", virtual_stages=2),
+    ParallelConfig(tp=2),
+    ParallelConfig(tp=2, sequence_parallel=True),
+    ParallelConfig(cp=2),
+    ParallelConfig(cp=2, ep=2),
+    ParallelConfig(dp_shard=2, ep=2),
+    ParallelConfig(pp=2, cp=2),
+    ParallelConfig(pp=2, dp_shard=2, ep=2),
+    ParallelConfig(cp=4),
 ]
 
 
@@ -29,5 +36,6 @@ def test_float64_equals_transformers(
 ) -> None:
     if torch.cuda.device_count() < parallel.world_size:
         pytest.skip(f"needs {parallel.world_size} CUDA devices")
-    save_tiny_model(tmp_path, tied=tied)
-    assert_exact(differences(ranks, tmp_path, Case(parallel)))
+    family = "qwen3_moe" if parallel.ep > 1 else "qwen3"
+    save_tiny_model(tmp_path, family, tied=tied)
+    check(ranks, tmp_path, family, **parallel.model_dump())

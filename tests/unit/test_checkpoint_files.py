@@ -117,7 +117,8 @@ def test_names_and_tensors_of_files_come_back(tmp_path: Path, family: str) -> No
 
 
 def test_flops_count_attention_within_each_sequence(folder: Path) -> None:
-    flops = StepFlops(read_config(folder))
+    empty = build_empty_model(read_config(folder), "transformers", torch.float32, "automodel_rl_sdpa", untie=False)
+    flops = StepFlops(empty)
     attention, mlp, head = 32 * 8 * (2 * 4 + 2 * 2), 3 * 32 * 64, 128 * 32
     per_token = 6 * (2 * (attention + mlp) + head)
     assert flops(10) == per_token * 10 + 12 * 2 * 4 * 8 * 55

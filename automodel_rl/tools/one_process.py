@@ -1,4 +1,7 @@
-"""The independent reference: plain transformers in one process, one sequence at a time."""
+"""What a layout is compared with: plain transformers in one process, one sequence at a time, and torch's AdamW.
+
+It shares no code with the rest of the package but the data structure of a sequence.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from automodel_rl.batch import TokenSequence
+from automodel_rl.config.families import FAMILIES
 
 
 def written_out(
@@ -38,7 +42,7 @@ def written_out(
     return (weights / total @ value).transpose(1, 2), None
 
 
-class Reference:
+class OneProcess:
     """AdamW with clipping on a transformers model.
 
     Args:
@@ -52,10 +56,11 @@ class Reference:
     def __init__(self, folder: Path, dtype: torch.dtype, lr: float, max_grad_norm: float, device: torch.device):
         AttentionInterface.register("written_out", written_out)
         AttentionMaskInterface.register("written_out", lambda *args, **kwargs: None)
-        family = AutoConfig.from_pretrained(folder).model_type
-        attention = "written_out" if family in ("gemma2", "gpt_oss") else "sdpa"
+        config = AutoConfig.from_pretrained(folder).to_dict()
+        # transformers' sdpa leaves out soft caps and sinks.
+        plain = config.get("attn_logit_softcapping") is None and not FAMILIES[config["model_type"]].has_sinks
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+            folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
         self.model, self.device = model.to(device), device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)

@@ -1,0 +1,40 @@
+"""Layers whose activations are computed again in the backward instead of being kept."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+KEPT = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn::_varlen_attn",
+)
+"""Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work."""
+
+
+def checkpoint_layers(layers: Iterable[Any], mode: Literal["none", "selective", "full"]) -> None:
+    """Makes every layer recompute in its backward: everything, or all but the results of `KEPT`."""
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept_operators())
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+
+
+def _kept_operators() -> list[Any]:
+    found = []
+    for name in KEPT:
+        namespace, operator = name.split("::")
+        packet = getattr(getattr(torch.ops, namespace), operator)
+        found += [getattr(packet, overload) for overload in packet.overloads()]
+    return found

@@ -1,0 +1,1 @@
+"""Commands that look at a layout: verify proves it, plan sizes it."""

@@ -1,0 +1,75 @@
+"""The same architecture small: what a layout depends on is kept, everything else shrinks."""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from automodel_rl.config import ParallelConfig
+
+HEAD_DIM = 8
+WINDOW = 6
+"""Shorter than most sequences, so that it matters."""
+
+MOST_EXPERTS = 16
+"""Experts that are kept; more would only take time. Raised to what ep and the routing need."""
+
+
+def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
+    """A config with the same layers, kinds of layers, grouping of heads, routing, tying and scalings.
+
+    Widths, vocabulary, window and the number of experts shrink to the least that the layout can split.
+    """
+    values = config.to_dict()
+    group = max(1, config.num_attention_heads // (values.get("num_key_value_heads") or config.num_attention_heads))
+    kv_heads = math.lcm(2, parallel.tp)
+    heads = kv_heads * min(group, 2)
+    small = {
+        "hidden_size": heads * HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads if group > 1 else heads,
+        "intermediate_size": 16 * math.lcm(2, parallel.tp),
+        "moe_intermediate_size": 16,
+        "vocab_size": 64 * parallel.tp,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 2 * HEAD_DIM,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": HEAD_DIM // 2,
+        "qk_nope_head_dim": HEAD_DIM,
+        "v_head_dim": HEAD_DIM,
+    }
+    changed = {key: size for key, size in small.items() if values.get(key) is not None}
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if values.get(key):
+            changed[key] = _num_experts(values, key, parallel)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    kept = {key: value for key, value in values.items() if key not in ("model_type", "architectures", "dtype")}
+    return AutoConfig.for_model(config.model_type, **{**kept, **changed, **ids})
+
+
+def _num_experts(values: dict, key: str, parallel: ParallelConfig) -> int:
+    """Enough for the routing, and divisible by ep and by the groups of experts."""
+    unit = math.lcm(parallel.ep, (values.get("n_group") or 1) * 2)
+    needed = max(MOST_EXPERTS, 2 * values["num_experts_per_tok"] * (values.get("n_group") or 1))
+    return min(values[key], -(-needed // unit) * unit)
+
+
+def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+    """Writes a checkpoint with livelier weights than the default initialisation, so that differences show."""
+    generator = torch.Generator().manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+        else:
+            # Norms compute weight * x or (1 + weight) * x; the mean of the initial weight tells which.
+            middle = 1.0 if "norm" not in name or parameter.mean() > 0.5 else 0.0
+            nn.init.uniform_(parameter, middle - 0.2, middle + 0.2, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.uniform_(buffer, -0.1, 0.1, generator=generator)
+    model.to(dtype).save_pretrained(folder)
