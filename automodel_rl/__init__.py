@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, load_config
     from automodel_rl.engine import Engine, TrainOutput
     from automodel_rl.losses import LossOutput, TokenOutputs, sft_loss
-    from automodel_rl.model import ModelHandle
+    from automodel_rl.model.handle import ModelHandle
     from automodel_rl.trainers.sft import SFTTrainer
 
 _HOMES = {
@@ -27,7 +27,7 @@ _HOMES = {
     "LossOutput": "losses",
     "TokenOutputs": "losses",
     "sft_loss": "losses",
-    "ModelHandle": "model",
+    "ModelHandle": "model.handle",
     "SFTTrainer": "trainers.sft",
 }
 

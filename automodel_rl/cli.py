@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from automodel_rl.config import SFTConfig, describe_keys, load_config
-from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_OK, InputError
+from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError
 from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, guard
 from automodel_rl.launch.local import is_rank, run_local_ranks
 from automodel_rl.launch.quiet import quiet_libraries
@@ -15,10 +15,12 @@ from automodel_rl.observe.run_directory import RunDirectory
 USAGE = """\
 usage: automodel-rl sft CONFIG.yaml [--resume auto] [--dotted.key value ...]
        automodel-rl verify CONFIG.yaml [--json] [--dotted.key value ...]
+       automodel-rl plan CONFIG.yaml [--gpus N] [--device H200] [--json] [--dotted.key value ...]
        automodel-rl quickstart FOLDER
 
   sft         supervised fine-tuning; starts as many local ranks as the layout asks for, or joins torchrun's
   verify      proves the config's layout: a small model of the same architecture on it against one process
+  plan        memory, stages and bubble of the config's layout, without GPUs and without weights
   quickstart  makes a small model and data and fine-tunes it, on a laptop
 
   automodel-rl sft --help lists every key of the config. --resume auto goes on with the run in the output folder.
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "--version":
         print(version("automodel-rl"))
         return EXIT_OK
-    commands = {"sft": _sft, "verify": _verify, "quickstart": _quickstart}
+    commands = {"sft": _sft, "verify": _verify, "plan": _plan, "quickstart": _quickstart}
     try:
         if command not in commands:
             raise InputError(f"unknown command {command!r}: use one of {', '.join(commands)}")
@@ -97,6 +99,46 @@ def _verify(arguments: list[str]) -> int:
         verify(config, as_json)
 
     return guard(work)
+
+
+def _plan(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        if arguments:
+            print(USAGE, end="")
+            return EXIT_OK
+        raise InputError("plan takes a config file: automodel-rl plan CONFIG.yaml")
+    quiet_libraries()
+    path, *rest = arguments
+    as_json = "--json" in rest
+    gpus, rest = _take_option("--gpus", [argument for argument in rest if argument != "--json"])
+    device, rest = _take_option("--device", rest)
+    if gpus is not None and not gpus.isdecimal():
+        raise InputError(f"--gpus {gpus}: must be a number of GPUs")
+    config = load_config(path, rest)
+    from automodel_rl.tools.plan import DEVICES, plan
+
+    if device is not None and device not in DEVICES:
+        raise InputError(f"--device {device}: known devices are {', '.join(DEVICES)}")
+    try:
+        plan(config, None if gpus is None else int(gpus), device or "H200", as_json)
+    except DoesNotFitError as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILURE
+    return EXIT_OK
+
+
+def _take_option(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Takes `name VALUE` or `name=VALUE` out of the overrides."""
+    for place, argument in enumerate(arguments):
+        key, equals, value = argument.partition("=")
+        if key != name:
+            continue
+        if equals:
+            return value, arguments[:place] + arguments[place + 1 :]
+        if place + 1 == len(arguments):
+            raise InputError(f"{name} has no value")
+        return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+    return None, arguments
 
 
 def _quickstart(arguments: list[str]) -> int:

@@ -27,6 +27,10 @@ class VerificationError(RuntimeError):
     """A layout does not compute the numbers of one process."""
 
 
+class DoesNotFitError(RuntimeError):
+    """A layout needs more memory than the device has."""
+
+
 class TrainingDivergedError(RuntimeError):
     """Too many steps in a row had a loss or a gradient that is not finite."""
 

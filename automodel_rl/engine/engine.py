@@ -12,7 +12,7 @@ from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.optimizer import build_optimizer, learning_rate
 from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import Denominator, LossFn, TokenOutputs, count
-from automodel_rl.model import ModelHandle
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import target_logprobs, top_logits
 from automodel_rl.parallel.adapters import LossTotals
 from automodel_rl.parallel.gradients import local_square_norm

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from automodel_rl.model import ModelHandle
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import local_tensor
 
 

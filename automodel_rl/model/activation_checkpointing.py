@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+from torch.nn.attention import varlen  # noqa: F401 (it registers its operator)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 KEPT = (

@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     _PipelineScheduleRuntime,
+    get_schedule_class,
 )
 
 from automodel_rl.errors import MicrobatchError
@@ -178,3 +179,58 @@ def _tensor_meta(shape: Shape, dtype: torch.dtype, requires_grad: bool) -> Any:
     from torch.distributed.pipelining._utils import extract_tensor_meta  # not in torch 2.11
 
     return extract_tensor_meta(torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad))
+
+
+def planned_actions(name: str, pp: int, stages_of_rank: Sequence[Sequence[int]], num_microbatches: int) -> list[list]:
+    """What each rank does in one step of a stock schedule, without process groups: for planning.
+
+    Args:
+        name: of the schedule.
+        pp: pipeline ranks.
+        stages_of_rank: for every rank the stages it has.
+        num_microbatches: that the schedule runs.
+
+    Returns:
+        For every rank its actions in order, as (stage, kind, microbatch); kinds are F, B (whole backward), I (of the
+        inputs) and W (of the weights).
+    """
+    schedule_class: Any = get_schedule_class(name)
+    if issubclass(schedule_class, PipelineScheduleSingle):  # these publish no plan that can be relied on
+        ahead = [num_microbatches if name == "GPipe" else pp - rank for rank in range(pp)]
+        return [_forward_ahead(rank, min(ahead[rank], num_microbatches), num_microbatches) for rank in range(pp)]
+    stages = [_StageStandIn(index, sum(map(len, stages_of_rank)), pp) for index in stages_of_rank[0]]
+    orders = schedule_class(stages, num_microbatches, loss_fn=_no_loss).pipeline_order
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    return [
+        [
+            (sub.stage_index, kinds[sub.computation_type.name], sub.microbatch_index)
+            for action in orders[rank]
+            if action is not None
+            for sub in (action.sub_actions or (action,))
+            if sub.computation_type.name in kinds
+        ]
+        for rank in range(pp)
+    ]
+
+
+def _forward_ahead(stage: int, ahead: int, num_microbatches: int) -> list[tuple[int, str, int]]:
+    """`ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    actions = [(stage, "F", index) for index in range(ahead)]
+    for index in range(num_microbatches):
+        actions.append((stage, "B", index))
+        if ahead + index < num_microbatches:
+            actions.append((stage, "F", ahead + index))
+    return actions
+
+
+class _StageStandIn:
+    """The attributes of rank 0's stages that schedules read when they make their plan."""
+
+    def __init__(self, index: int, num_stages: int, pp: int):
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, num_stages, pp, 0
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.has_backward, self.submod, self.device = True, None, torch.device("cpu")
+
+
+def _no_loss(*_: object) -> None:
+    raise AssertionError("a plan computes nothing")

@@ -14,7 +14,7 @@ from automodel_rl.config.model import Dtype, Implementation
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import count, sft_loss
-from automodel_rl.model import ModelHandle
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_reduce import sum_over_data_ranks
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.tools.one_process import OneProcess

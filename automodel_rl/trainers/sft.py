@@ -19,9 +19,9 @@ from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from automodel_rl.errors import InputError, StoppedError
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.losses import sft_loss
-from automodel_rl.model import ModelHandle
 from automodel_rl.model.checkpoint_files import resolve_checkpoint
 from automodel_rl.model.flops import peak_flops
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.console import Progress
 from automodel_rl.observe.metrics import MetricsFile, read_metrics
 from automodel_rl.observe.report import Sample, write_report

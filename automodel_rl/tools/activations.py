@@ -1,0 +1,176 @@
+"""Memory of one layer's activations, measured without a device: its forward and backward run on meta tensors.
+
+Attention, norms and experts are stand-ins that keep for the backward what the fused kernels keep.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from automodel_rl.config import ParallelConfig
+from automodel_rl.config.families import FAMILIES
+from automodel_rl.model.activation_checkpointing import checkpoint_layers
+
+STAND_IN = "automodel_rl_plan"
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of one layer for one microbatch.
+
+    Attributes:
+        kept: from its forward until its backward; its input belongs to the layer before.
+        backward: most that its backward needs besides, gradients of its weights included.
+    """
+
+    kept: int
+    backward: int
+
+
+def layer_activations(
+    config: PretrainedConfig,
+    layer: int,
+    num_tokens: int,
+    parallel: ParallelConfig,
+    mode: Literal["none", "selective", "full"],
+    dtype: torch.dtype,
+) -> LayerActivations:
+    """What one layer keeps and needs for `num_tokens` tokens of one rank."""
+    AttentionInterface.register(STAND_IN, functools.partial(_attention, parallel.cp))
+    ALL_EXPERTS_FUNCTIONS.register(STAND_IN, _experts)
+    module, rotary_dim = _one_layer(_of_one_rank(config, parallel), layer, dtype)
+    checkpoint_layers([module], mode)
+    hidden = torch.empty(1, num_tokens, config.hidden_size, dtype=dtype, device=META, requires_grad=True)
+    rotary = torch.empty(1, num_tokens, rotary_dim, dtype=dtype, device=META)
+    with LiveBytes() as live:
+        output = module(hidden, attention_mask=None, position_ids=None, position_embeddings=(rotary, rotary))
+        output = output[0] if isinstance(output, tuple) else output
+        kept = live.now
+        live.most = live.now
+        output.backward(torch.empty_like(output))
+    # Under sequence parallelism the residual stream and the norms between blocks are cut over the tp ranks.
+    between = 3 * num_tokens * config.hidden_size * dtype.itemsize if mode == "none" else 0
+    spared = between * (parallel.tp - 1) // parallel.tp if parallel.sequence_parallel else 0
+    # The stand-in's output is made again, the kernel's is kept.
+    attended = num_tokens * module.self_attn.o_proj.in_features * dtype.itemsize if mode == "selective" else 0
+    return LayerActivations(kept - spared + attended, live.most - kept)
+
+
+def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
+    """The config of a layer as wide as one tp rank's part."""
+    values = config.to_dict()
+    changed: dict[str, Any] = {}
+    if parallel.tp > 1:
+        changed["head_dim"] = values.get("head_dim") or config.hidden_size // config.num_attention_heads
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            changed[key] = values[key] // parallel.tp
+    return type(config).from_dict({**values, **changed})
+
+
+def _one_layer(config: PretrainedConfig, layer: int, dtype: torch.dtype) -> tuple[Any, int]:
+    """The layer without storage, with stand-ins, and the width of its rotary embedding."""
+    with META:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN
+        )
+    module = model.model.layers[layer]
+    if FAMILIES[config.model_type].has_plain_norms:
+        for part in module.modules():
+            if type(part).__name__.endswith("RMSNorm"):
+                part.forward = MethodType(lambda norm, hidden: _Norm.apply(hidden, norm.weight), part)
+    values = config.to_dict()
+    rotary = values.get("qk_rope_head_dim") or values.get("head_dim")
+    return module, rotary or config.hidden_size // config.num_attention_heads
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operators made and that are still alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._alive: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if id(storage) not in self._alive and id(storage) not in given:
+                    self._count(storage)
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+
+        def freed(_: object) -> None:
+            self.now -= size
+            del self._alive[key]
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps its input and one number for each token, as the fused kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps query, key, value, output and log-sum-exp; under context parallelism the keys of both calls."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp: int) -> Tensor:
+        tokens = query.shape[2]
+        output = query.new_empty(1, tokens, query.shape[1], value.shape[-1])
+        logsumexp = query.new_empty(query.shape[1], tokens, dtype=torch.float32)
+        ctx.shapes = query.shape, key.shape, value.shape
+        if cp == 1:
+            ctx.save_for_backward(query, key, value, output, logsumexp)
+            return output
+        width = key.shape[1] * (key.shape[-1] + value.shape[-1])
+        keys = key.new_empty(tokens * (2 * cp + 1) // 2, width)
+        ctx.save_for_backward(torch.empty_like(query), keys, output, logsumexp)
+        return torch.empty_like(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *(gradients[0].new_empty(shape) for shape in ctx.shapes), None
+
+
+def _attention(
+    cp: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
+) -> tuple[Tensor, None]:
+    return _Attention.apply(query, key, value, cp), None
+
+
+def _experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """The tensors of `experts_forward` with a balanced load."""
+    order = torch.empty(experts.numel(), dtype=torch.int64, device=META)
+    slots = hidden[order]
+    up, down = (w[0] if module.is_transposed else w[0].t() for w in (module.gate_up_proj, module.down_proj))
+    outputs = module._apply_gate(slots @ up) @ down
+    weighted = outputs * weights.flatten()[order, None]
+    return weighted[order].view(*experts.shape, -1).sum(1).to(hidden.dtype)
