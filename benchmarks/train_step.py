@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 dp_shard=2 cp=2         one layout after the other
     torchrun --nproc-per-node 4 benchmarks/train_step.py W1 cp=4 --one-row 131072        one sequence a step
     torchrun --nproc-per-node 4 benchmarks/train_step.py W1 pp=4 --microbatches 8        rows of equal cost
+    torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 --one-each padded       a sequence a row, all as long
+    python benchmarks/train_step.py W1 - --profile                                       host syncs and reductions
     python benchmarks/train_step.py W1 - --tiny --tokens 2048 --steps 3                  check the script on a CPU
 
 Prints one JSON line for each layout. bf16 compute, fp32 master weights, clip 1.0, 65,536 tokens a step and GPU in
@@ -28,12 +30,11 @@ from transformers import AutoModelForCausalLM
 from workload import ROW_TOKENS, make_sequences, model_sizes, one_sequence, parse_layout, write_model
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
+from automodel_rl.batch import PackedBatch, pack_row
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.model.flops import peak_flops
-
-WARMUP = 5
 
 
 def main() -> None:
@@ -67,8 +68,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("layouts", nargs="+", help="such as pp=2,schedule=GPipe; - for one rank")
     parser.add_argument("--tokens", type=int, default=65536, help="a step and device")
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--one-row", type=int, help="each step is one sequence of this length")
     parser.add_argument("--microbatches", type=int, help="rows a step and data rank, each one sequence of 8,192")
+    parser.add_argument(
+        "--one-each", choices=["own", "padded"], help="a row for each sequence, or as long as the longest"
+    )
+    parser.add_argument("--profile", action="store_true", help="count host synchronisations and reductions of a step")
     parser.add_argument("--implementation", default="transformers")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "automodel_rl_benchmarks"))
@@ -82,14 +88,40 @@ def make_data(
 ) -> tuple[list[list[TokenSequence]], int]:
     """The sequences of every step, and the capacity of a row."""
     generator = np.random.default_rng(0)
-    steps = WARMUP + options.steps
+    steps = options.warmup + options.steps
     if options.one_row:
         return [[one_sequence(options.one_row, vocab_size, generator)] for _ in range(steps)], options.one_row
     if options.microbatches:
         rows = [[one_sequence(row, vocab_size, generator) for _ in range(options.microbatches)] for _ in range(steps)]
         return rows, row
     tokens = options.tokens * world_size
+    if options.one_each:
+        data = [make_sequences(tokens, vocab_size, generator, row) for _ in range(steps)]
+        return [[pad(s, step) for s in step] for step in data] if options.one_each == "padded" else data, row
     return [make_sequences(tokens, vocab_size, generator, row) for _ in range(steps)], row
+
+
+def pad(sequence: TokenSequence, step: list[TokenSequence]) -> TokenSequence:
+    """As long as the longest of its step; the rest is not trained."""
+    missing = max(map(len, step)) - len(sequence)
+    ids = torch.cat([sequence.input_ids, torch.zeros(missing, dtype=torch.int64)])
+    return TokenSequence(ids, torch.cat([sequence.loss_mask, torch.zeros(missing, dtype=torch.bool)]))
+
+
+def rows_of(
+    sequences: list[TokenSequence], row: int, handle: ModelHandle, options: argparse.Namespace
+) -> list[PackedBatch]:
+    if options.one_each:
+        return [pack_row([sequence]) for sequence in sequences]
+    parallel = handle.layout.parallel
+    return pack(
+        sequences,
+        row,
+        num_data_ranks=parallel.num_data_ranks,
+        data_rank=handle.layout.data_rank,
+        min_bin_count=parallel.pp * parallel.num_data_ranks if len(sequences) > 1 else 1,
+        cost=handle.flops,
+    )
 
 
 def measure(
@@ -104,21 +136,14 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     seconds, outputs = [], []
     for sequences in data:
-        batches = pack(
-            sequences,
-            row,
-            num_data_ranks=parallel.num_data_ranks,
-            data_rank=handle.layout.data_rank,
-            min_bin_count=parallel.pp * parallel.num_data_ranks if len(sequences) > 1 else 1,
-            cost=handle.flops,
-        )
+        batches = rows_of(sequences, row, handle, options)
         synchronize(device)
         started = time.perf_counter()
         outputs.append(engine.train_step(batches, sft_loss))
         synchronize(device)
         seconds.append(time.perf_counter() - started)
-    timed = slice(WARMUP, None)
-    tokens = [sum(map(len, sequences)) for sequences in data][timed]
+    timed = slice(options.warmup, None)
+    tokens = [sum(int(s.loss_mask.sum()) for s in sequences) for sequences in data][timed]
     flops = [sum(handle.flops(len(s)) for s in sequences) for sequences in data][timed]
     rates = [t / s / dist.get_world_size() for t, s in zip(tokens, seconds[timed], strict=True)]
     peak = peak_flops(device)
@@ -133,6 +158,22 @@ def measure(
         "loss1": round(outputs[0].loss, 5),
         "gnorm1": round(outputs[0].grad_norm, 5),
         "torch": torch.__version__,
+        **(count_events(engine, batches) if options.profile else {}),
+    }
+
+
+def count_events(engine: Engine, batches: list[PackedBatch]) -> dict[str, object]:
+    """How often one step on rank 0 waits for the device or reduces gradients."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        engine.train_step(batches, sft_loss)
+    names = ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item"]
+    counts = {event.key: event.count for event in profile.key_averages()}
+    reductions = sum(count for key, count in counts.items() if key.startswith("nccl:") and "reduce_scatter" in key)
+    return {
+        "microbatches": len(batches),
+        **{name: counts.get(name, 0) for name in names},
+        "reduce_scatters": reductions,
     }
 
 

@@ -49,7 +49,7 @@ def layer_activations(
     """What one layer keeps and needs for `num_tokens` tokens of one rank."""
     AttentionInterface.register(STAND_IN, functools.partial(_attention, parallel.cp))
     ALL_EXPERTS_FUNCTIONS.register(STAND_IN, _experts)
-    module, rotary_dim = _one_layer(_of_one_rank(config, parallel), layer, dtype)
+    module, rotary_dim = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, dtype)
     checkpoint_layers([module], mode)
     hidden = torch.empty(1, num_tokens, config.hidden_size, dtype=dtype, device=META, requires_grad=True)
     rotary = torch.empty(1, num_tokens, rotary_dim, dtype=dtype, device=META)
@@ -78,13 +78,16 @@ def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> Pretrain
     return type(config).from_dict({**values, **changed})
 
 
-def _one_layer(config: PretrainedConfig, layer: int, dtype: torch.dtype) -> tuple[Any, int]:
+def _one_layer(config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype) -> tuple[Any, int]:
     """The layer without storage, with stand-ins, and the width of its rotary embedding."""
     with META:
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN
         )
     module = model.model.layers[layer]
+    for experts in (part for name, part in module.named_modules() if name.endswith("experts")):
+        for name, weight in list(experts.named_parameters(recurse=False)):
+            setattr(experts, name, nn.Parameter(weight[: len(weight) // ep]))
     if FAMILIES[config.model_type].has_plain_norms:
         for part in module.modules():
             if type(part).__name__.endswith("RMSNorm"):

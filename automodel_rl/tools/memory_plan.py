@@ -169,12 +169,14 @@ class MemoryModel:
         is_first_dense = layer < (values.get("first_k_dense_replace") or 0)
         like = 0 if is_first_dense or not values.get("first_k_dense_replace") else self.config.num_hidden_layers - 1
         return self._activations(
-            like, self._tokens(parallel), parallel.cp, parallel.tp, parallel.sequence_parallel,
+            like, self._tokens(parallel), parallel.cp, parallel.tp, parallel.ep, parallel.sequence_parallel,
             memory.activation_checkpointing,
         )  # fmt: skip
 
-    def _measure(self, layer: int, tokens: int, cp: int, tp: int, sequence: bool, mode: str) -> LayerActivations:
-        parallel = ParallelConfig(cp=cp, tp=tp, sequence_parallel=sequence)
+    def _measure(
+        self, layer: int, tokens: int, cp: int, tp: int, ep: int, sequence: bool, mode: str
+    ) -> LayerActivations:
+        parallel = ParallelConfig(cp=cp, tp=tp, ep=ep, sequence_parallel=sequence)
         return layer_activations(self.config, layer, tokens, parallel, mode, self._dtype)  # type: ignore[arg-type]
 
 
