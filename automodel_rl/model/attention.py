@@ -72,6 +72,7 @@ def choose_attention(requested: str, needs_mathematics: bool, device: torch.devi
     return _registered(requested)
 
 
+@torch.compiler.disable  # rows differ in the number and lengths of their sequences
 def packed_attention(
     backend: Backend,
     module: nn.Module,

@@ -25,7 +25,7 @@ def parallelise(
         part: on the meta device, but for its buffers.
         family: what is special about it.
         layout: this rank's place.
-        memory: what is recomputed.
+        memory: what is recomputed or compiled.
         compute: dtype in which weights are gathered.
         master: dtype in which they are kept and gradients reduced.
     """
@@ -47,6 +47,9 @@ def parallelise(
     install_part_forward(part, context)
     if family.has_plain_norms:
         install_fused_norms(part, layout.device, compute)
+    if memory.compile:
+        for layer in layers_of(part):
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     checkpoint_layers(layers_of(part), memory.activation_checkpointing)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
     own_units = experts if layout.parallel.ep > 1 else []
