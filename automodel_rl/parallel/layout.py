@@ -51,8 +51,9 @@ class Layout:
     def boundary_group(self, kind: Literal["activation", "gradient"], source: int) -> dist.ProcessGroup:
         """The group for messages of one kind from pipeline rank `source`.
 
-        NCCL runs the messages of a group in order, so a receive that waits would hold up a send behind it. On CUDA
-        activations and gradients have groups of their own, and so have a rank's sends and its receives.
+        NCCL runs the messages of a group in order, so a receive that waits would hold up a send behind it. With several
+        stages on a CUDA rank, activations and gradients have groups of their own, and so have a rank's sends and its
+        receives. Schedules with one stage fuse a send and a receive into one message, which needs one group.
         """
         colour = source % 2 if source < self.parallel.pp // 2 * 2 else 2  # neighbours differ, also around an odd ring
         return self.boundary_groups[(colour + 3 * (kind == "gradient")) % len(self.boundary_groups)]
@@ -134,14 +135,12 @@ def build_layout(parallel: ParallelConfig, device: torch.device) -> Layout:
         world_control=_control_group([list(range(dist.get_world_size()))]),
         data_control=_control_group(by_data),
         pp_control=_control_group(by_stage),
-        boundary_groups=_boundary_groups(by_stage, device),
+        boundary_groups=_boundary_groups(by_stage, 6 if device.type == "cuda" and parallel.virtual_stages > 1 else 1),
         ends_group=_own_group([sorted({ranks_[0], ranks_[last]}) for ranks_ in by_stage]),
     )
 
 
-def _boundary_groups(by_stage: list[list[int]], device: torch.device) -> tuple[dist.ProcessGroup, ...]:
-    """Six on CUDA; a single one elsewhere, as gloo's messages do not wait for each other."""
-    count = 6 if device.type == "cuda" and len(by_stage[0]) > 1 else 1
+def _boundary_groups(by_stage: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:
     groups = [_own_group(by_stage) for _ in range(count)]
     return tuple(group for group in groups if group is not None)
 
