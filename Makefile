@@ -2,6 +2,7 @@
 # make demo    fine-tune a small chat model on this machine and see what it learned
 # make test    lint, types, import contracts, tests
 # make check   all of these but the tests
+# make parity  every layout that four ranks reach against one process (about 20 minutes on 2 cores)
 
 SHELL := /bin/sh
 CHOOSE := for p in python3.11 python3.12 python3; do \
@@ -9,7 +10,7 @@ CHOOSE := for p in python3.11 python3.12 python3; do \
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: setup demo test check format
+.PHONY: setup demo test check parity format
 
 setup: .venv/installed
 
@@ -32,6 +33,9 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest
+
+parity: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
 
 format: setup
 	$(BIN)/ruff check --fix .

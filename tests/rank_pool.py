@@ -1,5 +1,6 @@
 """Ranks that stay alive over many tests, for importing the package takes seconds a process; groups are made anew."""
 
+import gc
 import multiprocessing
 import os
 import time
@@ -83,7 +84,9 @@ def _serve(pipe: Connection, rank: int, num_ranks: int) -> None:
         os.environ["MASTER_PORT"] = str(port)
         try:
             result = function(*args)
-            leave_process_group()  # every gloo group has threads that wake up; over many tests they would add up
+            # Every gloo group has threads that wake up; over many tests they would add up.
+            leave_process_group()
+            gc.collect()
             pipe.send((None, result))
         except BaseException:
             pipe.send((traceback.format_exc(), None))

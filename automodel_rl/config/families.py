@@ -25,6 +25,8 @@ class Family:
     Attributes:
         experts: names of separate experts in files; None where files hold what the model holds.
         is_moe: has a mixture of experts.
+        router: name of the router beside the experts.
+        has_router_bias: routers add a bias, trained by load, to choose experts (DeepSeek-V3).
         has_sinks: attention has a learned sink for each head.
         rotary_by_layer_type: rotary embeddings differ between full and sliding-window layers.
         scales_embedding: the embedding module multiplies what it looks up.
@@ -36,6 +38,8 @@ class Family:
 
     experts: ExpertNames | None = None
     is_moe: bool = False
+    router: str = "gate"
+    has_router_bias: bool = False
     has_sinks: bool = False
     rotary_by_layer_type: bool = False
     scales_embedding: bool = False
@@ -58,6 +62,8 @@ FAMILIES = {
     ),
     "mixtral": Family(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), is_moe=True, splits_over_tp=False),
     "qwen3_moe": Family(ExpertNames(), is_moe=True, splits_over_tp=False),
-    "deepseek_v3": Family(ExpertNames(), is_moe=True, computes_in_fp32=True, splits_over_tp=False),
-    "gpt_oss": Family(is_moe=True, has_sinks=True, splits_over_tp=False),
+    "deepseek_v3": Family(
+        ExpertNames(), is_moe=True, has_router_bias=True, computes_in_fp32=True, splits_over_tp=False
+    ),
+    "gpt_oss": Family(is_moe=True, router="router", has_sinks=True, splits_over_tp=False),
 }

@@ -1,11 +1,38 @@
-"""Which model is trained, and how it computes."""
+"""Which model is trained, how it computes, and what of it is trained."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from automodel_rl.config.base import Section
+from pydantic import Field
+
+from automodel_rl.config.base import Positive, Section
 
 Implementation = Literal["transformers", "nemo_automodel"]
 Dtype = Literal["bfloat16", "float32", "float64"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on linear layers (Hu et al., arXiv:2106.09685); everything else is frozen."""
+
+    rank: Positive = 16
+    """Inner dimension of the adapters."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The adapter's output is multiplied by alpha / rank."""
+
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers that get one."""
+
+
+class MoEConfig(Section):
+    """Training of the routers of a mixture of experts."""
+
+    aux_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the load-balancing loss (Fedus et al., arXiv:2101.03961, eq. 4), taken over each row of each rank. It
+    depends on how sequences are packed, so 0 keeps layouts and packing exact."""
+
+    bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Step by which DeepSeek's routers raise the bias of experts with too little load and lower the others' after every
+    update (arXiv:2412.19437, section 2.1.2)."""
 
 
 class ModelConfig(Section):
@@ -21,4 +48,11 @@ class ModelConfig(Section):
     """What the model computes in. Master weights are float32 (float64 for float64)."""
 
     attention: Literal["auto", "varlen", "te", "sdpa", "eager"] = "auto"
-    """Attention over packed rows. auto: varlen_attn on CUDA in bfloat16, else SDPA over each sequence."""
+    """Attention over packed rows: torch's varlen_attn or TransformerEngine (both CUDA and bfloat16), SDPA over each
+    sequence, or the mathematics written out. auto: eager for models with sinks or a soft cap, else varlen on CUDA in
+    bfloat16, else sdpa."""
+
+    lora: LoraConfig | None = None
+    """Train low-rank adapters in place of all weights."""
+
+    moe: MoEConfig = MoEConfig()

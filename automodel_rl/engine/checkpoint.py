@@ -5,6 +5,7 @@ checkpoint does not know the layout that wrote it. A folder gets its name only w
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from automodel_rl.engine.engine import Engine
+from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import InputError
 from automodel_rl.model.saving import complete_or_absent
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> None:
@@ -30,8 +30,9 @@ def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank
         rank_state: what each rank needs for itself, such as its data loader's state.
     """
     layout = engine.handle.layout
+    engine.bring_back_moments()
     with complete_or_absent(folder, layout) as unfinished:
-        parameters = dict(engine.handle.named_parameters())
+        parameters = _trained(engine.handle.named_parameters())
         dcp.save(_tensors(engine, parameters), checkpoint_id=unfinished / "tensors", process_group=layout.world_control)
         torch.save({"random": _random_state(layout.device), **rank_state}, _rank_file(unfinished))
         if dist.get_rank() == 0:
@@ -54,9 +55,10 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
             f"{dist.get_world_size()}: resume with the same layout"
         )
     handle = engine.handle
-    parameters = dict(handle.named_parameters())
+    engine.bring_back_moments()
+    parameters = _trained(handle.named_parameters())
     tied = handle.tied
-    if tied is not None and tied.copy is not None:
+    if tied is not None and tied.copy is not None and tied.copy.requires_grad:
         parameters["model.embed_tokens.weight"] = tied.copy  # the copy is restored from the weight it copies
     state = _tensors(engine, parameters)
     dcp.load(state, checkpoint_id=folder / "tensors", process_group=handle.layout.world_control)
@@ -67,6 +69,11 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
     engine.step = progress["engine"]["step"]
     engine.skipped_in_a_row = progress["engine"]["skipped_in_a_row"]
     return progress, rank_state
+
+
+def _trained(parameters: Iterator[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Frozen weights are those of the model's own checkpoint."""
+    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
 
 def _tensors(engine: Engine, parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from automodel_rl.batch import PackedBatch, unpack
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.engine.optimizer import build_optimizer, learning_rate
+from automodel_rl.engine.offload import Offloaded
+from automodel_rl.engine.optimizer import MOMENTS, build_optimizer, learning_rate
 from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import Denominator, LossFn, TokenOutputs, count
 from automodel_rl.model.handle import ModelHandle
@@ -55,6 +56,7 @@ class Engine:
         self.config = optimizer or OptimizerConfig(decay="constant")
         self.total_steps = total_steps
         self.optimizers = [build_optimizer(part, self.config) for part in handle.parts]
+        self._offloaded: Offloaded | None = None
         self.step = 0
         self.skipped_in_a_row = 0
 
@@ -77,10 +79,11 @@ class Engine:
         lr = learning_rate(self.config, self.step, self.total_steps)
         if not skipped:
             self._update(lr, grad_norm)
+        routing = self.handle.balance_routers() if self.handle.is_mixture and not skipped else {}
         self.handle.zero_grad()
         self.step += 1
         self._count_skipped(skipped, loss, grad_norm)
-        return TrainOutput(loss, grad_norm, counts["tokens"], lr, skipped, _metrics(shared))
+        return TrainOutput(loss, grad_norm, counts["tokens"], lr, skipped, {**_metrics(shared), **routing})
 
     def evaluate(self, batches: Sequence[PackedBatch], loss_fn: LossFn) -> float:
         """The loss over the global batch, without gradients or updates."""
@@ -111,16 +114,29 @@ class Engine:
         local = count(batches)
         return dict(zip(local, sum_over_data_ranks(list(local.values()), self.handle.layout), strict=True))
 
+    def bring_back_moments(self) -> None:
+        """Puts the optimizer's moments on the device, if they wait on the host."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+
+    def _offload_moments(self) -> None:
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        self._offloaded = Offloaded(state[moment] for state in states for moment in MOMENTS)
+
     def _update(self, lr: float, grad_norm: float) -> None:
         if self.config.max_grad_norm is not None:
             every_copy = [parameter for part in self.handle.parts for parameter in part.parameters()]
             norm = torch.tensor(grad_norm, dtype=torch.float64, device=self.handle.layout.device)
             for parameters in by_mesh(every_copy):
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+        self.bring_back_moments()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
+        if self.handle.memory.offload_optimizer:
+            self._offload_moments()
 
     def _count_skipped(self, skipped: bool, loss: float, grad_norm: float) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

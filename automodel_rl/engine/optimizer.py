@@ -9,6 +9,9 @@ from automodel_rl.config import OptimizerConfig
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.sharding import by_mesh
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's two moments in its state."""
+
 
 def build_optimizer(part: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW: matrices and embeddings with weight decay, biases and norm weights without."""

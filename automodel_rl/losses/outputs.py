@@ -8,8 +8,8 @@ from torch import Tensor
 
 from automodel_rl.batch import PackedBatch
 
-Denominator = Literal["tokens", "sequences"]
-"""What a sum is divided by: targets with `loss_mask` set, or real sequences, of the whole global batch."""
+Denominator = Literal["tokens", "sequences", "positions"]
+"""What a sum is divided by: targets with `loss_mask` set, real sequences, or all their tokens, of the global batch."""
 
 
 @dataclass(frozen=True)
@@ -44,4 +44,5 @@ def count(batches: Sequence[PackedBatch]) -> dict[Denominator, int]:
     return {
         "tokens": sum(int(batch.loss_mask.sum()) for batch in batches),
         "sequences": sum(batch.num_sequences for batch in batches),
+        "positions": sum(batch.num_tokens for batch in batches if not batch.is_empty),
     }

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from automodel_rl.errors import InputError
-from automodel_rl.model.hf_names import Piece, pieces
+from automodel_rl.model.hf_names import INDEX, SINGLE, Piece, pieces
+from automodel_rl.model.lora import initialise, is_adapter
 from automodel_rl.parallel.combinations import ModelDescription
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -98,7 +97,7 @@ class Checkpoint:
         """
         is_tied = model.config.tie_word_embeddings
         for name, tensor in persistent_tensors(model):
-            if name == TIED_HEAD and is_tied:
+            if (name == TIED_HEAD and is_tied) or is_adapter(name):
                 continue
             for piece in pieces(name, tuple(tensor.shape), self.family):
                 self._check_piece(piece, type(model).__name__)
@@ -128,6 +127,9 @@ class Checkpoint:
         with contextlib.ExitStack() as stack, torch.no_grad():
             readers = {file: stack.enter_context(_open(file)) for file in set(self._files.values())}
             for name, tensor in persistent_tensors(part):
+                if is_adapter(name):
+                    initialise(name, tensor)
+                    continue
                 stored = EMBEDDING if name == TIED_HEAD and part.config.tie_word_embeddings else name
                 local, box = local_tensor(tensor), local_box(tensor)
                 for piece in pieces(stored, tuple(tensor.shape), self.family):

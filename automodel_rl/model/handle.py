@@ -15,6 +15,7 @@ from automodel_rl.batch import LocalRow, PackedBatch, empty_row, local_row
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.losses import Denominator, LossFn
@@ -29,8 +30,10 @@ from automodel_rl.model.checkpoint_files import (
 from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.hf_names import to_hf
 from automodel_rl.model.logprobs import target_logprobs
+from automodel_rl.model.lora import add_adapters, save_adapters
 from automodel_rl.model.nemo import build_empty_model, parts_of, split_model
 from automodel_rl.model.parallelise import parallelise
+from automodel_rl.model.routers import global_loads, load_metric
 from automodel_rl.model.saving import save_hf_checkpoint
 from automodel_rl.parallel.adapters import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
@@ -50,6 +53,8 @@ class ModelHandle:
         layout: this rank's place among all ranks.
         dtype: what the model computes in.
         source: folder of the checkpoint it was loaded from.
+        memory: what is recomputed, offloaded or compiled.
+        lora: of the adapters that are trained; None if all weights are.
         flops: of a sequence in a training step, by its length.
         tied: the two copies of a tied embedding, where a pipeline has split them.
     """
@@ -62,11 +67,13 @@ class ModelHandle:
         dtype: torch.dtype,
         source: Path,
         flops: StepFlops,
+        memory: MemoryConfig,
+        lora: LoraConfig | None = None,
     ):
         """Wraps a model whose parts have the packed forward; `from_pretrained` builds one."""
         self.parts = parts_of(model)
         self.config, self.layout, self.dtype, self.source = config, layout, dtype, source
-        self.flops = flops
+        self.flops, self.memory, self.lora = flops, memory, lora
         self.tied = (
             _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
         )
@@ -97,7 +104,7 @@ class ModelHandle:
         folder = resolve_checkpoint(model.path)
         config = read_config(folder)
         description = describe_model(config)
-        check_supported(description, model, parallel)
+        check_supported(description, model, parallel, memory)
         device = join_process_group(parallel.world_size)
         dtype = getattr(torch, model.dtype)
         master = torch.promote_types(dtype, torch.float32)
@@ -108,10 +115,13 @@ class ModelHandle:
         flops = StepFlops(empty)
         checkpoint = Checkpoint(folder, config.model_type)
         checkpoint.check(empty)
-        built = split_model(empty, layout, lambda part: parallelise(part, family, layout, memory, dtype, master))
+        lora = None if model.lora is None else add_adapters(empty, model.lora)
+        built = split_model(
+            empty, layout, lambda part: parallelise(part, family, layout, memory, model.moe, dtype, master)
+        )
         for part in parts_of(built):
             checkpoint.fill(part, device)
-        handle = cls(built, config, layout, dtype, folder, flops)
+        handle = cls(built, config, layout, dtype, folder, flops, memory, lora)
         handle._check_finite()
         return handle
 
@@ -130,6 +140,7 @@ class ModelHandle:
         """
         for part in self.parts:
             part.train()
+            part.router_watch.start_step(counts["positions"])
         batches = self._filled_up(batches)
         whole = [batch.to(self.layout.device) for batch in batches]
         adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
@@ -159,6 +170,10 @@ class ModelHandle:
         results = tensor_from_last_stage(whole, self.layout).split([batch.num_tokens for batch in filled])
         return list(results[: len(batches)])
 
+    @property
+    def is_mixture(self) -> bool:
+        return FAMILIES[self.config.model_type].is_moe
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Hugging Face names and (sharded) parameters of this rank's stages; a tied weight only once in the model."""
         for part in self.parts:
@@ -178,10 +193,25 @@ class ModelHandle:
                 yield from to_hf(name, buffer, self.config.model_type)
 
     def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Writes a Hugging Face checkpoint in the compute dtype. A collective. Complete, or not there at all."""
+        """Writes a Hugging Face checkpoint in the compute dtype, or PEFT's files if adapters are trained. A collective.
+
+        Complete, or not there at all.
+        """
+        if self.lora is not None:
+            save_adapters(Path(path), self.named_parameters(), self.lora, self.source, self.layout)
+            return
         config = type(self.config).from_dict(self.config.to_dict())
         config.dtype = self.dtype
         save_hf_checkpoint(Path(path), self.named_hf_tensors(), config, tokenizer, self.source, self.layout)
+
+    def balance_routers(self) -> dict[str, float]:
+        """After an update of a mixture: moves the routers' biases, if asked for, and reports load. A collective."""
+        watches = [part.router_watch for part in self.parts]
+        loads = global_loads(watches, self.layout)
+        for watch in watches:
+            if watch.config.bias_update_rate:
+                watch.update_biases(loads)
+        return load_metric(loads, self.layout)
 
     def zero_grad(self) -> None:
         for part in self.parts:

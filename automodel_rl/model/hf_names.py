@@ -9,6 +9,8 @@ from torch import Tensor
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.parallel.sharding import Box
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 

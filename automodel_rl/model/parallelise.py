@@ -7,17 +7,26 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from automodel_rl.config.families import Family
 from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MoEConfig
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.experts import experts_of
 from automodel_rl.model.fused_norm import install_fused_norms
-from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of
+from automodel_rl.model.lora import install_adapters
+from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
+from automodel_rl.model.routers import RouterWatch
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
 
 
 def parallelise(
-    part: Any, family: Family, layout: Layout, memory: MemoryConfig, compute: torch.dtype, master: torch.dtype
+    part: Any,
+    family: Family,
+    layout: Layout,
+    memory: MemoryConfig,
+    moe: MoEConfig,
+    compute: torch.dtype,
+    master: torch.dtype,
 ) -> None:
     """Lays out a causal language model, or a part of one, in place.
 
@@ -26,6 +35,7 @@ def parallelise(
         family: what is special about it.
         layout: this rank's place.
         memory: what is recomputed or compiled.
+        moe: how routers are trained.
         compute: dtype in which weights are gathered.
         master: dtype in which they are kept and gradients reduced.
     """
@@ -38,6 +48,7 @@ def parallelise(
     experts = experts_of(part)
     for module in experts:
         _split_experts(module, layout)
+    install_adapters(part)
     context = ForwardContext(
         how,
         layout.cp_group,
@@ -47,6 +58,7 @@ def parallelise(
     install_part_forward(part, context)
     if family.has_plain_norms:
         install_fused_norms(part, layout.device, compute)
+    part.router_watch = RouterWatch(numbered_layers(part), family, moe)
     if memory.compile:
         for layer in layers_of(part):
             layer.forward = torch.compile(layer.forward, dynamic=True)

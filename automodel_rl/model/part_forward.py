@@ -89,6 +89,12 @@ def part_forward(part: Any, hidden: Tensor, row: LocalRow, output_fn: OutputFn, 
 
 
 def layers_of(part: Any) -> list[Any]:
-    """The decoder layers of a part; AutoPipeline keeps them in a dictionary."""
+    """The decoder layers of a part."""
+    return list(numbered_layers(part).values())
+
+
+def numbered_layers(part: Any) -> dict[int, Any]:
+    """The decoder layers of a part by their number in the model; AutoPipeline keeps them in a dictionary."""
     layers = part.model.layers
-    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers)
+    named = layers.items() if isinstance(layers, nn.ModuleDict) else enumerate(layers)
+    return {int(number): layer for number, layer in named}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.model.checkpoint_files import INDEX, SINGLE
+from automodel_rl.model.hf_names import INDEX, SINGLE
 from automodel_rl.parallel.layout import Layout
 
 GENERATION = "generation_config.json"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
+from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.schedules import SCHEDULES, refuse_schedule
 from automodel_rl.parallel.stages import layers_per_stage
@@ -37,7 +38,7 @@ class ModelDescription:
     is_quantized: bool = False
 
 
-Refusal = Callable[[ModelDescription, ModelConfig, ParallelConfig], str | None]
+Refusal = Callable[[ModelDescription, ModelConfig, ParallelConfig, MemoryConfig], str | None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def needs_mathematics(shape: ModelDescription) -> bool:
     return shape.has_softcap or FAMILIES[shape.family].has_sinks
 
 
-def _family(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _family(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
     known = tuple(FAMILIES) if model.implementation == "transformers" else NEMO_FAMILIES
     if shape.family in known:
         return None
@@ -69,7 +70,9 @@ def _family(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfi
     )
 
 
-def _quantized(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _quantized(
+    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
+) -> str | None:
     if not shape.is_quantized:
         return None
     return (
@@ -78,13 +81,13 @@ def _quantized(shape: ModelDescription, model: ModelConfig, parallel: ParallelCo
     )
 
 
-def _causal(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _causal(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
     if not shape.is_bidirectional:
         return None
     return "model.path: config.json has use_bidirectional_attention, and attention here is causal: use a causal model"
 
 
-def _dropout(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _dropout(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
     if not shape.attention_dropout:
         return None
     return (
@@ -93,7 +96,7 @@ def _dropout(shape: ModelDescription, model: ModelConfig, parallel: ParallelConf
     )
 
 
-def _nemo(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _nemo(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
     if model.implementation == "transformers":
         return None
     if model.dtype == "float64":
@@ -109,7 +112,9 @@ def _nemo(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig)
     return None
 
 
-def _attention(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _attention(
+    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
+) -> str | None:
     if model.attention not in ("auto", "eager") and needs_mathematics(shape):
         what = "a soft cap in" if shape.has_softcap else "sinks in"
         return f"model.attention={model.attention}: this model has {what} its attention: use model.attention=eager"
@@ -118,7 +123,9 @@ def _attention(shape: ModelDescription, model: ModelConfig, parallel: ParallelCo
     return None
 
 
-def _schedule(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _schedule(
+    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
+) -> str | None:
     if parallel.pp > 1:
         return refuse_schedule(parallel)
     if parallel.virtual_stages == 1:
@@ -126,7 +133,9 @@ def _schedule(shape: ModelDescription, model: ModelConfig, parallel: ParallelCon
     return f"parallel.virtual_stages={parallel.virtual_stages} needs parallel.pp of at least 2: use virtual_stages=1"
 
 
-def _replicas(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _replicas(
+    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
+) -> str | None:
     if parallel.dp_replicate == 1 or parallel.fsdp_size > 1:
         return None
     return (
@@ -135,7 +144,7 @@ def _replicas(shape: ModelDescription, model: ModelConfig, parallel: ParallelCon
     )
 
 
-def _tensor(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _tensor(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
     if parallel.tp == 1:
         return None
     if not FAMILIES[shape.family].splits_over_tp:
@@ -155,13 +164,15 @@ def _tensor(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfi
     return None
 
 
-def _sequence_parallel(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _sequence_parallel(
+    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
+) -> str | None:
     if not parallel.sequence_parallel or parallel.tp > 1:
         return None
     return "parallel.sequence_parallel=true needs parallel.tp of at least 2: set it to false, or raise tp"
 
 
-def _experts(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _experts(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
     if parallel.ep == 1:
         return None
     if not FAMILIES[shape.family].is_moe:
@@ -176,7 +187,37 @@ def _experts(shape: ModelDescription, model: ModelConfig, parallel: ParallelConf
     return None
 
 
-def _nothing(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _lora(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
+    if model.lora is None or (parallel.tp == 1 and model.implementation == "transformers"):
+        return None
+    return "model.lora: adapters need parallel.tp=1 and model.implementation=transformers: set them, or leave lora out"
+
+
+def _routers(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
+    family = FAMILIES[shape.family]
+    if model.moe.aux_loss and not (family.is_moe and not family.has_router_bias):
+        return f"model.moe.aux_loss={model.moe.aux_loss}: a {shape.family!r} model has no softmax router: set it to 0"
+    if model.moe.bias_update_rate and not family.has_router_bias:
+        return (
+            f"model.moe.bias_update_rate={model.moe.bias_update_rate}: the routers of a {shape.family!r} model have no "
+            "bias: set it to 0"
+        )
+    return None
+
+
+def _recomputation(
+    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
+) -> str | None:
+    splits = parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
+    if memory.activation_checkpointing != "selective" or not splits:
+        return None
+    return (
+        f"memory.activation_checkpointing=selective: {parallel.schedule} goes through the backward twice, which it "
+        "cannot: use full, or another parallel.schedule"
+    )
+
+
+def _nothing(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
     return None
 
 
@@ -200,14 +241,23 @@ RULES = (
     Rule("tensor parallel (tp)", f"{', '.join(TP_FAMILIES)}; tp divides heads, KV heads, MLP and vocabulary", _tensor),
     Rule("sequence parallel", "with tp", _sequence_parallel),
     Rule("context parallel (cp)", "every model, attention backend and schedule", _nothing),
+    Rule(
+        "activation checkpointing",
+        "full: everywhere; selective: with schedules that do not split the backward",
+        _recomputation,
+    ),
+    Rule("LoRA", "attention and MLP; with pp, cp, ep, dp", _lora),
+    Rule("router auxiliary loss, bias update", "softmax routers; deepseek_v3", _routers),
     Rule("expert parallel (ep)", f"{', '.join(MOE_FAMILIES)}; ep divides experts and dp_shard x cp", _experts),
 )
 
 
-def check_supported(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig) -> None:
+def check_supported(
+    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
+) -> None:
     """Raises `InputError` with the refusal of the first rule that is broken, or of a split that does not fit."""
     for rule in RULES:
-        message = rule.refusal(shape, model, parallel)
+        message = rule.refusal(shape, model, parallel, memory)
         if message is not None:
             raise InputError(message)
     layers_per_stage(shape.num_layers, parallel)

@@ -1,6 +1,5 @@
 """The two ways to run a list of packed rows: one after the other, or through a pipeline schedule. One interface."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -86,6 +85,7 @@ class PipelineDriver:
         self.parallel = layout.parallel
         self.schedule_class = get_schedule_class(layout.parallel.schedule)
         self.hidden_size, self.dtype = hidden_size, dtype
+        self._schedules: dict[int, Schedule] = {}
         # Under sequence parallelism the tp ranks send each their share of the tokens.
         self.boundary_ranks = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         self.stages = [
@@ -111,9 +111,10 @@ class PipelineDriver:
             targets=targets,
         )
 
-    @functools.cache  # noqa: B019 (a driver lives as long as its model)
     def _schedule(self, num_microbatches: int) -> Schedule:
-        stages = self.stages[0] if issubclass(self.schedule_class, PipelineScheduleSingle) else self.stages
-        return self.schedule_class(
-            stages, num_microbatches, loss_fn=lambda output, target: target(output), scale_grads=False
-        )
+        if num_microbatches not in self._schedules:
+            stages = self.stages[0] if issubclass(self.schedule_class, PipelineScheduleSingle) else self.stages
+            self._schedules[num_microbatches] = self.schedule_class(
+                stages, num_microbatches, loss_fn=lambda output, target: target(output), scale_grads=False
+            )
+        return self._schedules[num_microbatches]

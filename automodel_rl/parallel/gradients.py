@@ -49,9 +49,9 @@ class TiedEmbedding:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """A collective of the ranks that hold either weight; others return at once."""
-        if not self.weights:
-            return
         gradients = [local_tensor(weight.grad) for weight in self.weights if weight.grad is not None]
+        if not gradients:  # this rank has neither weight, or they are frozen
+            return
         total = sum(gradients[1:], start=gradients[0].clone())
         dist.all_reduce(total, group=self.group)
         for gradient in gradients:

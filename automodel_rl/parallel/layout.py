@@ -31,6 +31,7 @@ class Layout:
         expert_mesh: with `EXPERT_AXES`; None without expert parallelism.
         cp_group: the ranks that share a row; None without context parallelism.
         world_control: all ranks.
+        stage_control: all ranks of this rank's stages.
         data_control: the data ranks of this rank's stage.
         pp_control: the pipeline ranks of this rank's data rank, the one with the first stage first.
         boundary_groups: for every kind of message between pipeline ranks its own group; see `boundary_group`.
@@ -43,6 +44,7 @@ class Layout:
     expert_mesh: DeviceMesh | None
     cp_group: dist.ProcessGroup | None
     world_control: dist.ProcessGroup
+    stage_control: dist.ProcessGroup
     data_control: dist.ProcessGroup
     pp_control: dist.ProcessGroup
     boundary_groups: tuple[dist.ProcessGroup, ...]
@@ -133,6 +135,7 @@ def build_layout(parallel: ParallelConfig, device: torch.device) -> Layout:
         expert_mesh=(init_device_mesh(device.type, experts, mesh_dim_names=EXPERT_AXES) if parallel.ep > 1 else None),
         cp_group=_own_group(by_row) if parallel.cp > 1 else None,
         world_control=_control_group([list(range(dist.get_world_size()))]),
+        stage_control=_control_group(ranks.flatten(1).tolist()),
         data_control=_control_group(by_data),
         pp_control=_control_group(by_stage),
         boundary_groups=_boundary_groups(by_stage, 6 if device.type == "cuda" and parallel.virtual_stages > 1 else 1),

@@ -59,7 +59,7 @@ def plan(config: SFTConfig, num_gpus: int | None, device: str, as_json: bool) ->
     parallel = config.parallel if num_gpus is None else _spread(config.parallel, num_gpus)
     full = read_config(resolve_checkpoint(config.model.path))
     description = describe_model(full)
-    check_supported(description, config.model, parallel)
+    check_supported(description, config.model, parallel, config.memory)
     compute = getattr(torch, config.model.dtype)
     model = MemoryModel(full, config.batch.row_tokens, compute, torch.promote_types(compute, torch.float32))
     packing = measure_packing(config)
@@ -136,7 +136,7 @@ def nearest_that_fit(
     found: list[str] = []
     for changes, candidate, memory in sorted(candidates, key=lambda c: len(c[0]))[:MOST_TRIED]:
         try:
-            check_supported(description, config.model, candidate)
+            check_supported(description, config.model, candidate, memory)
         except InputError:
             continue
         step = model.plan(candidate, memory, _microbatches(packing, candidate))

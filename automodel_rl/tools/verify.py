@@ -67,7 +67,7 @@ def verify(config: SFTConfig, as_json: bool, say: Callable[[str], None] = print)
     """
     parallel = layout_to_verify(config.parallel)
     full = read_config(resolve_checkpoint(config.model.path))
-    check_supported(describe_model(full), config.model, config.parallel)
+    check_supported(describe_model(full), config.model, config.parallel, config.memory)
     join_process_group(parallel.world_size)
     dtype, tolerances = precision(config.model, full.model_type)
     is_first = dist.get_rank() == 0

@@ -3,6 +3,7 @@
 import pytest
 
 from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.parallel import schedules
 from automodel_rl.parallel.combinations import ModelDescription, check_supported
@@ -17,10 +18,10 @@ MOE = {"family": "qwen3_moe", "num_experts": 6}
 def test_schedules_that_split_the_backward_need_a_new_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = ParallelConfig(pp=2, schedule="ZBVZeroBubble", virtual_stages=2)
     monkeypatch.setattr(schedules, "version", lambda _: "2.13.0+cpu")
-    check_supported(SHAPE, ModelConfig(path="m"), parallel)
+    check_supported(SHAPE, ModelConfig(path="m"), parallel, MemoryConfig())
     monkeypatch.setattr(schedules, "version", lambda _: "2.11.0+cu130")
     with pytest.raises(InputError, match="ZBVZeroBubble needs torch 2.13, and this is 2.11.0"):
-        check_supported(SHAPE, ModelConfig(path="m"), parallel)
+        check_supported(SHAPE, ModelConfig(path="m"), parallel, MemoryConfig())
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,9 @@ def test_first_stage_embeds_and_last_has_the_head() -> None:
         ({"family": "gpt_oss"}, {"attention": "varlen"}, {}, "sinks in its attention: use model.attention=eager"),
         ({}, {"attention": "te", "dtype": "float32"}, {}, "attention=te computes in bfloat16, not float32"),
         ({}, {"implementation": "nemo_automodel", "dtype": "float64"}, {}, "model.dtype=float64"),
+        ({}, {"lora": {}}, {"tp": 2}, "adapters need parallel.tp=1 and model.implementation=transformers"),
+        ({}, {"moe": {"aux_loss": 0.1}}, {}, "model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router"),
+        (MOE, {"moe": {"bias_update_rate": 0.1}}, {}, "routers of a 'qwen3_moe' model have no bias: set it to 0"),
         ({"attention_dropout": 0.1}, {}, {}, "config.json has attention_dropout=0.1, .* set it to 0"),
         ({}, {"attention": "varlen", "dtype": "float32"}, {}, "computes in bfloat16, not float32"),
     ],
@@ -97,5 +101,15 @@ def test_unsupported_combinations_are_refused_with_a_remedy(
 ) -> None:
     with pytest.raises(InputError, match=message):
         check_supported(
-            ModelDescription(**{**vars(SHAPE), **shape}), ModelConfig(path="m", **model), ParallelConfig(**parallel)
+            ModelDescription(**{**vars(SHAPE), **shape}),
+            ModelConfig(path="m", **model),
+            ParallelConfig(**parallel),
+            MemoryConfig(),
         )
+
+
+def test_selective_recomputation_with_a_split_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "version", lambda _: "2.13.0")
+    parallel = ParallelConfig(pp=2, schedule="DualPipeV", virtual_stages=2)
+    with pytest.raises(InputError, match="DualPipeV goes through the backward twice, .* use full"):
+        check_supported(SHAPE, ModelConfig(path="m"), parallel, MemoryConfig(activation_checkpointing="selective"))

@@ -1,0 +1,117 @@
+"""Low-rank adapters on linear layers, and their files in PEFT's format."""
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from automodel_rl.config.model import LoraConfig
+from automodel_rl.errors import InputError
+from automodel_rl.model.saving import complete_or_absent
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.sharding import gather_whole, local_box, local_tensor
+
+ADAPTER_NAMES = ("lora_A", "lora_B")
+PEFT_PREFIX = "base_model.model."
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
+    """Freezes a model without storage and gives its target layers adapters, in place.
+
+    A layer computes W x + b + alpha / rank * B A x; names of its own weights stay.
+
+    Returns:
+        The config with those targets only that the model has.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    targets: dict[Any, str] = {
+        module: short for name, module in linears if (short := name.rpartition(".")[2]) in config.targets
+    }
+    if not targets:
+        raise InputError(
+            f"model.lora.targets={list(config.targets)}: no linear layer of the model has one of these names: "
+            "name some of its own"
+        )
+    for linear in targets:
+        options: dict[str, Any] = {"bias": False, "dtype": linear.weight.dtype, "device": linear.weight.device}
+        linear.lora_A = nn.Linear(linear.in_features, config.rank, **options)
+        linear.lora_B = nn.Linear(config.rank, linear.out_features, **options)
+        linear.lora_scale = config.alpha / config.rank
+    found = set(targets.values())
+    return config.model_copy(update={"targets": tuple(name for name in config.targets if name in found)})
+
+
+def install_adapters(part: Any) -> None:
+    """Makes the layers of a part use their adapters. After the split, which copies modules."""
+    linear: Any
+    for linear in part.modules():
+        if "lora_A" in linear._modules:
+            linear.forward = MethodType(_forward, linear)
+
+
+def _forward(linear: Any, hidden: Tensor) -> Tensor:
+    base = F.linear(hidden, linear.weight, linear.bias)
+    return base + linear.lora_scale * linear.lora_B(linear.lora_A(hidden))
+
+
+def is_adapter(name: str) -> bool:
+    return any(f".{adapter}." in name for adapter in ADAPTER_NAMES)
+
+
+@torch.no_grad()
+def initialise(name: str, parameter: Tensor) -> None:
+    """Fills this rank's shard of an adapter: A as PEFT does, B with 0. The same whole tensor on every layout."""
+    if ".lora_B." in name:
+        local_tensor(parameter).zero_()
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    bound = 1 / math.sqrt(parameter.shape[1])  # kaiming_uniform with a = sqrt(5)
+    whole = torch.empty(parameter.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+    local_tensor(parameter).copy_(whole[local_box(parameter)])
+
+
+def save_adapters(
+    folder: Path, parameters: Iterator[tuple[str, nn.Parameter]], config: LoraConfig, base: Path, layout: Layout
+) -> None:
+    """Writes adapter_model.safetensors and adapter_config.json, which PEFT opens. A collective.
+
+    Args:
+        folder: replaced if it exists; on a file system that all ranks share.
+        parameters: this rank's, of which adapters are written.
+        config: of the adapters.
+        base: the checkpoint they belong to.
+        layout: this rank's place.
+    """
+    own = {f"{PEFT_PREFIX}{name}": gather_whole(p).cpu() for name, p in parameters if is_adapter(name)}
+    of_stages: list[dict[str, Tensor]] = [{}] * layout.parallel.pp
+    dist.all_gather_object(of_stages, own, group=layout.pp_control)
+    with complete_or_absent(folder, layout) as unfinished:
+        if dist.get_rank() == 0:
+            tensors = {name: tensor for stage in of_stages for name, tensor in stage.items()}
+            save_file(tensors, unfinished / "adapter_model.safetensors", {"format": "pt"})
+            (unfinished / "adapter_config.json").write_text(json.dumps(_peft_config(config, base), indent=2))
+
+
+def _peft_config(config: LoraConfig, base: Path) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(config.targets),
+        "inference_mode": True,
+    }

@@ -1,0 +1,126 @@
+"""Every layout that up to four ranks reach against one process, and one with eight: `make parity`.
+
+    python benchmarks/parity.py                 all cells, on this machine's CPU; writes benchmarks/parity.md
+    python benchmarks/parity.py --only cp=2     the cells whose layout has this in its name
+
+Float64 where the model computes in it, against plain transformers one sequence at a time, with other token counts on
+every rank. A cell shows the largest difference of loss, gradient norm, log-probabilities and gradients (relative) and
+of weights after three clipped AdamW steps, or why the layout is refused.
+"""
+
+import argparse
+import datetime
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.families import FAMILIES
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.errors import InputError
+from automodel_rl.model.checkpoint_files import describe_model, read_config
+from automodel_rl.parallel.combinations import check_supported
+from automodel_rl.parallel.schedules import SCHEDULES
+from automodel_rl.tools.comparison import Case, Differences, compare
+from automodel_rl.tools.verify import FLOAT32, FLOAT64, judge
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_model
+
+MOST_RANKS = 4
+OUTPUT = Path(__file__).with_name("parity.md")
+
+
+@dataclass(frozen=True)
+class Cell:
+    family: str
+    parallel: ParallelConfig
+    tied: bool = False
+
+    @property
+    def name(self) -> str:
+        values = self.parallel.model_dump(exclude_defaults=True)
+        return ", ".join(f"{key}={value}" for key, value in values.items()) or "one rank"
+
+
+def cells() -> Iterator[Cell]:
+    """{pp 1, 2, 4 x schedules} x {tp 1, 2} x {ep 1, 2} x {cp 1, 2, 4} x {dp 1, 2}, then families, then eight ranks."""
+    for pp, tp, ep, cp, dp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4), (1, 2)):
+        if pp * tp * cp * dp > MOST_RANKS:
+            continue
+        for schedule, rule in SCHEDULES.items():
+            if pp == 1 and schedule != "1F1B":
+                continue
+            sizes = {"pp": pp, "tp": tp, "ep": ep, "cp": cp, "dp_shard": dp}
+            virtual = {"schedule": schedule, "virtual_stages": rule.min_virtual_stages} if pp > 1 else {}
+            for family in ("qwen3_moe",) if ep > 1 else ("qwen3", "qwen3_moe"):
+                yield Cell(family, ParallelConfig(**sizes, **virtual), tied=family == "qwen3")
+                if tp > 1 and family == "qwen3":
+                    yield Cell(family, ParallelConfig(**sizes, **virtual, sequence_parallel=True))
+    for family, known in FAMILIES.items():
+        for sizes in ({"pp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "ep": 2}):
+            if ("ep" in sizes) <= known.is_moe:
+                yield Cell(family, ParallelConfig(**sizes))
+    yield Cell("qwen3_moe", ParallelConfig(pp=2, cp=2, ep=2, dp_shard=2))
+    yield Cell("deepseek_v3", ParallelConfig(pp=2, cp=2, ep=4, dp_shard=2))
+
+
+def run(cell: Cell, pools: dict[int, RankPool]) -> str:
+    """The row of the table."""
+    size = cell.parallel.world_size
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_tiny_model(folder, cell.family, tied=cell.tied, num_layers=max(4, cell.parallel.num_stages))
+        try:
+            model = ModelConfig(path=name, dtype="float64")
+            check_supported(describe_model(read_config(folder)), model, cell.parallel, MemoryConfig())
+        except InputError as error:
+            return f"| refused | {error} |"
+        for idle in [count for count in pools if count != size]:
+            pools.pop(idle).stop()  # live ranks of other sizes would only take memory
+        pool = pools.setdefault(size, RankPool(size))
+        found = Differences().merge(pool.run(compare, Case(cell.parallel, rows=(3, 1, 2)), folder, folder))
+    in_fp32 = FAMILIES[cell.family].computes_in_fp32
+    rows = judge(found, FLOAT32 if in_fp32 else FLOAT64)
+    verdict = "equal" if all(row.is_equal for row in rows) else "DIFFERENT"
+    judged = found.first if in_fp32 else found.all
+    gradient = max(value for kind, value in judged.items() if kind.startswith("gradient of"))
+    numbers = [judged["loss"], judged["gradient norm"], judged["log-probabilities"], gradient, found.all["weights"]]
+    return f"| {verdict}{' (fp32 inside)' if in_fp32 else ''} | " + " / ".join(f"{n:.0e}" for n in numbers) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of a cell's name")
+    options = parser.parse_args()
+    chosen = [cell for cell in cells() if options.only in f"{cell.family}: {cell.name}"]
+    pools: dict[int, RankPool] = {}
+    lines, started = [], time.monotonic()
+    for number, cell in enumerate(sorted(chosen, key=lambda c: c.parallel.world_size), start=1):
+        row = run(cell, pools)
+        lines.append(f"| {cell.family} | {cell.name} {row}")
+        print(f"{number}/{len(chosen)} {time.monotonic() - started:.0f} s {lines[-1]}", flush=True)
+    for pool in pools.values():
+        pool.stop()
+    different = sum("DIFFERENT" in line for line in lines)
+    if not options.only:
+        head = (
+            "# Layouts against one process\n\n"
+            f"`make parity`, CPU and gloo, torch {version('torch')}, {datetime.date.today()}. Largest differences of\n"
+            "loss / gradient norm / log-probabilities / gradients, relative, and of weights after three clipped AdamW\n"
+            "steps; float64, for models with fp32 inside those of the first step, and weights for information.\n\n"
+            "| model | layout | verdict | differences |\n|---|---|---|---|\n"
+        )
+        OUTPUT.write_text(head + "\n".join(lines) + "\n")
+    print(f"{len(lines) - different} of {len(lines)} cells equal or refused")
+    sys.exit(different > 0)
+
+
+if __name__ == "__main__":
+    main()
