@@ -89,7 +89,8 @@ class PipelineDriver:
         # Under sequence parallelism the tp ranks send each their share of the tokens.
         self.boundary_ranks = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         self.stages = [
-            PackedStage(s.submod, s.stage_index, s.num_stages, layout.device, layout) for s in pipeline.info.stages
+            PackedStage(s.submod, s.stage_index, s.num_stages, layout.device, group=layout.pp_group)
+            for s in pipeline.info.stages
         ]
 
     def fill_up_to(self, num_rows: int) -> int:

@@ -1,7 +1,6 @@
 """The meshes of a job and the process groups that belong to them."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,6 @@ class Layout:
         stage_control: all ranks of this rank's stages.
         data_control: the data ranks of this rank's stage.
         pp_control: the pipeline ranks of this rank's data rank, the one with the first stage first.
-        boundary_groups: for every kind of message between pipeline ranks its own group; see `boundary_group`.
         ends_group: the ranks with first and last stage of this rank's data rank, None elsewhere; for tied embeddings.
     """
 
@@ -47,18 +45,7 @@ class Layout:
     stage_control: dist.ProcessGroup
     data_control: dist.ProcessGroup
     pp_control: dist.ProcessGroup
-    boundary_groups: tuple[dist.ProcessGroup, ...]
     ends_group: dist.ProcessGroup | None
-
-    def boundary_group(self, kind: Literal["activation", "gradient"], source: int) -> dist.ProcessGroup:
-        """The group for messages of one kind from pipeline rank `source`.
-
-        NCCL runs the messages of a group in order, so a receive that waits would hold up a send behind it. With several
-        stages on a CUDA rank, activations and gradients have groups of their own, and so have a rank's sends and its
-        receives. Schedules with one stage fuse a send and a receive into one message, which needs one group.
-        """
-        colour = source % 2 if source < self.parallel.pp // 2 * 2 else 2  # neighbours differ, also around an odd ring
-        return self.boundary_groups[(colour + 3 * (kind == "gradient")) % len(self.boundary_groups)]
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -138,14 +125,8 @@ def build_layout(parallel: ParallelConfig, device: torch.device) -> Layout:
         stage_control=_control_group(ranks.flatten(1).tolist()),
         data_control=_control_group(by_data),
         pp_control=_control_group(by_stage),
-        boundary_groups=_boundary_groups(by_stage, 6 if device.type == "cuda" and parallel.virtual_stages > 1 else 1),
         ends_group=_own_group([sorted({ranks_[0], ranks_[last]}) for ranks_ in by_stage]),
     )
-
-
-def _boundary_groups(by_stage: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:
-    groups = [_own_group(by_stage) for _ in range(count)]
-    return tuple(group for group in groups if group is not None)
 
 
 def _control_group(groups: list[list[int]]) -> dist.ProcessGroup:

@@ -9,11 +9,10 @@ Checked with torch 2.11.0 and 2.13.0.
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.pipelining.schedules import (
@@ -24,7 +23,6 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from automodel_rl.errors import MicrobatchError
-from automodel_rl.parallel.layout import Layout
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Shape = tuple[int, ...]
@@ -34,37 +32,7 @@ HAS_TENSOR_META = "tensor_meta" in inspect.signature(torch_stage._RecvInfo.__ini
 
 
 class PackedStage(PipelineStage):
-    """A stage whose receive buffers follow the token count of every microbatch.
-
-    Args:
-        module, stage_index, num_stages, device: as in torch's stage.
-        layout: this rank's place; gives the groups for messages.
-    """
-
-    def __init__(self, module: nn.Module, stage_index: int, num_stages: int, device: torch.device, layout: Layout):
-        super().__init__(module, stage_index, num_stages, device, group=layout.pp_group)
-        self.layout = layout
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._regroup(super().get_fwd_recv_ops(fwd_chunk_id), "activation", self.stage_index - 1)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._regroup(super().get_fwd_send_ops(fwd_chunk_id), "activation", self.stage_index)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._regroup(super().get_bwd_recv_ops(bwd_chunk_id), "gradient", self.stage_index + 1)
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._regroup(super().get_bwd_send_ops(bwd_chunk_id), "gradient", self.stage_index)
-
-    def _regroup(
-        self, messages: list[dist.P2POp], kind: Literal["activation", "gradient"], source_stage: int
-    ) -> list[dist.P2POp]:
-        """The same messages in the group for their kind and source."""
-        if not messages:
-            return []
-        group = self.layout.boundary_group(kind, self.stage_index_to_group_rank[source_stage])
-        return [dist.P2POp(message.op, message.tensor, message.peer, group) for message in messages]
+    """A stage whose receive buffers follow the token count of every microbatch."""
 
     def bind(self, shapes: Sequence[Shape], dtype: torch.dtype, train: bool) -> None:
         """Prepares one step.

@@ -32,7 +32,6 @@ def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig) -> Numbe
 
 LAYOUTS = [
     ("qwen3", {"pp": 2}),
-    ("qwen3", {"tp": 2, "sequence_parallel": True}),
     ("qwen3_moe", {"cp": 2, "ep": 2}),
     pytest.param(
         "qwen3",

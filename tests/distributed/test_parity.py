@@ -12,9 +12,8 @@ import torch
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.parallel.schedules import torch_splits_backward
-from automodel_rl.tools.comparison import Case, Differences
+from automodel_rl.tools.comparison import Case, Differences, compare
 from automodel_rl.tools.verify import FLOAT32, FLOAT64, Tolerances, judge
-from tests.distributed.parity import compare_with
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -22,8 +21,8 @@ Ranks = Callable[[int], RankPool]
 SPLIT = pytest.mark.skipif(not torch_splits_backward(), reason="this torch cannot split the backward")
 
 
-def differences(ranks: Ranks, folder: Path, case: Case, fault: str | None = None) -> Differences:
-    return Differences().merge(ranks(case.parallel.world_size).run(compare_with, case, folder, fault))
+def differences(ranks: Ranks, folder: Path, case: Case) -> Differences:
+    return Differences().merge(ranks(case.parallel.world_size).run(compare, case, folder, folder))
 
 
 def assert_equal(found: Differences, tolerances: Tolerances) -> None:
@@ -36,15 +35,14 @@ def check(ranks: Ranks, folder: Path, family: str, rows: tuple[int, ...] = (3, 1
     assert_equal(differences(ranks, folder, Case(ParallelConfig(**sizes), rows)), tolerances)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(("pp", "tied"), [(1, False), (1, True), (2, True)])
 def test_dense_families(ranks: Ranks, tmp_path: Path, pp: int, family: str, tied: bool) -> None:
     save_tiny_model(tmp_path, family, tied=tied)
-    check(ranks, tmp_path, family, (3, 1, 4, 2, 7), pp=pp)
+    check(ranks, tmp_path, family, pp=pp)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"cp": 2}], ids=str)
 @pytest.mark.parametrize(
     "family", ["mistral", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 )
@@ -53,15 +51,14 @@ def test_windows_soft_caps_sinks_and_mixtures(ranks: Ranks, tmp_path: Path, fami
     check(ranks, tmp_path, family, **sizes)
 
 
-@pytest.mark.parametrize("num_rows", range(1, 8))
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
 def test_any_number_of_microbatches(ranks: Ranks, tmp_path: Path, num_rows: int) -> None:
     save_tiny_model(tmp_path, num_layers=2)
     check(ranks, tmp_path, "qwen3", (num_rows,) * 3, pp=2)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_27_layers_as_13_and_14(ranks: Ranks, tmp_path: Path, tied: bool) -> None:
-    save_tiny_model(tmp_path, num_layers=27, tied=tied)
+def test_27_layers_as_13_and_14(ranks: Ranks, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=27, tied=True)
     check(ranks, tmp_path, "qwen3", pp=2, layers_per_stage=(13, 14))
 
 
@@ -75,15 +72,14 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
-def test_every_schedule(ranks: Ranks, tmp_path: Path, schedule: str, virtual_stages: int, tied: bool) -> None:
-    save_tiny_model(tmp_path, num_layers=5, tied=tied)
+def test_every_schedule(ranks: Ranks, tmp_path: Path, schedule: str, virtual_stages: int) -> None:
+    save_tiny_model(tmp_path, num_layers=5, tied=True)
     check(ranks, tmp_path, "qwen3", pp=2, schedule=schedule, virtual_stages=virtual_stages)
 
 
-@pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
-def test_every_schedule_of_a_mixture_over_cp_and_ep(
+@pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES[1::2])
+def test_schedules_of_a_mixture_over_cp_and_ep(
     ranks: Ranks, tmp_path: Path, schedule: str, virtual_stages: int
 ) -> None:
     save_tiny_model(tmp_path, "qwen3_moe", tied=True)
@@ -119,10 +115,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_layouts_of_a_dense_model(ranks: Ranks, tmp_path: Path, sizes: dict, tied: bool) -> None:
-    save_tiny_model(tmp_path, "qwen3", tied=tied)
+def test_layouts_of_a_dense_model(ranks: Ranks, tmp_path: Path, sizes: dict) -> None:
+    save_tiny_model(tmp_path, "qwen3", tied="tp" in sizes or "pp" in sizes)
     check(ranks, tmp_path, "qwen3", **sizes)
 
 
@@ -156,45 +151,17 @@ def test_27_layers_with_a_dense_first_and_6_of_64_experts(ranks: Ranks, tmp_path
     check(ranks, tmp_path, "deepseek_v3", (2,), pp=2, layers_per_stage=(13, 14))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"cp": 2}], ids=str)
-def test_classes_of_nemo_automodel(ranks: Ranks, tmp_path: Path, sizes: dict, family: str, tied: bool) -> None:
-    save_tiny_model(tmp_path, family, tied=tied, dtype=torch.float32)
+def test_classes_of_nemo_automodel(ranks: Ranks, tmp_path: Path, sizes: dict, family: str) -> None:
+    save_tiny_model(tmp_path, family, tied="pp" in sizes, dtype=torch.float32)
     case = Case(ParallelConfig(**sizes), dtype="float32", implementation="nemo_automodel")
     assert_equal(differences(ranks, tmp_path, case), FLOAT32)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_first_step_in_float32(ranks: Ranks, tmp_path: Path, pp: int, family: str) -> None:
-    save_tiny_model(tmp_path, family, dtype=torch.float32)
+def test_first_step_in_float32(ranks: Ranks, tmp_path: Path, pp: int) -> None:
+    save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
     found = differences(ranks, tmp_path, Case(ParallelConfig(pp=pp), rows=(3,), dtype="float32"))
     assert found.first["loss"] < 1e-6, found
     assert found.first["gradient norm"] < 1e-5, found
-
-
-INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
-
-
-@pytest.mark.parametrize(
-    ("fault", "family", "sizes"),
-    [
-        ("documents see each other", "qwen3", {}),
-        ("documents see each other", "qwen3", {"pp": 2}),
-        ("documents see each other", "qwen3", {"cp": 2}),
-        ("tied gradient counted once", "qwen3", {"pp": 2}),
-        ("mean over data ranks", "qwen3", {"pp": 2, "dp_shard": 2}),
-        ("mean over cp", "qwen3", {"cp": 2}),
-        ("local token counts", "qwen3", {"pp": 2, "dp_shard": 2}),
-        ("norm of one stage", "qwen3", {"pp": 2}),
-        ("expert gradients scaled twice", "qwen3_moe", {"cp": 2, "ep": 2}),
-        ("reference swap of one part", "qwen3", INTERLEAVED),
-        ("partial gradients of tp left alone", "qwen3", {"tp": 2}),
-        ("partial gradients of tp left alone", "llama", {"tp": 2, **SP}),
-    ],
-)
-def test_planted_bugs_are_noticed(ranks: Ranks, tmp_path: Path, fault: str, family: str, sizes: dict) -> None:
-    save_tiny_model(tmp_path, family, tied="tied" in fault)
-    found = differences(ranks, tmp_path, Case(ParallelConfig(**sizes), rows=(3,)), fault)
-    assert max(found.all.values()) > 1e-3, found

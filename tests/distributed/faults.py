@@ -1,9 +1,8 @@
-"""Comparisons of a layout with one process, with or without a known bug in the package."""
+"""Known bugs that tests put into the package, to see that they are noticed."""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,13 +10,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from automodel_rl.batch import LocalRow, PackedBatch, local_row
-from automodel_rl.tools.comparison import Case, Differences, compare
-
-
-def compare_with(case: Case, folder: Path, fault: str | None = None) -> Differences:
-    """Runs on every rank of a pool; returns this rank's differences."""
-    with planted(fault):
-        return compare(case, folder, folder)
 
 
 @contextlib.contextmanager
