@@ -187,7 +187,7 @@ class ModelHandle:
         They have the dtype that the model computes in, so that they give the same results.
         """
         for name, parameter in self.named_parameters():
-            yield from to_hf(name, gather_whole(parameter, self.dtype), self.config.model_type)
+            yield from to_hf(name, gather_whole(parameter, self.layout, self.dtype), self.config.model_type)
         for part in self.parts:
             for name, buffer in stored_buffers(part):
                 yield from to_hf(name, buffer, self.config.model_type)

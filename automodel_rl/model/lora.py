@@ -93,7 +93,7 @@ def save_adapters(
         base: the checkpoint they belong to.
         layout: this rank's place.
     """
-    own = {f"{PEFT_PREFIX}{name}": gather_whole(p).cpu() for name, p in parameters if is_adapter(name)}
+    own = {f"{PEFT_PREFIX}{name}": gather_whole(p, layout).cpu() for name, p in parameters if is_adapter(name)}
     of_stages: list[dict[str, Tensor]] = [{}] * layout.parallel.pp
     dist.all_gather_object(of_stages, own, group=layout.pp_control)
     with complete_or_absent(folder, layout) as unfinished:

@@ -60,6 +60,13 @@ class Layout:
         names = ("dp_replicate", "ep_shard") if self.parallel.dp_replicate > 1 else "ep_shard"
         return self.expert_mesh[names]
 
+    def group_of(self, axis: str) -> dist.ProcessGroup:
+        """The ranks along one of `DENSE_AXES` or `EXPERT_AXES`."""
+        if axis in DENSE_AXES:
+            return self.mesh.get_group(axis)
+        assert self.expert_mesh is not None
+        return self.expert_mesh.get_group(axis)
+
     @property
     def pp_group(self) -> dist.ProcessGroup:
         return self.mesh["pp"].get_group()

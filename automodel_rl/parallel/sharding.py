@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_rl.parallel.collectives import all_gather
+from automodel_rl.parallel.layout import Layout
 
 Box = tuple[slice, ...]
 """A part of a tensor: for every dim where it starts and ends."""
@@ -27,12 +28,12 @@ def local_box(tensor: Tensor) -> Box:
     """
     box = [slice(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
+        mesh, coordinate = tensor.device_mesh, _coordinate(tensor)
         for axis in reversed(range(mesh.ndim)):
             placement: Any = tensor.placements[axis]
             if not placement.is_replicate():
                 dim = placement.dim
-                box[dim] = _chunk(box[dim], mesh.size(axis), mesh.get_local_rank(axis))
+                box[dim] = _chunk(box[dim], mesh.size(axis), coordinate[axis])
     return tuple(box)
 
 
@@ -52,29 +53,30 @@ def give_storage(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def gather_whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def gather_whole(tensor: Tensor, layout: Layout, dtype: torch.dtype | None = None) -> Tensor:
     """The whole of a (sharded) tensor, on all ranks of its mesh. A collective.
 
     Args:
         tensor: this rank's.
+        layout: this rank's place.
         dtype: cast before gathering, so that less travels.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().to(dtype)
-    mesh, sizes = tensor.device_mesh, list(tensor.shape)
+    mesh, sizes, coordinate = tensor.device_mesh, list(tensor.shape), _coordinate(tensor)
     steps = []  # as local_box cuts: the axis, the dim, and its size before the cut
     for axis in reversed(range(mesh.ndim)):
         placement: Any = tensor.placements[axis]
         if not placement.is_replicate():
             steps.append((axis, placement.dim, sizes[placement.dim]))
-            part = _chunk(slice(0, sizes[placement.dim]), mesh.size(axis), mesh.get_local_rank(axis))
+            part = _chunk(slice(0, sizes[placement.dim]), mesh.size(axis), coordinate[axis])
             sizes[placement.dim] = part.stop - part.start
     whole = tensor.to_local().to(dtype)
     for axis, dim, size in reversed(steps):
         longest = -(-size // mesh.size(axis))
         own = whole.movedim(dim, 0)
         own = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
-        whole = all_gather(own, mesh.get_group(axis))[:size].movedim(0, dim)
+        whole = all_gather(own, layout.group_of(_axis_names(tensor)[axis]))[:size].movedim(0, dim)
     return whole.contiguous()
 
 
@@ -136,6 +138,19 @@ def sum_fsdp_gradients(part: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+
+
+def _axis_names(tensor: DTensor) -> tuple[str, ...]:
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None  # all our meshes have them
+    return names
+
+
+def _coordinate(tensor: DTensor) -> list[int]:
+    """This rank's place on the axes of a tensor's mesh."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None  # a rank only has tensors of meshes that it belongs to
+    return list(coordinate)
 
 
 def _chunk(whole: slice, count: int, index: int) -> slice:

@@ -137,7 +137,7 @@ def _compare_step(
     weights = expected.weights()
     for part in handle.parts:
         for name, parameter in part.named_parameters():
-            found.note("weights", _largest(gather_whole(parameter), weights[name]))
+            found.note("weights", _largest(gather_whole(parameter, handle.layout), weights[name]))
 
 
 def _compare_gradients(
@@ -149,7 +149,7 @@ def _compare_gradients(
     right = expected.gradients()
     for part in handle.parts:
         for name, parameter in part.named_parameters():
-            difference = _largest(gather_whole(parameter.grad), right[name])
+            difference = _largest(gather_whole(parameter.grad, handle.layout), right[name])
             kind = re.sub(r"^model\.(layers\.\d+\.)?", "", name)
             found.note(f"gradient of {kind}", difference / right[name].abs().max().item(), first)
     handle.zero_grad()

@@ -28,7 +28,8 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConf
     heads = kv_heads * min(group, 2)
     small = {
         "hidden_size": heads * HEAD_DIM,
-        "head_dim": HEAD_DIM,
+        # DeepSeek's config means the rotary part.
+        "head_dim": HEAD_DIM // 2 if values.get("qk_rope_head_dim") else HEAD_DIM,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads if group > 1 else heads,
         "intermediate_size": 16 * math.lcm(2, parallel.tp),

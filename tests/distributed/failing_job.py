@@ -56,7 +56,7 @@ def work() -> None:
         time.sleep(0.8)
         os.abort()
     if way == "forward" and handle.layout.pp_rank == 0:
-        with mock.patch.dict(attention.BACKENDS, {"sdpa": failing_attention}):
+        with mock.patch.dict(attention.AttentionInterface._global_mapping, {"automodel_rl_sdpa": failing_attention}):
             engine.train_step(rows, sft_loss)
     engine.train_step(rows, failing_loss)
 

@@ -66,7 +66,6 @@ def allocate(folder: Path, parallel: ParallelConfig) -> Allocated:
         ("qwen3", True, {"pp": 2}),
         ("qwen3", False, {"tp": 2, "dp_shard": 2}),
         ("qwen3", True, {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2, "cp": 2}),
-        ("qwen3_moe", False, {"dp_shard": 4, "ep": 2}),
         ("deepseek_v3", False, {"pp": 2, "cp": 2, "ep": 2}),
     ],
 )
@@ -129,10 +128,10 @@ def test_a_thousand_ranks_take_seconds(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_names_layouts_that_do(tmp_path: Path) -> None:
-    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 2, "dp_shard": 4}, "--device", "H100")
+    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4, "dp_shard": 8}, "--gpus", "32")
     assert done.returncode == 1
     assert "verdict: does not fit" in done.stderr
-    assert done.stdout.count("would fit: ") >= 1
+    assert done.stdout.count("would fit: ") >= 1, done.stdout
 
 
 @pytest.mark.parametrize(

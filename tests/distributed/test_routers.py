@@ -27,7 +27,7 @@ def gradients_of_routers(folder: Path, moe: MoEConfig, memory: MemoryConfig) -> 
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", moe=moe), memory=memory)
     rows = [pack_row([sequence()])]
     handle.forward_backward(rows, sft_loss, {"tokens": 10**9, "sequences": 1, "positions": len(sequence())})
-    gates = {n: gather_whole(p.grad) for n, p in handle.named_parameters() if n.endswith("gate.weight")}
+    gates = {n: gather_whole(p.grad, handle.layout) for n, p in handle.named_parameters() if n.endswith("gate.weight")}
     loads = handle.parts[0].router_watch.loads
     return gates, dict(loads), handle.balance_routers()[LOAD_METRIC]
 
