@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from automodel_rl.engine.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import InputError
+from automodel_rl.model.checkpoint_files import stored_buffers
 from automodel_rl.model.saving import complete_or_absent
 
 
@@ -79,6 +80,8 @@ def _trained(parameters: Iterator[tuple[str, nn.Parameter]]) -> dict[str, nn.Par
 def _tensors(engine: Engine, parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
     """Weights, moments and update counts by name. Parameters that were never updated have zero moments."""
     state: dict[str, dict[str, Tensor]] = {"model": {}, "updates": {}, **{moment: {} for moment in MOMENTS}}
+    # Routers' biases, which are trained without an optimizer.
+    state["buffers"] = {name: buffer for part in engine.handle.parts for name, buffer in stored_buffers(part)}
     of_parameter = {p: optimizer.state.get(p, {}) for optimizer in engine.optimizers for p in _parameters(optimizer)}
     for name, parameter in parameters.items():
         moments = of_parameter[parameter]

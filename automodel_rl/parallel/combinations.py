@@ -217,6 +217,21 @@ def _recomputation(
     )
 
 
+def _compiled(
+    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
+) -> str | None:
+    if not memory.compile:
+        return None
+    if parallel.tp > 1:
+        return f"memory.compile=true with parallel.tp={parallel.tp}: split layers cannot be compiled: set it to false"
+    if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
+        return (
+            f"memory.compile=true: {parallel.schedule} splits the backward, which compiled layers do not allow: set it "
+            "to false, or use another parallel.schedule"
+        )
+    return None
+
+
 def _nothing(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
     return None
 
@@ -246,6 +261,7 @@ RULES = (
         "full: everywhere; selective: with schedules that do not split the backward",
         _recomputation,
     ),
+    Rule("compiled layers", "without tp, with schedules that do not split the backward", _compiled),
     Rule("LoRA", "attention and MLP; with pp, cp, ep, dp", _lora),
     Rule("router auxiliary loss, bias update", "softmax routers; deepseek_v3", _routers),
     Rule("expert parallel (ep)", f"{', '.join(MOE_FAMILIES)}; ep divides experts and dp_shard x cp", _experts),

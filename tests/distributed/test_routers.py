@@ -12,6 +12,7 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import MoEConfig
 from automodel_rl.engine import Engine
+from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.routers import LOAD_METRIC
@@ -64,6 +65,23 @@ def move_biases(folder: Path, parallel: ParallelConfig) -> tuple[dict, dict, flo
     output = engine.train_step([pack_row(make_sequences(3, seed=handle.layout.data_rank))], sft_loss)
     after = {n: r.e_score_correction_bias.clone() for n, r in handle.parts[0].router_watch.routers.items()}
     return before, after, output.metrics[LOAD_METRIC]
+
+
+def save_and_load(folder: Path) -> bool:
+    """Whether biases that moved come back from a checkpoint."""
+    model = ModelConfig(path=str(folder), dtype="float64", moe=MoEConfig(bias_update_rate=0.01))
+    engine = Engine(ModelHandle.from_pretrained(model), OptimizerConfig(lr=1e-6, decay="constant"))
+    engine.train_step([pack_row(make_sequences(3, seed=1))], sft_loss)
+    save_checkpoint(engine, folder / "step_1", {}, {})
+    resumed = Engine(ModelHandle.from_pretrained(model), OptimizerConfig(lr=1e-6, decay="constant"))
+    load_checkpoint(resumed, folder / "step_1")
+    trained, loaded = (e.handle.parts[0].router_watch.routers for e in (engine, resumed))
+    return all(torch.equal(trained[n].e_score_correction_bias, loaded[n].e_score_correction_bias) for n in trained)
+
+
+def test_biases_are_kept_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "deepseek_v3", num_layers=2)
+    assert ranks(1).run(save_and_load, tmp_path) == [True]
 
 
 def test_biases_move_against_the_load_alike_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:

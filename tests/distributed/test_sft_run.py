@@ -203,7 +203,7 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
         lambda config, _: (config["batch"].update(row_tokens=8), config["data"].update(overlong="drop")),
         "has a trained token within batch.row_tokens=8",
     ),
-    "unsupported layout": (set_key("parallel.tp", 2), "parallel.tp=2: tensor parallelism is not supported"),
+    "unsupported layout": (set_key("parallel.ep", 2), "parallel.ep=2: a 'qwen3' model has no experts: use ep=1"),
 }
 
 

@@ -94,7 +94,7 @@ def test_the_description_counts_experts(tmp_path: Path, family: str, num_experts
 def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
     save_tiny_model(tmp_path, family, num_layers=2)
     config = read_config(tmp_path)
-    model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_sdpa", untie=False)
+    model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False)
     Checkpoint(tmp_path, family).fill(model, torch.device("cpu"))
     expected = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float64, attn_implementation="eager"

@@ -108,6 +108,19 @@ def test_unsupported_combinations_are_refused_with_a_remedy(
         )
 
 
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tp": 2}, "memory.compile=true with parallel.tp=2: split layers cannot be compiled"),
+        ({"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}, "ZBVZeroBubble splits the backward"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch, parallel: dict, message: str) -> None:
+    monkeypatch.setattr(schedules, "version", lambda _: "2.13.0")
+    with pytest.raises(InputError, match=message):
+        check_supported(SHAPE, ModelConfig(path="m"), ParallelConfig(**parallel), MemoryConfig(compile=True))
+
+
 def test_selective_recomputation_with_a_split_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "version", lambda _: "2.13.0")
     parallel = ParallelConfig(pp=2, schedule="DualPipeV", virtual_stages=2)
