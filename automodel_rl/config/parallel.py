@@ -43,6 +43,11 @@ class ParallelConfig(Section):
     """Expert parallel: experts of a mixture split over the dp_shard x cp ranks. It adds no ranks."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The axes and counts that are above one, for messages."""
+        return {name: size for name, size in self.model_dump().items() if isinstance(size, int) and size > 1}
+
+    @property
     def num_data_ranks(self) -> int:
         return self.dp_shard * self.dp_replicate
 

@@ -51,8 +51,7 @@ def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_
     else:
         outputs_sH = _run_elsewhere(module, slots_sH, counts_E, module.ep_group)
     weighted_sH = outputs_sH * weights_nK.flatten()[order, None]
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return weighted_sH[back].view(*experts_nK.shape, -1).sum(1).to(hidden_nH.dtype)
+    return weighted_sH[_inverse(order)].view(*experts_nK.shape, -1).sum(1).to(hidden_nH.dtype)
 
 
 def _run_elsewhere(module: Any, slots_sH: Tensor, counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -68,8 +67,12 @@ def _run_elsewhere(module: Any, slots_sH: Tensor, counts_E: Tensor, group: dist.
     expert_ids = torch.arange(len(counts_E) // size, device=counts_E.device).repeat(size)
     by_expert = expert_ids.repeat_interleave(counts_re, output_size=sum(received)).argsort(stable=True)
     outputs_H = _run(module, arrived_H[by_expert], counts_re.view(size, -1).sum(0))
-    back = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=by_expert.device))
-    return AllToAll.apply(outputs_H[back], received, sent, group)
+    return AllToAll.apply(outputs_H[_inverse(by_expert)], received, sent, group)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes another one."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:

@@ -142,8 +142,9 @@ class ModelHandle:
             part.train()
             part.router_watch.start_step(counts["positions"])
         batches = self._filled_up(batches)
-        whole = [batch.to(self.layout.device) for batch in batches]
-        adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
+        # Whole rows are for the loss, which other stages do not compute.
+        rows = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
+        adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
         self._driver.forward_backward(self._local(batches), adapter, whole_rows(target_logprobs, self.layout.cp_group))
         if self.layout.tp_group is not None:
             partial = [module._parameters[name] for part in self.parts for module, name in part.partial_gradients]

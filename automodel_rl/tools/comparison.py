@@ -63,10 +63,6 @@ class Differences:
                 self.note(kind, difference, first=True)
         return self
 
-    @property
-    def worst_gradient(self) -> float:
-        return max(value for kind, value in self.all.items() if kind.startswith("gradient of"))
-
 
 def make_sequences(num_sequences: int, seed: int, vocab_size: int, longest: int = 18) -> list[TokenSequence]:
     """Random sequences of different lengths with random loss masks, at least one trained token in each."""

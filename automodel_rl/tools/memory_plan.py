@@ -91,9 +91,8 @@ class MemoryModel:
         self.compute, self.master = compute.itemsize, master.itemsize
         self._dtype = compute
         self._model = empty_model(config, master)
-        self._whole = list(
-            parameter_sizes(self._model, ParallelConfig(pp=2))
-        )  # a tied head counts in a stage of its own
+        # A pipeline gives a tied head a weight of its own.
+        self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
         self._activations: Callable[..., LayerActivations] = cache(self._measure)
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
@@ -165,9 +164,8 @@ class MemoryModel:
 
     def _of_layer(self, layer: int, parallel: ParallelConfig, memory: MemoryConfig) -> LayerActivations:
         """Layers of the same kind are measured once."""
-        values = self.config.to_dict()
-        is_first_dense = layer < (values.get("first_k_dense_replace") or 0)
-        like = 0 if is_first_dense or not values.get("first_k_dense_replace") else self.config.num_hidden_layers - 1
+        first_mixture = self.config.to_dict().get("first_k_dense_replace") or 0
+        like = first_mixture if layer >= first_mixture else 0
         return self._activations(
             like, self._tokens(parallel), parallel.cp, parallel.tp, parallel.ep, parallel.sequence_parallel,
             memory.activation_checkpointing,

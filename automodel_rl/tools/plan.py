@@ -180,9 +180,7 @@ def _changes(old: ParallelConfig, new: ParallelConfig, old_memory: MemoryConfig,
 
 
 def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: str) -> str:
-    sizes = ", ".join(
-        f"{name} {size}" for name, size in parallel.model_dump().items() if isinstance(size, int) and size > 1
-    )
+    sizes = ", ".join(f"{name} {size}" for name, size in parallel.sizes.items())
     lines = [
         f"{parallel.world_size} ranks of {device}: {sizes or 'one rank'}",
         "mesh (pp, dp_replicate, fsdp, tp) = "

@@ -144,8 +144,7 @@ def as_record(parallel: ParallelConfig, dtype: str, rows: list[Row]) -> dict:
 
 
 def describe_layout(parallel: ParallelConfig) -> str:
-    sizes = {name: size for name, size in parallel.model_dump().items() if isinstance(size, int) and size > 1}
-    return " x ".join(f"{name} {size}" for name, size in sizes.items()) or "one rank"
+    return " x ".join(f"{name} {size}" for name, size in parallel.sizes.items()) or "one rank"
 
 
 def _from_first_rank(value: str) -> str:

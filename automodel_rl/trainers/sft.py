@@ -120,8 +120,7 @@ class SFTTrainer:
     def _summary(self) -> str:
         """One line on what runs, for the console."""
         parallel = self.config.parallel
-        sizes = {name: size for name, size in parallel.model_dump().items() if isinstance(size, int) and size > 1}
-        layout = " x ".join(f"{name} {size}" for name, size in sizes.items()) or "one rank"
+        layout = " x ".join(f"{name} {size}" for name, size in parallel.sizes.items()) or "one rank"
         start = f"from step {self.engine.step} to" if self.engine.step else "over"
         examples = sum(self.loader.sampler.sizes)
         return (
