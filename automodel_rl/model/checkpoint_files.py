@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from automodel_rl.errors import InputError
+from automodel_rl.model.flops import layer_windows
 from automodel_rl.model.hf_names import INDEX, SINGLE, Piece, pieces
 from automodel_rl.model.lora import initialise, is_adapter
 from automodel_rl.parallel.combinations import ModelDescription
@@ -62,6 +63,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         mlp_size=values.get("intermediate_size") or 0,
         num_experts=_num_experts(values),
         has_softcap=values.get("attn_logit_softcapping") is not None,
+        has_windows=any(layer_windows(config)),
         is_bidirectional=bool(values.get("use_bidirectional_attention")),
         is_quantized=values.get("quantization_config") is not None,
     )

@@ -21,6 +21,7 @@ class ModelDescription:
         num_experts: 0 for a dense model.
         attention_dropout: probability.
         has_softcap: attention scores go through a soft cap.
+        has_windows: some layers have sliding windows.
         is_bidirectional: attention is not causal.
         is_quantized: the checkpoint's weights are.
     """
@@ -34,6 +35,7 @@ class ModelDescription:
     mlp_size: int = 1
     num_experts: int = 0
     has_softcap: bool = False
+    has_windows: bool = False
     is_bidirectional: bool = False
     is_quantized: bool = False
 
@@ -120,6 +122,12 @@ def _attention(
         return f"model.attention={model.attention}: this model has {what} its attention: use model.attention=eager"
     if model.attention in ("varlen", "te") and model.dtype != "bfloat16":
         return f"model.attention={model.attention} computes in bfloat16, not {model.dtype}: use model.attention=sdpa"
+    if model.attention == "te" and parallel.cp > 1 and shape.has_windows:
+        # Measured with TransformerEngine 2.19 on cuDNN 9.14: no kernel for fewer queries than keys.
+        return (
+            f"model.attention=te with parallel.cp={parallel.cp}: TransformerEngine has no sliding windows there: use "
+            "model.attention=varlen"
+        )
     return None
 
 
@@ -242,7 +250,7 @@ RULES = (
     Rule("quantized checkpoints", "no", _quantized),
     Rule("attention dropout, bidirectional attention", "no", lambda *given: _dropout(*given) or _causal(*given)),
     Rule("attention backends", "sdpa, eager: anywhere; varlen, te: CUDA and bfloat16", _attention),
-    Rule("sliding windows", "every attention backend", _nothing),
+    Rule("sliding windows", "every attention backend; te without cp", _nothing),
     Rule("soft cap, sinks", "attention eager (auto chooses it)", _nothing),
     Rule(
         "pipeline schedules",

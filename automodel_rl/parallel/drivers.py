@@ -88,10 +88,7 @@ class PipelineDriver:
         self._schedules: dict[int, Schedule] = {}
         # Under sequence parallelism the tp ranks send each their share of the tokens.
         self.boundary_ranks = layout.parallel.tp if layout.parallel.sequence_parallel else 1
-        self.stages = [
-            PackedStage(s.submod, s.stage_index, s.num_stages, layout.device, group=layout.pp_group)
-            for s in pipeline.info.stages
-        ]
+        self.stages = [PackedStage(s.submod, s.stage_index, s.num_stages, layout) for s in pipeline.info.stages]
 
     def fill_up_to(self, num_rows: int) -> int:
         return fill_up_to(num_rows, self.parallel)

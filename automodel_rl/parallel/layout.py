@@ -15,6 +15,9 @@ DENSE_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
 """Of the mesh of expert weights, over the same ranks: ep_shard x ep is fsdp."""
 
+MESSAGES = ("activation", "gradient")
+"""Between pipeline stages."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -34,6 +37,8 @@ class Layout:
         data_control: the data ranks of this rank's stage.
         pp_control: the pipeline ranks of this rank's data rank, the one with the first stage first.
         ends_group: the ranks with first and last stage of this rank's data rank, None elsewhere; for tied embeddings.
+        message_groups: the pipeline ranks, once for each of `MESSAGES` and for senders at even and at odd pipeline
+            ranks; empty with one stage on a rank.
     """
 
     parallel: ParallelConfig
@@ -46,6 +51,7 @@ class Layout:
     data_control: dist.ProcessGroup
     pp_control: dist.ProcessGroup
     ends_group: dist.ProcessGroup | None
+    message_groups: dict[tuple[str, int], dist.ProcessGroup]
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -133,7 +139,26 @@ def build_layout(parallel: ParallelConfig, device: torch.device) -> Layout:
         data_control=_control_group(by_data),
         pp_control=_control_group(by_stage),
         ends_group=_own_group([sorted({ranks_[0], ranks_[last]}) for ranks_ in by_stage]),
+        message_groups=_message_groups(by_stage, device) if parallel.virtual_stages > 1 else {},
     )
+
+
+def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tuple[str, int], dist.ProcessGroup]:
+    """Groups whose messages wait for nothing but earlier messages of the same kind, sender and receiver.
+
+    NCCL runs the messages of a group one after the other. With several stages on a rank a receive would hold up sends
+    that another rank needs first: at pp 4 by 2 and 8 microbatches 12 points of bubble (benchmarks/README.md). Schedules
+    with one stage on a rank send and receive in one call, which takes one group.
+    """
+    groups = {}
+    for message in MESSAGES:
+        for parity in (0, 1):
+            group = _own_group(by_stage)
+            assert group is not None  # every rank is a pipeline rank
+            # All members connect now: the first message has two of them only, and NCCL would wait for the others.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            groups[message, parity] = group
+    return groups
 
 
 def _control_group(groups: list[list[int]]) -> dist.ProcessGroup:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.pipelining.schedules import (
@@ -23,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from automodel_rl.errors import MicrobatchError
+from automodel_rl.parallel.layout import Layout
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Shape = tuple[int, ...]
@@ -32,7 +34,17 @@ HAS_TENSOR_META = "tensor_meta" in inspect.signature(torch_stage._RecvInfo.__ini
 
 
 class PackedStage(PipelineStage):
-    """A stage whose receive buffers follow the token count of every microbatch."""
+    """A stage whose receive buffers follow the token count of every microbatch.
+
+    Args:
+        part: the stage's layers.
+        index, num_stages: its place.
+        layout: this rank's place.
+    """
+
+    def __init__(self, part: nn.Module, index: int, num_stages: int, layout: Layout):
+        super().__init__(part, index, num_stages, layout.device, group=layout.pp_group)
+        self.message_groups = layout.message_groups
 
     def bind(self, shapes: Sequence[Shape], dtype: torch.dtype, train: bool) -> None:
         """Prepares one step.
@@ -66,6 +78,25 @@ class PackedStage(PipelineStage):
         if HAS_TENSOR_META:
             return torch_stage._RecvInfo(name, source, buffer, _tensor_meta(shape, dtype, requires_grad))
         return torch_stage._RecvInfo(name, source, buffer.requires_grad_(requires_grad))  # type: ignore[call-arg]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._regroup(super().get_fwd_recv_ops(fwd_chunk_id), "activation", self.stage_index - 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._regroup(super().get_fwd_send_ops(fwd_chunk_id), "activation", self.stage_index)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._regroup(super().get_bwd_recv_ops(bwd_chunk_id), "gradient", self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._regroup(super().get_bwd_send_ops(bwd_chunk_id), "gradient", self.stage_index)
+
+    def _regroup(self, ops: list[dist.P2POp], message: str, sender: int) -> list[dist.P2POp]:
+        """Moves messages to the group of their kind and sending stage, where there is one."""
+        if self.message_groups:
+            for op in ops:
+                op.group = self.message_groups[message, self.stage_index_to_group_rank[sender] % 2]
+        return ops
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         try:

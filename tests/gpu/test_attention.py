@@ -1,11 +1,17 @@
 """The fused attention backends against SDPA in float64, on CUDA: whole rows, windows, and queries of a later chunk."""
 
+import importlib.util
+
 import pytest
 import torch
 from torch import Tensor
 
 from automodel_rl.batch import AttentionCall, TokenSequence, local_row, pack_row
 from automodel_rl.model.attention import BACKENDS, Backend, Scoring, sdpa
+
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+if HAS_TE:  # before anything loads cuDNN, of which it may bring parts of another version
+    import transformer_engine.pytorch  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 700, 33, 2, 1289)
@@ -14,8 +20,8 @@ DEVICE = torch.device("cuda")
 
 @pytest.fixture(params=["varlen", "te"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    if request.param == "te":
-        pytest.importorskip("transformer_engine.pytorch")
+    if request.param == "te" and not HAS_TE:
+        pytest.skip("needs TransformerEngine")
     return BACKENDS[request.param]
 
 
@@ -42,6 +48,8 @@ def run(backend: Backend, inputs: list[Tensor], call: AttentionCall, window: int
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_equals_sdpa_within_bf16_rounding(backend: Backend, cp: int, window: int | None) -> None:
+    if backend is BACKENDS["te"] and cp > 1 and window:
+        pytest.skip("refused: TransformerEngine has no such kernel")
     for call in calls(cp):
         inputs = make_inputs(call, torch.bfloat16)
         exact = run(sdpa, [t.detach().double().requires_grad_() for t in inputs], call, window)

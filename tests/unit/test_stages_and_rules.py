@@ -88,6 +88,7 @@ def test_first_stage_embeds_and_last_has_the_head() -> None:
         ({"has_softcap": True}, {"attention": "sdpa"}, {}, "a soft cap in its attention: use model.attention=eager"),
         ({"family": "gpt_oss"}, {"attention": "varlen"}, {}, "sinks in its attention: use model.attention=eager"),
         ({}, {"attention": "te", "dtype": "float32"}, {}, "attention=te computes in bfloat16, not float32"),
+        ({"has_windows": True}, {"attention": "te"}, {"cp": 2}, "no sliding windows there: use model.attention=varlen"),
         ({}, {"implementation": "nemo_automodel", "dtype": "float64"}, {}, "model.dtype=float64"),
         ({}, {"lora": {}}, {"tp": 2}, "adapters need parallel.tp=1 and model.implementation=transformers"),
         ({}, {"moe": {"aux_loss": 0.1}}, {}, "model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router"),
