@@ -2,7 +2,17 @@
 
 from automodel_rl.batch.bins import assign_bins, pack, share_bins
 from automodel_rl.batch.local_row import AttentionCall, LocalRow, local_row
-from automodel_rl.batch.packed import IGNORED_TARGET, PackedBatch, TokenSequence, empty_row, pack_row, unpack
+from automodel_rl.batch.packed import (
+    IGNORED_TARGET,
+    PackedBatch,
+    TokenSequence,
+    add_values,
+    empty_row,
+    pack_row,
+    spread_over_tokens,
+    sum_by_sequence,
+    unpack,
+)
 
 __all__ = [
     "IGNORED_TARGET",
@@ -10,11 +20,14 @@ __all__ = [
     "LocalRow",
     "PackedBatch",
     "TokenSequence",
+    "add_values",
     "assign_bins",
     "empty_row",
     "local_row",
     "pack",
     "pack_row",
     "share_bins",
+    "spread_over_tokens",
+    "sum_by_sequence",
     "unpack",
 ]

@@ -106,6 +106,7 @@ def pack(
     num_data_ranks: int = 1,
     data_rank: int = 0,
     min_bin_count: int = 1,
+    together: int = 1,
     cost: Callable[[int], float] = float,
 ) -> list[PackedBatch]:
     """Packs a global batch into rows and returns those of one data rank.
@@ -118,13 +119,18 @@ def pack(
         capacity: most tokens of a row.
         num_data_ranks, data_rank: over how many ranks the rows are dealt, and whose are returned.
         min_bin_count: fewest rows over all data ranks.
+        together: so many consecutive sequences, such as the two of a pair, share a row and stay next to each other.
         cost: work of a sequence by its length, by which data ranks are balanced.
     """
-    lengths = [len(sequence) for sequence in sequences]
+    if len(sequences) % together:
+        raise ValueError(f"{len(sequences)} sequences are not whole groups of {together}")
+    groups = [sequences[start : start + together] for start in range(0, len(sequences), together)]
+    lengths = [sum(map(len, group)) for group in groups]
     bins = assign_bins(
         lengths, capacity, min_bin_count=max(min_bin_count, num_data_ranks), bin_count_multiple=num_data_ranks
     )
-    costs = [sum(cost(lengths[i]) for i in b) for b in bins]
+    costs = [sum(cost(len(sequence)) for group in b for sequence in groups[group]) for b in bins]
     mine = [bins[place] for place in share_bins(costs, num_data_ranks)[data_rank]]
     like = pack_row([sequences[0]]) if sequences else None
-    return [pack_row([sequences[i] for i in b], order=b) if b else empty_row(like) for b in mine]
+    places = [[group * together + i for group in b for i in range(together)] for b in mine]
+    return [pack_row([sequences[i] for i in p], order=p) if p else empty_row(like) for p in places]

@@ -91,6 +91,11 @@ class PackedBatch:
     def max_seqlen(self) -> int:
         return max(self.lengths)
 
+    @property
+    def sequence_ids(self) -> Tensor:
+        """Which sequence of the row each token belongs to, int64 [T]."""
+        return torch.zeros_like(self.input_ids).index_fill_(0, self.cu_seqlens[1:-1].long(), 1).cumsum(0)
+
     def to(self, device: torch.device) -> "PackedBatch":
         """The same row with its tensors on `device`."""
         tensors: dict[str, Any] = {
@@ -147,6 +152,43 @@ def unpack(values: Tensor, batch: PackedBatch) -> list[Tensor]:
     if batch.is_empty:
         return []
     return [_to_token(piece) for piece in values.split(batch.lengths)]
+
+
+def add_values(batch: PackedBatch, name: str, pieces: Sequence[Tensor]) -> PackedBatch:
+    """The row with one more per-token tensor.
+
+    Args:
+        batch: the row; an empty one takes no pieces and gets zeros.
+        name: of the tensor in `values`.
+        pieces: for each real sequence [n], aligned with its tokens, as `unpack` gives them.
+    """
+    shifted = [_to_predictor(piece) for piece in pieces]
+    value = torch.zeros(batch.num_tokens) if batch.is_empty else torch.cat(shifted)
+    return dataclasses.replace(batch, values={**batch.values, name: value})
+
+
+def sum_by_sequence(values: Tensor, batch: PackedBatch) -> Tensor:
+    """Sums [T] over the tokens of each sequence: [N]. Always in the same order, unlike an index_add on CUDA."""
+    # unsafe: the check of the lengths would wait for the device.
+    return torch.segment_reduce(values, "sum", lengths=batch.cu_seqlens.diff().long(), unsafe=True)
+
+
+def spread_over_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
+    """For every token the value [N] of its sequence: [T]."""
+    return _SpreadOverTokens.apply(values, batch)
+
+
+class _SpreadOverTokens(torch.autograd.Function):
+    """A gather whose gradient adds up in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, batch: PackedBatch) -> Tensor:
+        ctx.batch = batch
+        return values[batch.sequence_ids]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return sum_by_sequence(gradients[0], ctx.batch), None
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:

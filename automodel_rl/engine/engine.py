@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch, unpack
+from automodel_rl.batch import LocalRow, PackedBatch, unpack
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.offload import Offloaded
 from automodel_rl.engine.optimizer import MOMENTS, build_optimizer, learning_rate
 from automodel_rl.errors import TrainingDivergedError
-from automodel_rl.losses import Denominator, LossFn, TokenOutputs, count
+from automodel_rl.losses import Denominator, LossFn, Readout, TokenOutputs, count
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.logprobs import target_logprobs, top_logits
+from automodel_rl.model.logprobs import Head, read_targets, top_logits
 from automodel_rl.parallel.adapters import LossTotals
 from automodel_rl.parallel.gradients import local_square_norm
 from automodel_rl.parallel.host_reduce import GlobalTotals, share_totals, sum_over_data_ranks
 from automodel_rl.parallel.sharding import by_mesh
+
+LOGPROBS = Readout()
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,19 @@ class Engine:
         self.step = 0
         self.skipped_in_a_row = 0
 
-    def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn) -> TrainOutput:
+    def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout = LOGPROBS) -> TrainOutput:
         """One optimizer step over the global batch.
 
         Args:
             batches: this data rank's rows; every data rank has equally many (see `pack`).
             loss_fn: gives sums over a row; they are divided by the counts of the global batch, here and nowhere else.
+            readout: what the loss gets of every token.
 
         Raises:
             TrainingDivergedError: too many steps in a row were not finite.
         """
         counts = self._global_counts(batches)
-        totals = self.handle.forward_backward(batches, loss_fn, counts)
+        totals = self.handle.forward_backward(batches, loss_fn, readout, counts)
         parameters = [parameter for _, parameter in self.handle.named_parameters()]
         shared = share_totals(totals, local_square_norm(parameters, self.handle.layout), self.handle.layout)
         loss, grad_norm = _mean_loss(shared, counts), math.sqrt(shared.square_norm)
@@ -85,24 +88,54 @@ class Engine:
         self._count_skipped(skipped, loss, grad_norm)
         return TrainOutput(loss, grad_norm, counts["tokens"], lr, skipped, {**_metrics(shared), **routing})
 
-    def evaluate(self, batches: Sequence[PackedBatch], loss_fn: LossFn) -> float:
-        """The loss over the global batch, without gradients or updates."""
+    def evaluate(
+        self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout = LOGPROBS
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics over the global batch, without gradients or updates."""
         counts = self._global_counts(batches)
         totals = LossTotals()
-        for batch, logprobs in zip(batches, self.handle.forward(batches, target_logprobs), strict=True):
-            totals.add(loss_fn(TokenOutputs(logprobs), batch.to(logprobs.device)))
+        for batch, scores in zip(batches, self.handle.forward(batches, read_targets(readout)), strict=True):
+            totals.add(loss_fn(TokenOutputs.from_scores(scores), batch.to(scores.device)))
         nothing = torch.zeros((), dtype=torch.float64)
-        return _mean_loss(share_totals(totals, nothing, self.handle.layout), counts)
+        shared = share_totals(totals, nothing, self.handle.layout)
+        return _mean_loss(shared, counts), _metrics(shared)
 
-    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+    def logprobs(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of this data rank's tokens, equal on all its stages.
+
+        Args:
+            batches: this data rank's rows.
+            temperature: the logits are divided by it.
 
         Returns:
             For each sequence, in the order in which rows hold them, a tensor [n] aligned with its tokens, fp32 or
             float64; the first entry is 0.
         """
-        outputs = self.handle.forward(batches, target_logprobs)
-        return [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output, batch)]
+        outputs = self.handle.forward(batches, read_targets(Readout(temperature)))
+        return [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output[:, 0], batch)]
+
+    def sequence_scores(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """Summed log-probability of the tokens in `loss_mask` of each sequence, [N], in the order rows hold them."""
+        logprobs = torch.cat(self.logprobs(batches))
+        masks = [piece for batch in batches for piece in unpack(batch.loss_mask, batch)]
+        counted = torch.where(torch.cat(masks).to(logprobs.device), logprobs, 0.0)
+        return torch.stack([piece.sum() for piece in counted.split([len(mask) for mask in masks])])
+
+    def top_logits(self, batches: Sequence[PackedBatch], k: int) -> list[tuple[Tensor, Tensor]]:
+        """The k largest logits for each token and their ids, largest first.
+
+        Returns:
+            For each sequence, in the order in which rows hold them, two tensors [n, k] aligned with its tokens: entry i
+            is what the model says of token i; the first entry, which nothing predicts, is 0.
+        """
+
+        def both(hidden: Tensor, head: Head, row: LocalRow) -> Tensor:
+            values, ids = top_logits(hidden, head, k)
+            return torch.stack([values, ids.to(values.dtype)], dim=1)  # fp32 holds ids up to 2 ** 24
+
+        outputs = self.handle.forward(batches, both)
+        pieces = [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output, batch)]
+        return [(piece[:, 0], piece[:, 1].long()) for piece in pieces]
 
     def next_tokens(self, batches: Sequence[PackedBatch]) -> Tensor:
         """The likeliest token after each sequence, int64 [N], in the order in which rows hold them."""

@@ -1,16 +1,19 @@
-"""A second set of weights on the host that can take the model's place, for the reference policy."""
+"""The weights that training started from, for the reference policy."""
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
 
+from automodel_rl.model.checkpoint_files import persistent_tensors
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.lora import without_adapters
 from automodel_rl.parallel.sharding import local_tensor
 
 
 class ReferenceWeights:
-    """The weights that a handle has now, kept once on the host, every part's.
+    """The weights that a handle has now, kept once on the host, every part's. Where adapters are trained, nothing is
+    kept: the reference is the model without them.
 
     Args:
         handle: the model.
@@ -18,12 +21,18 @@ class ReferenceWeights:
 
     def __init__(self, handle: ModelHandle):
         self.handle = handle
-        self._shards = [local_tensor(p.detach()) for part in handle.parts for p in part.parameters()]
+        self._shards: list[torch.Tensor] = []
+        if handle.lora is None:
+            self._shards = [local_tensor(t.detach()) for part in handle.parts for _, t in persistent_tensors(part)]
         self._copies = [_on_host(shard) for shard in self._shards]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Within this block the model has the reference weights; after it, bit for bit those it had before."""
+        if self.handle.lora is not None:
+            with without_adapters(self.handle.parts):
+                yield
+            return
         self._swap()
         try:
             yield
@@ -36,7 +45,9 @@ class ReferenceWeights:
         for shard, copy in zip(self._shards, self._copies, strict=True):
             current = shard.clone()
             shard.copy_(copy, non_blocking=True)
-            copy.copy_(current)
+            copy.copy_(current, non_blocking=True)
+        if self.handle.layout.device.type == "cuda":
+            torch.cuda.synchronize(self.handle.layout.device)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,18 @@
 """Losses over packed rows: pure tensor functions."""
 
-from automodel_rl.losses.outputs import Denominator, LossFn, LossOutput, TokenOutputs, count
+from automodel_rl.losses.dpo import dpo_loss
+from automodel_rl.losses.outputs import Denominator, LossFn, LossOutput, Readout, TokenOutputs, count
+from automodel_rl.losses.policy_gradient import grpo_loss
 from automodel_rl.losses.sft import sft_loss
 
-__all__ = ["Denominator", "LossFn", "LossOutput", "TokenOutputs", "count", "sft_loss"]
+__all__ = [
+    "Denominator",
+    "LossFn",
+    "LossOutput",
+    "Readout",
+    "TokenOutputs",
+    "count",
+    "dpo_loss",
+    "grpo_loss",
+    "sft_loss",
+]

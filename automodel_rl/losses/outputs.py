@@ -8,8 +8,22 @@ from torch import Tensor
 
 from automodel_rl.batch import PackedBatch
 
-Denominator = Literal["tokens", "sequences", "positions"]
-"""What a sum is divided by: targets with `loss_mask` set, real sequences, or all their tokens, of the global batch."""
+Denominator = Literal["tokens", "sequences", "pairs", "positions"]
+"""What a sum is divided by: targets with `loss_mask` set, real sequences, half their number, or all their tokens, of
+the global batch."""
+
+
+@dataclass(frozen=True)
+class Readout:
+    """What is read from the model's final logits for every token.
+
+    Attributes:
+        temperature: the logits are divided by it before the softmax.
+        entropy: whether the softmax's entropy is wanted, too.
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
 
 
 @dataclass(frozen=True)
@@ -18,9 +32,17 @@ class TokenOutputs:
 
     Attributes:
         logprobs: log-probability of every target under the model, [T], fp32 or float64; 0 where there is no target.
+        entropy: of the model's distribution over the target, in nats, [T], 0 where there is no target; None if it was
+            not asked for.
     """
 
     logprobs: Tensor
+    entropy: Tensor | None = None
+
+    @classmethod
+    def from_scores(cls, scores: Tensor) -> "TokenOutputs":
+        """Of a readout's columns [T, 1 or 2]."""
+        return cls(*scores.unbind(1))
 
 
 @dataclass(frozen=True)
@@ -44,5 +66,6 @@ def count(batches: Sequence[PackedBatch]) -> dict[Denominator, int]:
     return {
         "tokens": sum(int(batch.loss_mask.sum()) for batch in batches),
         "sequences": sum(batch.num_sequences for batch in batches),
+        "pairs": sum(batch.num_sequences for batch in batches) // 2,
         "positions": sum(batch.num_tokens for batch in batches if not batch.is_empty),
     }

@@ -18,7 +18,7 @@ from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.launch.process_group import join_process_group
-from automodel_rl.losses import Denominator, LossFn
+from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.attention import choose_attention
 from automodel_rl.model.checkpoint_files import (
     Checkpoint,
@@ -29,8 +29,8 @@ from automodel_rl.model.checkpoint_files import (
 )
 from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.hf_names import to_hf
-from automodel_rl.model.logprobs import target_logprobs
-from automodel_rl.model.lora import add_adapters, save_adapters
+from automodel_rl.model.logprobs import read_targets
+from automodel_rl.model.lora import adapted_weights, add_adapters, is_adapter, merge, save_adapters
 from automodel_rl.model.nemo import build_empty_model, parts_of, split_model
 from automodel_rl.model.parallelise import parallelise
 from automodel_rl.model.routers import global_loads, load_metric
@@ -126,13 +126,14 @@ class ModelHandle:
         return handle
 
     def forward_backward(
-        self, batches: Sequence[PackedBatch], loss_fn: LossFn, counts: dict[Denominator, int]
+        self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
     ) -> LossTotals:
         """Adds the gradients of one global step to every parameter, summed over data ranks.
 
         Args:
             batches: this data rank's rows; every data rank has equally many.
             loss_fn: gives sums over a row.
+            readout: what the loss gets of every token.
             counts: global denominators of those sums.
 
         Returns:
@@ -145,7 +146,8 @@ class ModelHandle:
         # Whole rows are for the loss, which other stages do not compute.
         rows = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
         adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
-        self._driver.forward_backward(self._local(batches), adapter, whole_rows(target_logprobs, self.layout.cp_group))
+        head = whole_rows(read_targets(readout), self.layout.cp_group)
+        self._driver.forward_backward(self._local(batches), adapter, head)
         if self.layout.tp_group is not None:
             partial = [module._parameters[name] for part in self.parts for module, name in part.partial_gradients]
             sum_partial_gradients(partial, self.layout.tp_group)
@@ -185,10 +187,17 @@ class ModelHandle:
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors of this rank's stages. A collective of each stage's ranks.
 
-        They have the dtype that the model computes in, so that they give the same results.
+        They have the dtype that the model computes in, so that they give the same results. Adapters are merged.
         """
+        adapted = {weight: linear for part in self.parts for weight, linear in adapted_weights(part)}
         for name, parameter in self.named_parameters():
-            yield from to_hf(name, gather_whole(parameter, self.layout, self.dtype), self.config.model_type)
+            if is_adapter(name):
+                continue
+            if parameter in adapted:
+                whole = merge(adapted[parameter], lambda weight: gather_whole(weight, self.layout)).to(self.dtype)
+            else:
+                whole = gather_whole(parameter, self.layout, self.dtype)
+            yield from to_hf(name, whole, self.config.model_type)
         for part in self.parts:
             for name, buffer in stored_buffers(part):
                 yield from to_hf(name, buffer, self.config.model_type)

@@ -1,6 +1,7 @@
-"""Log-probabilities of targets from hidden states, a chunk of tokens at a time: [T, V] never exists.
+"""Log-probabilities of targets, and entropies, from hidden states, a chunk of tokens at a time: [T, V] never exists.
 
-Shape letters: T tokens, H hidden, V vocabulary (this rank's part of it under tensor parallelism), C tokens of a chunk.
+Shape letters: T tokens, H hidden, V vocabulary (this rank's part of it under tensor parallelism), C tokens of a chunk,
+K what is read of a token.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import LocalRow
+from automodel_rl.losses import Readout
+from automodel_rl.parallel.adapters import OutputFn
 from automodel_rl.parallel.collectives import all_gather
 
 CHUNK = 512
@@ -37,89 +40,143 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank() * len(self.weight)
 
 
-def target_logprobs(hidden: Tensor, head: Head, row: LocalRow) -> Tensor:
-    """log p(target) under softmax(hidden @ weight.T), 0 where there is no target.
+def read_targets(readout: Readout) -> OutputFn:
+    """An output function: of every token what `readout` asks for."""
+
+    def read(hidden: Tensor, head: Head, row: LocalRow) -> Tensor:
+        return target_scores(hidden, head, row, readout)
+
+    return read
+
+
+def target_scores(hidden: Tensor, head: Head, row: LocalRow, readout: Readout) -> Tensor:
+    """log p(target) under softmax(hidden @ weight.T / temperature), and the softmax's entropy if it is asked for.
 
     Args:
         hidden: final hidden states [T, H]. Under tensor parallelism its gradient is this rank's summand.
         head: the output projection.
         row: its `targets` are scored.
+        readout: temperature, and whether the entropy comes along.
 
     Returns:
-        [T], float64 for float64 hidden states, else float32; equal on all tp ranks.
+        [T, 1], or [T, 2] with the entropy; 0 where there is no target; float64 for float64 hidden states, else float32;
+        equal on all tp ranks.
     """
-    return _TargetLogprobs.apply(hidden, head.weight, row.targets, head)
+    return _TargetScores.apply(hidden, head.weight, row.targets, head, readout)
 
 
-class _TargetLogprobs(torch.autograd.Function):
-    """Keeps the log-sum-exp of every token and recomputes each chunk's logits in the backward."""
+class _TargetScores(torch.autograd.Function):
+    """Keeps the log-sum-exp (and entropy) of every token and recomputes each chunk's logits in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head) -> Tensor:
-        accurate = _accurate(hidden.dtype)
-        picked = torch.empty(targets.shape, dtype=accurate, device=hidden.device)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, readout: Readout) -> Tensor:
+        softmax = _Softmax(weight, head.softcap, readout.temperature)
+        picked = torch.empty(targets.shape, dtype=_accurate(hidden.dtype), device=hidden.device)
         logsumexp = torch.empty_like(picked)
+        mean_logit = torch.empty_like(picked) if readout.entropy else None
         places = targets - head.first_token
         for chunk in _chunks(len(targets)):
-            picked[chunk], logsumexp[chunk] = _score(hidden[chunk], weight, places[chunk], head.softcap)
+            mean = None if mean_logit is None else mean_logit[chunk]
+            picked[chunk], logsumexp[chunk] = softmax.score(hidden[chunk], places[chunk], mean)
         if head.tp_group is not None:
-            picked, logsumexp = _over_vocabulary(picked, logsumexp, head.tp_group)
-        ctx.save_for_backward(hidden, weight, targets, logsumexp)
-        ctx.softcap, ctx.first_token = head.softcap, head.first_token
-        return torch.where(targets >= 0, picked - logsumexp, 0.0)
+            picked, logsumexp, mean_logit = _over_vocabulary(picked, logsumexp, mean_logit, head.tp_group)
+        is_target = targets >= 0
+        entropy = None if mean_logit is None else logsumexp - mean_logit
+        ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy)
+        ctx.softmax, ctx.first_token = softmax, head.first_token
+        columns = [picked - logsumexp] if entropy is None else [picked - logsumexp, entropy]
+        return torch.stack([torch.where(is_target, column, 0.0) for column in columns], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, targets, logsumexp = ctx.saved_tensors
-        gradient = torch.where(targets >= 0, gradients[0], 0.0)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
+        gradient = torch.where((targets >= 0)[:, None], gradients[0], 0.0)
         places = targets - ctx.first_token
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=_accurate(weight.dtype), device=weight.device)
         for chunk in _chunks(len(targets)):
-            d_logits = _logits_gradient(
-                hidden[chunk], weight, places[chunk], logsumexp[chunk], gradient[chunk], ctx.softcap
+            d_logits = ctx.softmax.gradient(
+                hidden[chunk],
+                places[chunk],
+                logsumexp[chunk],
+                gradient[chunk],
+                None if entropy is None else entropy[chunk],
             )
             d_hidden[chunk] = d_logits @ weight
             _add_matmul(d_weight, d_logits.t(), hidden[chunk])
             del d_logits  # before the next chunk's
-        return d_hidden, d_weight.to(weight.dtype), None, None
+        return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
-def _score(hidden_CH: Tensor, weight_VH: Tensor, places_C: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Logit of every target (0 if it is not in this part) and log-sum-exp of all logits, both [C].
+@dataclass(frozen=True)
+class _Softmax:
+    """softmax(cap(hidden @ weight.T) / temperature) over this rank's part of the vocabulary, a chunk at a time."""
 
-    In place: one [C, V] buffer is all there is.
-    """
-    logits_CV = _logits(hidden_CH, weight_VH, softcap)
-    inside_C = _inside(places_C, weight_VH)
-    picked_C = logits_CV.gather(1, places_C.where(inside_C, 0)[:, None])[:, 0].where(inside_C, 0.0)
-    largest_C = logits_CV.amax(1)
-    return picked_C, logits_CV.sub_(largest_C[:, None]).exp_().sum(1).log_().add_(largest_C)
+    weight: Tensor
+    softcap: float | None
+    temperature: float
+
+    def score(self, hidden_CH: Tensor, places_C: Tensor, mean_logit_C: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logit of every target (0 if it is not in this part) and log-sum-exp of all logits, both [C].
+
+        In place: one [C, V] buffer is all there is, and a second one where `mean_logit_C` is to be filled with the
+        softmax's mean logit.
+        """
+        logits_CV = self._logits(hidden_CH)
+        inside_C = _inside(places_C, self.weight)
+        picked_C = logits_CV.gather(1, places_C.where(inside_C, 0)[:, None])[:, 0].where(inside_C, 0.0)
+        largest_C = logits_CV.amax(1)
+        if mean_logit_C is None:
+            return picked_C, logits_CV.sub_(largest_C[:, None]).exp_().sum(1).log_().add_(largest_C)
+        weights_CV = (logits_CV - largest_C[:, None]).exp_()
+        total_C = weights_CV.sum(1)
+        mean_logit_C.copy_(weights_CV.mul_(logits_CV).sum(1) / total_C)
+        return picked_C, total_C.log_().add_(largest_C)
+
+    def gradient(
+        self,
+        hidden_CH: Tensor,
+        places_C: Tensor,
+        logsumexp_C: Tensor,
+        gradient_CK: Tensor,
+        entropy_C: Tensor | None,
+    ) -> Tensor:
+        """Of the projection's output, [C, V] in the weight's dtype.
+
+        By the logits, d log p(target) is one-hot(target) - p and d entropy is -p * (log p + entropy).
+        """
+        logits_CV = self._logits(hidden_CH)
+        slope_CV = None if self.softcap is None else 1 - (logits_CV * (self.temperature / self.softcap)).square()
+        logprobs_CV = logits_CV.sub_(logsumexp_C[:, None])
+        d_target_C = gradient_CK[:, 0]
+        if entropy_C is None:
+            d_logits_CV = logprobs_CV.exp_().mul_(-d_target_C[:, None])
+        else:
+            p_CV = logprobs_CV.exp()
+            surprise_CV = logprobs_CV.add_(entropy_C[:, None]).mul_(gradient_CK[:, 1:])
+            d_logits_CV = surprise_CV.add_(d_target_C[:, None]).mul_(p_CV).neg_()
+        inside_C = _inside(places_C, self.weight)
+        d_logits_CV.scatter_add_(1, places_C.where(inside_C, 0)[:, None], d_target_C.where(inside_C, 0.0)[:, None])
+        if slope_CV is not None:
+            d_logits_CV.mul_(slope_CV)
+        if self.temperature != 1.0:
+            d_logits_CV.div_(self.temperature)
+        return d_logits_CV.to(self.weight.dtype)
+
+    def _logits(self, hidden_CH: Tensor) -> Tensor:
+        logits_CV = _logits(hidden_CH, self.weight, self.softcap)
+        return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)
 
 
-def _over_vocabulary(picked: Tensor, logsumexp: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The same two over the parts of all tp ranks, in one collective."""
-    parts = all_gather(torch.stack([picked, logsumexp]), group)
-    return parts[0::2].sum(0), parts[1::2].logsumexp(0)
-
-
-def _logits_gradient(
-    hidden_CH: Tensor,
-    weight_VH: Tensor,
-    places_C: Tensor,
-    logsumexp_C: Tensor,
-    gradient_C: Tensor,
-    softcap: float | None,
-) -> Tensor:
-    """[C, V] in the weight's dtype: d log p(target) / d logits is one-hot(target) - softmax."""
-    logits_CV = _logits(hidden_CH, weight_VH, softcap)
-    slope_CV = None if softcap is None else 1 - (logits_CV / softcap).square()
-    d_logits_CV = logits_CV.sub_(logsumexp_C[:, None]).exp_().mul_(-gradient_C[:, None])
-    inside_C = _inside(places_C, weight_VH)
-    d_logits_CV.scatter_add_(1, places_C.where(inside_C, 0)[:, None], gradient_C.where(inside_C, 0.0)[:, None])
-    if slope_CV is not None:
-        d_logits_CV.mul_(slope_CV)
-    return d_logits_CV.to(weight_VH.dtype)
+def _over_vocabulary(
+    picked: Tensor, logsumexp: Tensor, mean_logit: Tensor | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same over the parts of all tp ranks, in one collective."""
+    columns = [picked, logsumexp] if mean_logit is None else [picked, logsumexp, mean_logit]
+    parts = all_gather(torch.stack(columns), group).view(group.size(), len(columns), -1)
+    total = parts[:, 1].logsumexp(0)
+    mean = None if mean_logit is None else ((parts[:, 1] - total).exp() * parts[:, 2]).sum(0)
+    return parts[:, 0].sum(0), total, mean
 
 
 def top_logits(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:

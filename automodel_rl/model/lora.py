@@ -1,9 +1,10 @@
 """Low-rank adapters on linear layers, and their files in PEFT's format."""
 
+import contextlib
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -63,6 +64,40 @@ def install_adapters(part: Any) -> None:
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
     base = F.linear(hidden, linear.weight, linear.bias)
     return base + linear.lora_scale * linear.lora_B(linear.lora_A(hidden))
+
+
+def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Module]]:
+    """The weights of a part that have adapters, and their layers."""
+    linear: Any
+    for linear in part.modules():
+        if "lora_A" in linear._modules:
+            yield linear.weight, linear
+
+
+@torch.no_grad()
+def merge(linear: Any, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    """The weight that does what a layer and its adapter do. A collective if `whole` is one.
+
+    Args:
+        linear: a layer with an adapter.
+        whole: gathers a sharded weight.
+    """
+    weight, down, up = (whole(tensor) for tensor in (linear.weight, linear.lora_A.weight, linear.lora_B.weight))
+    return weight + linear.lora_scale * (up @ down)
+
+
+@contextlib.contextmanager
+def without_adapters(parts: list[Any]) -> Iterator[None]:
+    """Within this block layers do what they did before adapters were added."""
+    linears: list[Any] = [linear for part in parts for _, linear in adapted_weights(part)]
+    scales = [linear.lora_scale for linear in linears]
+    for linear in linears:
+        linear.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for linear, scale in zip(linears, scales, strict=True):
+            linear.lora_scale = scale
 
 
 def is_adapter(name: str) -> bool:

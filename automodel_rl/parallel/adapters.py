@@ -50,10 +50,10 @@ class PPLossAdapter:
         self.loss_fn, self.batches, self.counts, self.stage = loss_fn, batches, counts, stage
         self.totals = LossTotals()
 
-    def __call__(self, logprobs: Tensor, index: int) -> Tensor:
-        """The loss of microbatch `index`, whose target log-probabilities are `logprobs` [T]."""
+    def __call__(self, scores: Tensor, index: int) -> Tensor:
+        """The loss of microbatch `index`, of whose targets `scores` [T, K] were read."""
         try:
-            output = self.loss_fn(TokenOutputs(logprobs), self.batches[index])
+            output = self.loss_fn(TokenOutputs.from_scores(scores), self.batches[index])
             # A global batch may hold nothing that counts; its sums are then 0 and stay so.
             loss = torch.stack([total / max(self.counts[name], 1) for name, total in output.sums.items()]).sum()
         except Exception as error:
@@ -63,7 +63,7 @@ class PPLossAdapter:
 
     @property
     def targets(self) -> list[Callable[[Tensor], Tensor]]:
-        """One function per microbatch from log-probabilities to the loss: a schedule's targets."""
+        """One function per microbatch from what is read of its targets to the loss: a schedule's targets."""
         return [functools.partial(self.__call__, index=index) for index in range(len(self.batches))]
 
 

@@ -13,7 +13,7 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import Dtype, Implementation
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
-from automodel_rl.losses import count, sft_loss
+from automodel_rl.losses import Readout, count, sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_reduce import sum_over_data_ranks
 from automodel_rl.parallel.sharding import gather_whole
@@ -141,7 +141,7 @@ def _compare_gradients(
 ) -> None:
     local = count(rows)
     counts = dict(zip(local, sum_over_data_ranks(list(local.values()), handle.layout), strict=True))
-    handle.forward_backward(rows, sft_loss, counts)
+    handle.forward_backward(rows, sft_loss, Readout(), counts)
     right = expected.gradients()
     for part in handle.parts:
         for name, parameter in part.named_parameters():

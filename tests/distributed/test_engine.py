@@ -63,7 +63,7 @@ def test_what_is_saved_gives_the_logits_of_the_trained_handle(
 def forward_only(folder: Path, parallel: ParallelConfig) -> tuple[float, float, list[int], list[torch.Tensor]]:
     engine = make_engine(folder, parallel)
     rows = rows_of(engine)
-    before = engine.evaluate(rows, plain_sft_loss)
+    before, _ = engine.evaluate(rows, plain_sft_loss)
     trained = engine.train_step(rows, plain_sft_loss).loss
     return before, trained, engine.next_tokens(rows).tolist(), engine.logprobs(rows)
 

@@ -13,7 +13,7 @@ from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import MoEConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
-from automodel_rl.losses import sft_loss
+from automodel_rl.losses import Readout, sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.routers import LOAD_METRIC
 from automodel_rl.parallel.sharding import gather_whole
@@ -27,7 +27,7 @@ def gradients_of_routers(folder: Path, moe: MoEConfig, memory: MemoryConfig) -> 
     """Gradients of the gates and loads after one forward and backward of one row on one rank, and the load metric."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", moe=moe), memory=memory)
     rows = [pack_row([sequence()])]
-    handle.forward_backward(rows, sft_loss, {"tokens": 10**9, "sequences": 1, "positions": len(sequence())})
+    handle.forward_backward(rows, sft_loss, Readout(), {"tokens": 10**9, "sequences": 1, "positions": len(sequence())})
     gates = {n: gather_whole(p.grad, handle.layout) for n, p in handle.named_parameters() if n.endswith("gate.weight")}
     loads = handle.parts[0].router_watch.loads
     return gates, dict(loads), handle.balance_routers()[LOAD_METRIC]

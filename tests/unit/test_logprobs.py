@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import LocalRow, TokenSequence, local_row, pack_row
+from automodel_rl.losses import Readout
 from automodel_rl.model import logprobs as module
-from automodel_rl.model.logprobs import Head, target_logprobs, top_logits
+from automodel_rl.model.logprobs import Head, target_scores, top_logits
 
 
 def make_inputs(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, LocalRow]:
@@ -25,7 +26,7 @@ def make_inputs(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype) ->
 
 
 def chunked(states: Tensor, weight: Tensor, row: LocalRow, softcap: float | None = None) -> Tensor:
-    return target_logprobs(states, Head(weight, softcap), row)
+    return target_scores(states, Head(weight, softcap), row, Readout())[:, 0]
 
 
 def naive(states: Tensor, weight: Tensor, row: LocalRow, softcap: float | None = None) -> Tensor:
@@ -47,6 +48,26 @@ def test_values_and_gradients_equal_the_naive_way(monkeypatch: pytest.MonkeyPatc
         results.append((values, states.grad, weight.grad))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_entropy_and_temperature_equal_the_naive_way(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, softcap: float | None
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", 7)
+    upstream = torch.randn(30, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    states, weight, row = make_inputs(30, 8, 40, torch.float64)
+    scores = target_scores(states, Head(weight, softcap), row, Readout(temperature, entropy=True))
+    actual = [scores, *torch.autograd.grad((scores * upstream).sum(), (states, weight))]
+    logits = states @ weight.t()
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    softmax = torch.distributions.Categorical(logits=logits)
+    expected_scores = torch.stack([softmax.log_prob(row.targets.clamp_min(0)), softmax.entropy()], dim=1)
+    expected_scores = expected_scores * (row.targets >= 0)[:, None]
+    expected = [expected_scores, *torch.autograd.grad((expected_scores * upstream).sum(), (states, weight))]
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

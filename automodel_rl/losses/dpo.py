@@ -1,0 +1,57 @@
+"""Preference losses over pairs: chosen and rejected are neighbours in a row, the chosen one first."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from automodel_rl.batch import PackedBatch, sum_by_sequence
+from automodel_rl.config.losses import DPOLossConfig
+from automodel_rl.losses.outputs import LossOutput, TokenOutputs
+
+
+def dpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: DPOLossConfig) -> LossOutput:
+    """Direct preference optimisation and its relatives; formulas and papers are with `DPOLossConfig`.
+
+    Args:
+        outputs: log-probabilities under the policy.
+        batch: packed with `together=2`; `values["ref_logprobs"]` has the reference's, unless the variant needs none.
+        config: which loss.
+
+    Returns:
+        A sum over pairs. Metrics: train/accuracy, train/margin, train/reward_chosen, train/reward_rejected, means over
+        pairs; rewards are beta times l.
+    """
+    ours = _by_pair(outputs.logprobs, batch)
+    lengths = _by_pair(torch.ones_like(outputs.logprobs), batch).clamp_min(1)
+    scores = _by_pair(outputs.logprobs - batch.values["ref_logprobs"], batch) if config.needs_reference else ours
+    if config.length_normalised or config.variant != "dpo":
+        scores = scores / lengths
+    chosen, rejected = scores.unbind(1)
+    loss = _preference(chosen - rejected, config)
+    if config.sft_weight:
+        loss = loss - config.sft_weight * ours[:, 0] / lengths[:, 0]
+    per_pair = {
+        "train/accuracy": (chosen > rejected).to(loss.dtype),
+        "train/margin": config.beta * (chosen - rejected),
+        "train/reward_chosen": config.beta * chosen,
+        "train/reward_rejected": config.beta * rejected,
+    }
+    num_pairs = loss.new_tensor(float(len(loss)))
+    metrics = {name: (value.detach().sum(), num_pairs) for name, value in per_pair.items()}
+    return LossOutput(sums={"pairs": loss.sum()}, metrics=metrics)
+
+
+def _preference(margin: Tensor, config: DPOLossConfig) -> Tensor:
+    if config.variant == "ipo":
+        return (margin - 1 / (2 * config.beta)).square()
+    if config.variant == "simpo":
+        return -F.logsigmoid(config.beta * margin - config.gamma)
+    right, wrong = F.logsigmoid(config.beta * margin), F.logsigmoid(-config.beta * margin)
+    return -(1 - config.label_smoothing) * right - config.label_smoothing * wrong
+
+
+def _by_pair(values: Tensor, batch: PackedBatch) -> Tensor:
+    """Sums [T] over the counted tokens of each sequence: [pairs, 2]. An empty row has no pair."""
+    sums = sum_by_sequence(torch.where(batch.loss_mask, values, 0.0), batch)
+    num_pairs = batch.num_sequences // 2
+    return sums[: 2 * num_pairs].view(num_pairs, 2)

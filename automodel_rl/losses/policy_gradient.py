@@ -1,0 +1,76 @@
+"""The policy-gradient family: GRPO, DAPO, Dr. GRPO, GSPO and CISPO are settings of one loss."""
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import PackedBatch, spread_over_tokens
+from automodel_rl.config.losses import PolicyLossConfig
+from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
+from automodel_rl.losses.terms import correction_weights, kl_estimate, kl_loss, mean_by_sequence
+
+
+def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfig) -> LossOutput:
+    """A policy-gradient loss over completions; formulas and papers are with `PolicyLossConfig`.
+
+    Args:
+        outputs: log-probabilities under the policy, and its entropy.
+        batch: `loss_mask` marks the completions' tokens. `values` has `advantages` and `rollout_logprobs`,
+            `old_logprobs` unless the config is on-policy, and `ref_logprobs` if there is a KL term.
+        config: which loss.
+
+    Returns:
+        A sum over tokens, or over sequences. Metrics, means over tokens: train/ratio_mean, train/clip_fraction,
+        train/logprob_error, train/entropy, train/kl_ref, train/correction_weight.
+    """
+    values = {name: value.to(outputs.logprobs.dtype) for name, value in batch.values.items()}
+    old = outputs.logprobs.detach() if config.on_policy else values["old_logprobs"]
+    # Masked before exp, for what overflows outside of the mask would still spoil gradients.
+    log_ratio = torch.where(batch.loss_mask, outputs.logprobs - old, 0.0)
+    if config.ratio == "sequence":
+        log_ratio = spread_over_tokens(mean_by_sequence(log_ratio, batch), batch)
+    loss, is_clipped = _surrogate(log_ratio.exp(), outputs.logprobs, values["advantages"], config)
+    log_error = torch.where(batch.loss_mask, values["rollout_logprobs"] - old, 0.0).abs()
+    per_token = {
+        "train/ratio_mean": log_ratio.exp(),
+        "train/clip_fraction": is_clipped.to(loss.dtype),
+        "train/logprob_error": log_error.exp(),
+    }
+    if config.correction.kind != "none":
+        weight = correction_weights(old, values["rollout_logprobs"], batch, config.correction)
+        loss = loss * weight
+        per_token["train/correction_weight"] = weight
+    if outputs.entropy is not None:
+        loss = loss - config.entropy * outputs.entropy
+        per_token["train/entropy"] = outputs.entropy
+    if "ref_logprobs" in values:
+        ref, estimator = values["ref_logprobs"], config.kl.estimator
+        per_token["train/kl_ref"] = kl_estimate(outputs.logprobs, ref, estimator)
+        if config.kl.where == "loss":
+            loss = loss + config.kl.coefficient * kl_loss(outputs.logprobs, ref, estimator)
+    num_tokens = batch.loss_mask.sum()
+    metrics = {
+        name: (torch.where(batch.loss_mask, value.detach(), 0.0).sum(), num_tokens) for name, value in per_token.items()
+    }
+    return LossOutput(sums=_normalise(loss, batch, config), metrics=metrics)
+
+
+def _surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and whether clipping changed it."""
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    if config.surrogate == "cispo":
+        return -advantages * clipped.detach() * logprobs, ratio != clipped
+    loss = torch.maximum(-ratio * advantages, -clipped * advantages)
+    if config.dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -config.dual_clip * advantages), loss)
+    return loss, loss != -ratio * advantages
+
+
+def _normalise(loss: Tensor, batch: PackedBatch, config: PolicyLossConfig) -> dict[Denominator, Tensor]:
+    if config.normalise == "sequence":
+        return {"sequences": mean_by_sequence(loss, batch).sum()}
+    total = torch.where(batch.loss_mask, loss, 0.0).sum()
+    if config.normalise == "token":
+        return {"tokens": total}
+    if config.max_completion_tokens is None:
+        raise ValueError("normalise=constant needs max_completion_tokens, the constant to divide by")
+    return {"sequences": total / config.max_completion_tokens}

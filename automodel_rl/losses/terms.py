@@ -1,0 +1,45 @@
+"""Terms that policy-gradient losses are made of. Per token [T], aligned with predicting positions."""
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import PackedBatch, spread_over_tokens, sum_by_sequence
+from automodel_rl.config.losses import CorrectionConfig
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """KL(policy || reference) at sampled tokens (Schulman, "Approximating KL divergence", 2020)."""
+    r = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -r
+    return r.square() / 2 if estimator == "k2" else r.exp() - 1 - r
+
+
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """The estimate with the gradient of the divergence.
+
+    Tokens were sampled from the policy, so the gradient has a part through the sampling, which the factor
+    exp(logprobs - stop_gradient(logprobs)) = 1 brings in; without it k1 would have gradient 0 on average and k3 that of
+    another divergence (Tang and Munos, arXiv:2506.09477).
+    """
+    return kl_estimate(logprobs, ref_logprobs, estimator) * (logprobs - logprobs.detach()).exp()
+
+
+def mean_by_sequence(values: Tensor, batch: PackedBatch) -> Tensor:
+    """Mean [T] over the counted tokens of each sequence: [N]; 0 where none counts."""
+    counted = torch.where(batch.loss_mask, values, 0.0)
+    return sum_by_sequence(counted, batch) / sum_by_sequence(batch.loss_mask.to(values.dtype), batch).clamp_min(1)
+
+
+def correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, batch: PackedBatch, config: CorrectionConfig
+) -> Tensor:
+    """What tokens weigh for the difference between rollout engine and policy, [T], without gradient."""
+    log_weight = torch.where(batch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
+    weight = log_weight.exp().nan_to_num(0.0, posinf=0.0)
+    if config.kind == "truncate":
+        return weight.clamp(config.low, config.high)
+    of_what = weight
+    if config.kind == "sequence_mask":
+        of_what = spread_over_tokens(mean_by_sequence(log_weight, batch).exp(), batch)
+    return torch.where((of_what >= config.low) & (of_what <= config.high), weight, 0.0)

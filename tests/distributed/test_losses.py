@@ -1,0 +1,129 @@
+"""Preference and policy-gradient losses compute the same on every layout, with unequal rows on every rank."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_rl.batch import TokenSequence, add_values, pack
+from automodel_rl.config import DPOLossConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyLossConfig
+from automodel_rl.engine import Engine, TrainOutput
+from automodel_rl.losses import LossFn, Readout, dpo_loss, grpo_loss
+from automodel_rl.model.handle import ModelHandle
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_model
+
+Ranks = Callable[[int], RankPool]
+LOSSES: dict[str, LossFn] = {
+    "dpo": functools.partial(dpo_loss, config=DPOLossConfig(label_smoothing=0.1, sft_weight=0.2)),
+    "gspo": functools.partial(
+        grpo_loss,
+        config=PolicyLossConfig.model_validate(
+            {
+                "ratio": "sequence",
+                "normalise": "sequence",
+                "entropy": 0.05,
+                "kl": {"coefficient": 0.1},
+                "correction": {"kind": "truncate", "high": 1.1},
+            }
+        ),
+    ),
+}
+READOUTS = {"dpo": Readout(), "gspo": Readout(temperature=0.7, entropy=True)}
+
+
+def with_values(sequences: list[TokenSequence]) -> list[TokenSequence]:
+    generator = torch.Generator().manual_seed(7)
+    names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
+    return [
+        TokenSequence(
+            s.input_ids,
+            s.loss_mask,
+            {name: torch.randn(len(s), generator=generator, dtype=torch.float64) * 0.2 - 4 for name in names},
+        )
+        for s in sequences
+    ]
+
+
+def train(folder: Path, parallel: ParallelConfig, loss: str) -> list[TrainOutput]:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), parallel)
+    engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+    rows = pack(
+        with_values(make_sequences(10, seed=3)),
+        40,
+        num_data_ranks=parallel.num_data_ranks,
+        data_rank=handle.layout.data_rank,
+        together=2,
+    )
+    return [engine.train_step(rows, LOSSES[loss], READOUTS[loss]) for _ in range(2)]
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+@pytest.mark.parametrize(
+    "sizes",
+    [{"pp": 2}, {"cp": 2}, {"tp": 2, "sequence_parallel": True}, {"dp_shard": 2}, {"pp": 2, "cp": 2}],
+    ids=str,
+)
+def test_layouts_compute_the_loss_of_one_process(ranks: Ranks, tmp_path: Path, sizes: dict, loss: str) -> None:
+    save_tiny_model(tmp_path)
+    (expected,) = ranks(1).run(train, tmp_path, ParallelConfig(), loss)
+    parallel = ParallelConfig(**sizes)
+    for actual in ranks(parallel.world_size).run(train, tmp_path, parallel, loss):
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-9)
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-9)
+            assert ours.metrics.keys() == theirs.metrics.keys()
+            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-9)
+
+
+def recompute(folder: Path, parallel: ParallelConfig) -> tuple[dict[str, float], float]:
+    """The metrics of a first update whose old log-probabilities were computed before it."""
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32"), parallel)
+    engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+    rows = pack(with_values(make_sequences(6, seed=3)), 40)
+    logprobs = iter(engine.logprobs(rows, temperature=0.7))
+    rows = [add_values(row, "old_logprobs", [next(logprobs) for _ in row.lengths]) for row in rows]
+    values = []
+
+    def loss(outputs, batch):  # type: ignore[no-untyped-def]
+        values.append((outputs.logprobs - batch.values["old_logprobs"]).abs().max().item())
+        return grpo_loss(outputs, batch, PolicyLossConfig())
+
+    output = engine.train_step(rows, loss, Readout(temperature=0.7, entropy=True))
+    return output.metrics, max(values, default=0.0)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"cp": 2}], ids=str)
+def test_recomputed_logprobs_are_exactly_those_of_the_first_update(ranks: Ranks, tmp_path: Path, sizes: dict) -> None:
+    save_tiny_model(tmp_path, dtype=torch.float32)
+    parallel = ParallelConfig(**sizes)
+    for metrics, difference in ranks(parallel.world_size).run(recompute, tmp_path, parallel):
+        assert difference == 0
+        assert metrics["train/ratio_mean"] == 1
+
+
+def read(folder: Path, parallel: ParallelConfig) -> tuple[list[tuple], torch.Tensor, list[torch.Tensor]]:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), parallel)
+    engine = Engine(handle)
+    rows = pack(make_sequences(5, seed=3), 40)
+    return engine.top_logits(rows, 3), engine.sequence_scores(rows), engine.logprobs(rows)
+
+
+def test_top_logits_and_scores_belong_to_their_tokens(ranks: Ranks, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    (expected,) = ranks(1).run(read, tmp_path, ParallelConfig())
+    tops, scores, logprobs = ranks(2).run(read, tmp_path, ParallelConfig(pp=2))[1]
+    sequences = [make_sequences(5, seed=3)[i] for row in pack(make_sequences(5, seed=3), 40) for i in row.order]
+    for (values, ids), (other_values, other_ids), sequence, logprob in zip(
+        tops, expected[0], sequences, logprobs, strict=True
+    ):
+        assert values.shape == ids.shape == (len(sequence), 3)
+        assert torch.equal(ids, other_ids)
+        torch.testing.assert_close(values, other_values, rtol=1e-10, atol=1e-10)
+        # Where the likeliest token is the one that came, no other log-probability is higher.
+        assert (values[1:, 0] >= values[1:, 1]).all()
+        assert logprob.shape == (len(sequence),)
+    counted = [(p * s.loss_mask)[1:].sum() for p, s in zip(logprobs, sequences, strict=True)]
+    torch.testing.assert_close(scores, torch.stack(counted), rtol=1e-12, atol=1e-12)

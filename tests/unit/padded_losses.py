@@ -1,0 +1,87 @@
+"""The losses once more, on padded [B, S] tensors and from the papers' formulas: one sequence after the other.
+
+Nothing here is shared with the package. Every tensor is aligned with tokens; masks mark the tokens that count.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
+    total = sum(-logprobs[b, t] for b in range(len(mask)) for t in range(mask.shape[1]) if mask[b, t])
+    return total / mask.sum()
+
+
+def dpo(logprobs: Tensor, ref: Tensor, mask: Tensor, c: dict) -> tuple[Tensor, dict]:
+    """Rows 0, 2, 4, ... are chosen, 1, 3, 5, ... rejected."""
+    losses, right, margins = [], [], []
+    for b in range(0, len(mask), 2):
+        scores = []
+        for row in (b, b + 1):
+            keep = mask[row].bool()
+            ours, theirs = logprobs[row][keep], ref[row][keep]
+            per_token = ours if c["variant"] == "simpo" else ours - theirs
+            averaged = c["variant"] in ("ipo", "simpo") or c["length_normalised"]
+            scores.append(per_token.mean() if averaged else per_token.sum())
+        m = scores[0] - scores[1]
+        if c["variant"] == "dpo":
+            e = c["label_smoothing"]
+            loss = -(1 - e) * torch.log(torch.sigmoid(c["beta"] * m)) - e * torch.log(torch.sigmoid(-c["beta"] * m))
+        elif c["variant"] == "ipo":
+            loss = (m - 1 / (2 * c["beta"])) ** 2
+        else:
+            loss = -torch.log(torch.sigmoid(c["beta"] * m - c["gamma"]))
+        loss = loss - c["sft_weight"] * logprobs[b][mask[b].bool()].mean()
+        losses.append(loss)
+        right.append(float(m > 0))
+        margins.append(c["beta"] * m.item())
+    return torch.stack(losses).mean(), {
+        "train/accuracy": sum(right) / len(right),
+        "train/margin": sum(margins) / len(margins),
+    }
+
+
+def policy_gradient(
+    logprobs: Tensor, entropy: Tensor, old: Tensor, rollout: Tensor, ref: Tensor, adv: Tensor, mask: Tensor, c: dict
+) -> Tensor:
+    per_sequence = []
+    for b in range(len(mask)):
+        keep = mask[b].bool()
+        new, o, g, r, a, h = (x[b][keep] for x in (logprobs, old, rollout, ref, adv, entropy))
+        if c["on_policy"]:
+            o = new.detach()
+        ratio = torch.exp(new - o)
+        if c["ratio"] == "sequence":
+            ratio = torch.exp((new - o).sum() / max(len(new), 1)) * torch.ones_like(new)
+        low, high = 1 - c["clip_low"], 1 + c["clip_high"]
+        terms = []
+        for t in range(len(new)):
+            q, q_clipped = ratio[t], torch.clip(ratio[t], low, high)
+            if c["surrogate"] == "cispo":
+                objective = q_clipped.detach() * a[t] * new[t]
+            else:
+                objective = torch.minimum(q * a[t], q_clipped * a[t])
+                if c["dual_clip"] is not None and a[t] < 0:
+                    objective = torch.maximum(objective, c["dual_clip"] * a[t])
+            w = torch.exp(o[t] - g[t]).item()
+            kind, lowest, highest = c["correction"]
+            if kind == "truncate":
+                objective = objective * min(max(w, lowest), highest)
+            elif kind == "icepop":
+                objective = objective * (w if lowest <= w <= highest else 0.0)
+            elif kind == "sequence_mask":
+                geometric = math.exp((o - g).mean().item())
+                objective = objective * (w if lowest <= geometric <= highest else 0.0)
+            x = r[t] - new[t]
+            k = {"k1": -x, "k2": x**2 / 2, "k3": torch.exp(x) - 1 - x}[c["kl"]]
+            k = k * torch.exp(new[t] - new[t].detach())
+            terms.append(-objective + c["kl_coefficient"] * k - c["entropy"] * h[t])
+        per_sequence.append(terms)
+    flat = [term for terms in per_sequence for term in terms]
+    if c["normalise"] == "token":
+        return sum(flat) / len(flat)
+    if c["normalise"] == "sequence":
+        return sum(sum(terms) / max(len(terms), 1) for terms in per_sequence) / len(per_sequence)
+    return sum(flat) / c["longest"] / len(per_sequence)
