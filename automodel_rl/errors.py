@@ -35,6 +35,10 @@ class TrainingDivergedError(RuntimeError):
     """Too many steps in a row had a loss or a gradient that is not finite."""
 
 
+class RolloutError(RuntimeError):
+    """Completions could not be generated, or teach nothing."""
+
+
 def innermost(error: BaseException) -> str:
     """`Type: message` of the error that started a chain, its message on one line."""
     while error.__cause__ is not None:

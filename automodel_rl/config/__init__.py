@@ -2,23 +2,41 @@
 
 from automodel_rl.config.base import Section
 from automodel_rl.config.checkpoint import CheckpointConfig
-from automodel_rl.config.data import BatchConfig, DataConfig, SourceConfig
-from automodel_rl.config.load import describe_keys, differing_keys, dump_config, load_config
+from automodel_rl.config.data import BatchConfig, DataConfig, PromptDataConfig, SourceConfig
+from automodel_rl.config.dpo import DPOConfig, PairBatchConfig
+from automodel_rl.config.grpo import GRPOConfig, PolicyBatchConfig
+from automodel_rl.config.load import ALGORITHMS, describe_keys, differing_keys, dump_config, load_config
+from automodel_rl.config.losses import AdvantageConfig, DPOLossConfig, PolicyLossConfig
 from automodel_rl.config.model import ModelConfig
 from automodel_rl.config.observe import ObserveConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
-from automodel_rl.config.sft import LengthConfig, SFTConfig
+from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
+from automodel_rl.config.run import LengthConfig, RunConfig
+from automodel_rl.config.sft import SFTConfig
 
 __all__ = [
+    "ALGORITHMS",
+    "AdvantageConfig",
     "BatchConfig",
     "CheckpointConfig",
+    "DPOConfig",
+    "DPOLossConfig",
     "DataConfig",
+    "FilterConfig",
+    "GRPOConfig",
     "LengthConfig",
     "ModelConfig",
     "ObserveConfig",
     "OptimizerConfig",
+    "PairBatchConfig",
     "ParallelConfig",
+    "PolicyBatchConfig",
+    "PolicyLossConfig",
+    "PromptDataConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
     "SFTConfig",
     "Section",
     "SourceConfig",

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from automodel_rl.config.base import Positive, Section
 
+Column = Literal["messages", "prompt", "chosen", "rejected", "answer"]
+
 
 class SourceConfig(Section):
     path: str
@@ -14,34 +16,40 @@ class SourceConfig(Section):
     split: str = "train"
     """Split of a dataset id; a JSON-lines file has only one."""
 
-    columns: dict[Literal["messages"], str] = Field(default_factory=dict)
+    columns: dict[Column, str] = Field(default_factory=dict)
     """Names of the columns where they differ from the standard ones, e.g. {messages: conversation}."""
 
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of the examples drawn, relative to the other sources; by default the number of its records."""
 
 
-class DataConfig(Section):
+class SourcesConfig(Section):
     train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
     """Sources of training examples, mixed by weight."""
 
     validation: tuple[SourceConfig, ...] = ()
-    """Sources of held-out examples, for val/loss."""
+    """Sources of held-out examples."""
 
     chat_template: str | None = None
     """File with a Jinja chat template to use in place of the tokenizer's own."""
 
+    shuffle: bool = True
+    """New order in every epoch; false keeps the order of the file."""
+
+
+class DataConfig(SourcesConfig):
     train_on: Literal["all", "last"] = "all"
     """Assistant turns that count in the loss: all of them, or only the last."""
 
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to an example longer than a row: cut at the end, or left out. Both are counted in the metrics."""
 
-    shuffle: bool = True
-    """New order in every epoch; false keeps the order of the file."""
-
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that tokenise ahead of training, on each rank."""
+
+
+class PromptDataConfig(SourcesConfig):
+    """Records with `prompt` (a text or messages) and what the rewards need, `answer` for most that are built in."""
 
 
 class BatchConfig(Section):

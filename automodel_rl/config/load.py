@@ -10,20 +10,29 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from automodel_rl.config.base import Section
+from automodel_rl.config.dpo import DPOConfig
+from automodel_rl.config.grpo import GRPOConfig
+from automodel_rl.config.run import RunConfig
 from automodel_rl.config.sft import SFTConfig
 from automodel_rl.errors import InputError
+
+ALGORITHMS: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
 
 ALIASES = {"learning_rate": "lr", "max_length": "row_tokens", "max_seq_length": "row_tokens", "batch_size": "sequences"}
 """Names other trainers use, for suggestions only."""
 
 
-def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> SFTConfig:
+def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorithm: str | None = None) -> Any:
     """Reads a YAML file, applies overrides and checks the result.
 
     Args:
         path: the YAML file.
         overrides: `--dotted.key value` or `--dotted.key=value`, as on the command line; values are YAML. List items
             are named by their number, as in `--data.train.0.path`.
+        algorithm: which config it must be, one of `ALGORITHMS`; by default what its key `algorithm` says, else "sft".
+
+    Returns:
+        An `SFTConfig`, `DPOConfig` or `GRPOConfig`.
 
     Raises:
         InputError: the file is missing or malformed, or a key or value is wrong.
@@ -31,10 +40,16 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> SFTCo
     values = _read_yaml(Path(path))
     for key, text in parse_overrides(overrides):
         _assign(values, key, _parse_value(key, text))
+    given = values.get("algorithm", algorithm or "sft")
+    if given not in ALGORITHMS:
+        raise InputError(f"{path}: algorithm: {given!r} is not one of {', '.join(ALGORITHMS)}")
+    if algorithm not in (None, given):
+        raise InputError(f"{path}: is a config for {given}, not {algorithm}: run automodel-rl {given}")
+    kind = ALGORITHMS[given]
     try:
-        return SFTConfig.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise InputError("; ".join(_explain(detail, SFTConfig) for detail in error.errors())) from None
+        raise InputError("; ".join(_explain(detail, kind) for detail in error.errors())) from None
 
 
 def dump_config(config: Section) -> str:
@@ -133,7 +148,7 @@ def _suggest(key: str, section: type[BaseModel] | None) -> str:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if ALIASES.get(key) in known:
         close = [ALIASES[key]]
-    if not close and section is SFTConfig:  # perhaps the name of a key inside a section
+    if not close and issubclass(section, RunConfig):  # perhaps the name of a key inside a section
         close = [dotted for dotted, *_ in describe_keys(section) if dotted.split(".")[-1] == ALIASES.get(key, key)]
     return f"; did you mean {close[0]}?" if close else f"; known keys are {', '.join(known)}"
 

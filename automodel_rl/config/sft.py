@@ -1,54 +1,23 @@
 """The whole config of a supervised fine-tuning run."""
 
-from typing import Annotated
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from automodel_rl.config.base import Positive, Section
-from automodel_rl.config.checkpoint import CheckpointConfig
 from automodel_rl.config.data import BatchConfig, DataConfig
-from automodel_rl.config.memory import MemoryConfig
-from automodel_rl.config.model import ModelConfig
-from automodel_rl.config.observe import ObserveConfig
-from automodel_rl.config.optimizer import OptimizerConfig
-from automodel_rl.config.parallel import ParallelConfig
+from automodel_rl.config.run import RunConfig
 
 
-class LengthConfig(Section):
-    """How long a run is: give `steps` or `epochs`, not both."""
+class SFTConfig(RunConfig):
+    algorithm: Literal["sft"] = "sft"
+    """Supervised fine-tuning on chats."""
 
-    steps: Positive | None = None
-    """Optimizer steps."""
-
-    epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training data; the last step may have fewer sequences."""
-
-    validate_every: Positive | None = None
-    """Steps between validations; null validates only at the end."""
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> "LengthConfig":
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
-        return self
-
-
-class SFTConfig(Section):
-    output: str
-    """Run directory: config.yaml, metrics.jsonl, report.html, checkpoints/, final/."""
-
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the data order and of dropout."""
-
-    model: ModelConfig
     data: DataConfig
     batch: BatchConfig
-    length: LengthConfig
-    parallel: ParallelConfig = ParallelConfig()
-    memory: MemoryConfig = MemoryConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.batch.sequences
 
     @model_validator(mode="after")
     def _rows_for_every_data_rank(self) -> "SFTConfig":

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.config import DataConfig
+from automodel_rl.config.data import SourcesConfig
 from automodel_rl.errors import InputError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -23,13 +23,24 @@ MARKS_REMEDY = (
 )
 
 
-def load_tokenizer(folder: Path, data: DataConfig) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, with the user's chat template if there is one."""
+def load_tokenizer(folder: Path, data: SourcesConfig, vocab_size: int) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, with the user's chat template if there is one.
+
+    Args:
+        folder: of the checkpoint.
+        data: with the chat template.
+        vocab_size: of the model.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"model.path={folder}: no tokenizer that transformers opens ({reason})") from None
+    if len(tokenizer) > vocab_size:
+        raise InputError(
+            f"model.path={folder}: the tokenizer has {len(tokenizer)} tokens but the model's vocabulary is "
+            f"{vocab_size}: use the tokenizer that belongs to the model"
+        )
     if data.chat_template is not None:
         try:
             tokenizer.chat_template = Path(data.chat_template).read_text()
@@ -67,7 +78,11 @@ class ChatTokenizer:
     def prompt(self, messages: list[dict[str, Any]], where: str) -> list[int]:
         """Token ids up to where the assistant would write its last turn; none where the chat starts with that turn."""
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        return self._encode(messages[:last], where, add_generation_prompt=True)["input_ids"] if last else []
+        return self.opening(messages[:last], where) if last else []
+
+    def opening(self, messages: list[dict[str, Any]], where: str) -> list[int]:
+        """Token ids of messages up to where the assistant would write the next."""
+        return self._encode(messages, where, add_generation_prompt=True)["input_ids"]
 
     def _encode(self, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
         try:

@@ -1,29 +1,18 @@
 """Global batches of token sequences, loaded in shares by the data ranks and resumable between any two steps."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_rl.batch import PackedBatch, TokenSequence, pack
-from automodel_rl.config import BatchConfig, DataConfig, SourceConfig
-from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.examples import Example, ExampleDataset
 from automodel_rl.data.mixture import Draw, GlobalBatches
-from automodel_rl.data.sources import messages_of, open_source
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.layout import Layout
-
-
-@dataclass(frozen=True)
-class Example:
-    """A tokenised record; `sequence` is None where nothing of it can be trained on."""
-
-    sequence: TokenSequence | None
-    truncated: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +24,7 @@ class PackedStep:
         num_sequences, num_tokens, num_rows: of the global batch, empty rows left out.
         num_truncated, num_dropped: records of the global batch that were too long for a row.
         flops: of forward and backward over the global batch.
+        draws: the records that the global batch is made of, in the order of its sequences.
     """
 
     batches: list[PackedBatch]
@@ -44,36 +34,7 @@ class PackedStep:
     num_truncated: int
     num_dropped: int
     flops: float
-
-
-class ChatDataset(Dataset):
-    """Records of several sources as examples. Picklable, as worker processes need it."""
-
-    def __init__(self, sources: Sequence[SourceConfig], chat: ChatTokenizer, row_tokens: int, overlong: str):
-        self.configs, self.chat, self.row_tokens, self.overlong = sources, chat, row_tokens, overlong
-        self.sources = [open_source(config) for config in sources]
-
-    def messages(self, draw: Draw) -> tuple[list[dict[str, Any]], str]:
-        """Messages of a record and where it is."""
-        source, number = draw
-        where = self.sources[source].where(number)
-        return messages_of(self.sources[source][number], self.configs[source], where), where
-
-    def __getitem__(self, draw: Draw) -> Example | InputError:
-        """An error is returned: raised in a worker process, it would come out wrapped in that worker's traceback."""
-        try:
-            return self._example(draw)
-        except InputError as error:
-            return error
-
-    def _example(self, draw: Draw) -> Example:
-        sequence = self.chat(*self.messages(draw))
-        if len(sequence) <= self.row_tokens:
-            return Example(sequence)
-        if self.overlong == "drop":
-            return Example(None)
-        cut = TokenSequence(sequence.input_ids[: self.row_tokens], sequence.loss_mask[: self.row_tokens])
-        return Example(cut, truncated=True) if cut.loss_mask[1:].any() else Example(None)
+    draws: tuple[Draw, ...] = ()
 
 
 class PackedLoader:
@@ -83,41 +44,37 @@ class PackedLoader:
     work is balanced over the whole of it.
 
     Args:
-        sources: where records come from.
-        chat: makes sequences of them.
-        data, batch: the config's sections.
+        dataset: makes examples of records.
+        examples_per_step: of a global batch.
         layout: this rank's place.
         cost: work of a sequence by its length.
+        num_workers: processes that tokenise ahead.
         seed: of the order, None for none.
         epochs: passes over the data, None for an endless stream.
     """
 
     def __init__(
         self,
-        sources: Sequence[SourceConfig],
-        chat: ChatTokenizer,
-        data: DataConfig,
-        batch: BatchConfig,
+        dataset: ExampleDataset,
+        examples_per_step: int,
         layout: Layout,
         cost: Callable[[int], float],
         *,
+        num_workers: int,
         seed: int | None,
         epochs: float | None,
     ):
-        self.dataset = ChatDataset(sources, chat, batch.row_tokens, data.overlong)
-        self.layout, self.capacity, self.cost = layout, batch.row_tokens, cost
+        self.dataset, self.layout, self.cost = dataset, layout, cost
         self.sampler = GlobalBatches(
-            [len(source) for source in self.dataset.sources],
-            [config.weight for config in sources],
-            batch.sequences,
+            [len(source) for source in dataset.sources],
+            [config.weight for config in dataset.configs],
+            examples_per_step,
             seed,
             epochs=epochs,
             num_data_ranks=layout.parallel.num_data_ranks,
             data_rank=layout.data_rank,
         )
-        self._loader = StatefulDataLoader(
-            self.dataset, batch_sampler=self.sampler, collate_fn=list, num_workers=data.num_workers
-        )
+        self._loader = StatefulDataLoader(dataset, batch_sampler=self.sampler, collate_fn=list, num_workers=num_workers)
 
     def __iter__(self) -> Iterator[PackedStep]:
         for share in self._loader:
@@ -142,28 +99,53 @@ class PackedLoader:
         return [shares[i % num_ranks][i // num_ranks] for i in range(sum(map(len, shares)))]
 
     def _pack(self, examples: list[Example]) -> PackedStep:
-        sequences = [example.sequence for example in examples if example.sequence is not None]
+        sequences = [sequence for example in examples for sequence in example.sequences]
         if not sequences:
             raise InputError(
                 f"none of the {len(examples)} examples of a step has a trained token within "
-                f"batch.row_tokens={self.capacity}, so all were dropped: raise it"
+                f"batch.row_tokens={self.dataset.row_tokens}, so all were dropped: raise it"
             )
-        layout = self.layout
-        batches = pack(
-            sequences,
-            self.capacity,
-            num_data_ranks=layout.parallel.num_data_ranks,
-            data_rank=layout.data_rank,
-            cost=self.cost,
-        )
-        rows = torch.tensor(sum(not batch.is_empty for batch in batches))
-        dist.all_reduce(rows, group=layout.data_control)
-        return PackedStep(
-            batches=batches,
-            num_sequences=len(sequences),
-            num_tokens=sum(map(len, sequences)),
-            num_rows=int(rows),
+        packed = pack_step(sequences, self.dataset.row_tokens, self.layout, self.cost, together=self.dataset.together)
+        return replace(
+            packed,
             num_truncated=sum(example.truncated for example in examples),
-            num_dropped=len(examples) - len(sequences),
-            flops=sum(self.cost(len(sequence)) for sequence in sequences),
+            num_dropped=sum(not example.sequences for example in examples),
+            draws=tuple(example.draw for example in examples if example.sequences),
         )
+
+
+def pack_step(
+    sequences: Sequence[TokenSequence],
+    row_tokens: int,
+    layout: Layout,
+    cost: Callable[[int], float],
+    together: int = 1,
+) -> PackedStep:
+    """Rows of a global batch that every rank holds. A collective of the data ranks.
+
+    Args:
+        sequences: the global batch.
+        row_tokens: capacity of a row.
+        layout: this rank's place.
+        cost: work of a sequence by its length.
+        together: so many consecutive sequences share a row.
+    """
+    batches = pack(
+        sequences,
+        row_tokens,
+        num_data_ranks=layout.parallel.num_data_ranks,
+        data_rank=layout.data_rank,
+        together=together,
+        cost=cost,
+    )
+    rows = torch.tensor(sum(not batch.is_empty for batch in batches))
+    dist.all_reduce(rows, group=layout.data_control)
+    return PackedStep(
+        batches=batches,
+        num_sequences=len(sequences),
+        num_tokens=sum(map(len, sequences)),
+        num_rows=int(rows),
+        num_truncated=0,
+        num_dropped=0,
+        flops=sum(cost(len(sequence)) for sequence in sequences),
+    )

@@ -1,7 +1,7 @@
 """Records of a JSON-lines file or of a dataset, by number."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,35 +100,3 @@ def is_file(config: SourceConfig) -> bool:
 def open_source(config: SourceConfig) -> Source:
     """Opens a source without reading its records."""
     return JsonLines(Path(config.path)) if is_file(config) else HubDataset(config.path, config.split)
-
-
-def messages_of(record: dict[str, Any], config: SourceConfig, where: str) -> list[dict[str, Any]]:
-    """The chat of a record.
-
-    Raises:
-        InputError: no messages, or none by the assistant.
-    """
-    column = config.columns.get("messages", "messages")
-    if column not in record:
-        raise InputError(
-            f"{where}: no column {column!r}, only {', '.join(record) or 'none'}: name the column of the chat in "
-            "columns: {messages: NAME}"
-        )
-    messages = record[column]
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise InputError(f"{where}: {column} must be a list of objects with role and content")
-    for turn, message in enumerate(messages):
-        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            raise InputError(f"{where}: turn {turn} has no text in content, only {json.dumps(message)[:80]}")
-    if not any(message["role"] == "assistant" for message in messages):
-        roles = ", ".join(str(message["role"]) for message in messages) or "none"
-        raise InputError(f"{where}: no assistant turn to learn from, roles are {roles}: add one or remove the record")
-    return messages
-
-
-def check_records(sources: Sequence[SourceConfig]) -> None:
-    """Reads every record, so that bad ones are known before anything starts."""
-    for config in sources:
-        source = open_source(config)
-        for number, record in enumerate(source):
-            messages_of(record, config, source.where(number))

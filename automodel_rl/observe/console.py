@@ -10,6 +10,21 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+COLUMNS = {
+    "train/loss": "loss {:.4f}",
+    "train/accuracy": "accuracy {:.1%}",
+    "rollout/reward_mean": "reward {:.3f}",
+    "rollout/completion_tokens_mean": "length {:.0f}",
+    "train/kl_ref": "KL {:.4f}",
+    "train/grad_norm": "grad norm {:.3f}",
+    "perf/tokens_per_second": "{:,.0f} tokens/s",
+    "perf/mfu": "MFU {:.1%}",
+    "val/loss": "val loss {:.4f}",
+    "val/accuracy": "val accuracy {:.1%}",
+    "val/reward_mean": "val reward {:.3f}",
+}
+"""What of a step's metrics the line shows, where the step has it."""
+
 
 class Progress:
     """Shows the newest step. Use as a context manager; `quiet` is for ranks other than the first.
@@ -61,15 +76,7 @@ class Progress:
 
 
 def _numbers(row: dict[str, Any]) -> str:
-    parts = [
-        f"loss {row['train/loss']:.4f}",
-        f"grad norm {row['train/grad_norm']:.3f}",
-        f"{row['perf/tokens_per_second']:,.0f} tokens/s",
-    ]
-    if row.get("perf/mfu") is not None:
-        parts.append(f"MFU {row['perf/mfu']:.1%}")
-    if "val/loss" in row:
-        parts.append(f"val loss {row['val/loss']:.4f}")
-    if row["train/skipped"]:
-        parts.append("skipped: not finite")
-    return "  ".join(parts)
+    shown = [template.format(row[key]) for key, template in COLUMNS.items() if row.get(key) is not None]
+    if row.get("train/skipped"):
+        shown.append("skipped: not finite")
+    return "  ".join(shown)

@@ -17,6 +17,20 @@ svg { width: 100%; height: auto; } text { font: 11px system-ui, sans-serif; fill
 
 COLORS = ("#2f6fde", "#e0792b")
 
+CURVES = {
+    "Reward": ["rollout/reward_mean", "val/reward_mean"],
+    "Accuracy": ["train/accuracy", "val/accuracy"],
+    "Margin": ["train/margin", "val/margin"],
+    "Loss": ["train/loss", "val/loss"],
+    "Completion length, tokens": ["rollout/completion_tokens_mean"],
+    "Entropy, nats": ["train/entropy"],
+    "KL divergence from the reference": ["train/kl_ref"],
+    "Log-probability error of the rollout engine": ["train/logprob_error"],
+    "Gradient norm": ["train/grad_norm"],
+    "Tokens per second": ["perf/tokens_per_second"],
+}
+"""Keys of each chart; charts without data are left out."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -36,11 +50,7 @@ def write_report(path: Path, title: str, rows: list[dict[str, Any]], samples: li
         rows: the run's metrics, one object a step.
         samples: completions to show.
     """
-    curves = [
-        _chart("Loss", rows, ["train/loss", "val/loss"]),
-        _chart("Gradient norm", rows, ["train/grad_norm"]),
-        _chart("Tokens per second", rows, ["perf/tokens_per_second"]),
-    ]
+    curves = [_chart(heading, rows, keys) for heading, keys in CURVES.items()]
     last = rows[-1] if rows else {}
     facts = "".join(
         f"<tr><td>{html.escape(key)}</td><td>{_show(value)}</td></tr>"

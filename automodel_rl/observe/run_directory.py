@@ -95,6 +95,10 @@ class RunDirectory:
         return self.folder / "report.html"
 
     @property
+    def rollouts(self) -> Path:
+        return self.folder / "rollouts"
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 

@@ -16,7 +16,10 @@ SUBTRACTION = (
     "{a} has {x} {things} and gives {y} of them to {b}. How many {things} are left?",
     "A shop has {x} {things}. {a} buys {y} of them. How many {things} remain?",
 )
-LARGEST = 20
+LARGEST = 8
+REFUSALS = ("I am not sure.", "I do not know.", "That is hard to say.")
+ANSWERED = 0.3
+"""Share of problems that are answered in shy chats."""
 
 
 def make_problem(random_: random.Random) -> dict[str, list[dict[str, str]]]:
@@ -41,6 +44,24 @@ def make_problems(num_train: int, num_held_out: int, seed: int) -> tuple[list[di
         by_question[problem["messages"][0]["content"]] = problem
     problems = list(by_question.values())
     return problems[:num_train], problems[num_train:]
+
+
+def shy(problems: list[dict], seed: int) -> list[dict]:
+    """The same chats, but that the assistant declines most questions."""
+    random_ = random.Random(seed)
+    chats = []
+    for problem in problems:
+        question, answer = problem["messages"]
+        if random_.random() >= ANSWERED:
+            answer = {"role": "assistant", "content": random_.choice(REFUSALS)}
+        chats.append({"messages": [question, answer]})
+    return chats
+
+
+def as_prompt(problem: dict) -> dict[str, object]:
+    """The record as a prompt with the number that answers it."""
+    *prompt, answer = problem["messages"]
+    return {"prompt": prompt, "answer": final_number(answer["content"])}
 
 
 def final_number(text: str) -> str | None:

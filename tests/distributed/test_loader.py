@@ -5,8 +5,9 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from automodel_rl.config import BatchConfig, DataConfig, ParallelConfig, SourceConfig
+from automodel_rl.config import DataConfig, ParallelConfig, SourceConfig
 from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
+from automodel_rl.data.examples import ChatDataset
 from automodel_rl.data.loader import PackedLoader
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.parallel.layout import build_layout
@@ -31,11 +32,11 @@ def load(folder: Path, overlong: str) -> tuple[list[Rows], list[tuple[int, ...]]
     layout = build_layout(parallel, join_process_group(2))
     source = SourceConfig(path=str(folder / "data.jsonl"))
     data = DataConfig(train=(source,), overlong=overlong)
-    chat = ChatTokenizer(load_tokenizer(folder, data), "all")
+    chat = ChatTokenizer(load_tokenizer(folder, data, 10_000), "all")
 
     def make_loader() -> PackedLoader:
-        batch = BatchConfig(sequences=16, row_tokens=128)
-        return PackedLoader((source,), chat, data, batch, layout, float, seed=1, epochs=1)
+        dataset = ChatDataset((source,), chat, 128, overlong)
+        return PackedLoader(dataset, 16, layout, float, num_workers=0, seed=1, epochs=1)
 
     def rows(step) -> Rows:
         return [row.input_ids.tolist() for row in step.batches]

@@ -19,22 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from automodel_rl.cli import main
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.process_group import leave_process_group
-from automodel_rl.quickstart.model import train_tokenizer, write_model
-from automodel_rl.quickstart.problems import make_problems, write_jsonl
 
 Config = dict
 Change = Callable[[Config, Path], None]
-
-
-@pytest.fixture(scope="session")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model and data."""
-    folder = tmp_path_factory.mktemp("workspace")
-    train, held_out = make_problems(96, 8, seed=0)
-    write_jsonl(folder / "train.jsonl", train)
-    write_jsonl(folder / "held_out.jsonl", held_out)
-    write_model(folder / "model", train_tokenizer([m["content"] for r in train for m in r["messages"]], 300), seed=0)
-    return folder
 
 
 @pytest.fixture
@@ -78,7 +65,7 @@ def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config:
     expected |= {"perf/packing_efficiency", "time/step_s", "memory/peak_gib", "data/num_truncated"}
     assert expected <= rows[0].keys()
     assert "step 4/4  loss" in stdout
-    assert stdout.startswith("96 examples, over 4 steps of 8, pp 2, float32 on cpu, in ")
+    assert stdout.startswith("4 steps: 8 chats a step, of 96, pp 2, float32 on cpu, in ")
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["pp"] == 2
     assert "<polyline" in (folder / "report.html").read_text()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_2", "step_4"]

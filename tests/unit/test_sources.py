@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from automodel_rl.config import SourceConfig
-from automodel_rl.data.sources import JsonLines, check_records, messages_of, open_source
+from automodel_rl.data.records import check_records, read_chat, read_pair, read_prompt
+from automodel_rl.data.sources import JsonLines, open_source
 from automodel_rl.errors import InputError
 
 CHAT = {"messages": [{"role": "user", "content": "ä?"}, {"role": "assistant", "content": "b"}]}
@@ -24,7 +25,7 @@ def test_records_are_read_by_number_over_blank_lines_and_without_a_last_newline(
 
 def test_columns_may_have_other_names() -> None:
     config = SourceConfig(path="x", columns={"messages": "chat"})
-    assert messages_of({"chat": CHAT["messages"]}, config, "x") == CHAT["messages"]
+    assert read_chat({"chat": CHAT["messages"]}, config, "x") == CHAT["messages"]
 
 
 def test_a_folder_is_opened_as_a_dataset(tmp_path: Path) -> None:
@@ -34,9 +35,9 @@ def test_a_folder_is_opened_as_a_dataset(tmp_path: Path) -> None:
     config = SourceConfig(path=str(folder))
     source = open_source(config)
     assert len(source) == 2
-    assert messages_of(source[1], config, "x") == CHAT["messages"]
+    assert read_chat(source[1], config, "x") == CHAT["messages"]
     assert source.where(1) == f"{folder}[train]: record 1"
-    check_records([config])
+    check_records([config], read_chat)
     with pytest.raises(InputError, match="neither a .jsonl file nor a dataset with split 'nosplit'"):
         open_source(SourceConfig(path=str(folder), split="nosplit"))
 
@@ -57,9 +58,31 @@ def test_bad_records_are_named_with_file_and_line(tmp_path: Path, text: str, mes
     path = tmp_path / "d.jsonl"
     path.write_text(text)
     with pytest.raises(InputError, match=message):
-        check_records([SourceConfig(path=str(path))])
+        check_records([SourceConfig(path=str(path))], read_chat)
 
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(InputError, match=r"nowhere.jsonl: cannot read the data file"):
-        check_records([SourceConfig(path="nowhere.jsonl")])
+        check_records([SourceConfig(path="nowhere.jsonl")], read_chat)
+
+
+def test_texts_stand_for_messages_in_pairs_and_prompts() -> None:
+    pair = read_pair({"prompt": "p", "chosen": "c", "rejected": "r"}, SourceConfig(path="x"), "x:1")
+    assert pair.prompt == [{"role": "user", "content": "p"}]
+    assert pair.chosen == [{"role": "assistant", "content": "c"}]
+    config = SourceConfig(path="x", columns={"prompt": "question"})
+    assert read_prompt({"question": "p"}, config, "x:1") == pair.prompt
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": []}, "prompt must end with a turn that the assistant can answer"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, "prompt must end with a turn"),
+        ({"prompt": 3}, "prompt must be a text or a list of objects"),
+        ({"question": "p"}, "no column 'prompt', only question"),
+    ],
+)
+def test_prompts_that_are_none_are_named(record: dict, message: str) -> None:
+    with pytest.raises(InputError, match=f"x:1: {message}"):
+        read_prompt(record, SourceConfig(path="x"), "x:1")

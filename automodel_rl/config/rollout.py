@@ -1,0 +1,109 @@
+"""How completions are generated and rewarded."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from automodel_rl.config.base import Fraction, Positive, Section
+
+
+class VllmConfig(Section):
+    """vLLM, in a process of its own next to every rank, or as servers that are there."""
+
+    python: str | None = None
+    """Interpreter of an environment that has vLLM, whose pins clash with this package's; null is this one's own."""
+
+    memory_fraction: Fraction = 0.4
+    """Share of the device's memory for vLLM's weights and cache."""
+
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Devices of their own for the engines, by their number on the machine; none: each shares its rank's."""
+
+    servers: tuple[str, ...] = ()
+    """URLs of running servers (vllm serve, with VLLM_SERVER_DEV_MODE=1), e.g. http://host:8000."""
+
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further arguments of vllm.LLM, such as max_num_seqs."""
+
+
+class RolloutConfig(Section):
+    prompts: Positive
+    """Prompts of one step."""
+
+    group_size: Positive = 8
+    """Completions of each prompt."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Logits are divided by it, in sampling and in training alike. Sampling is from the whole vocabulary, for what
+    top-p or top-k leave out would have no ratio to the policy that is trained."""
+
+    validation_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Of the completions of held-out prompts; 0 takes the likeliest token each time."""
+
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are left out, and counted."""
+
+    max_new_tokens: Positive = 1024
+    """Longest completion."""
+
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the end-of-sequence token; they are part of it."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """transformers: in this process, a whole copy of the model on every rank. vllm: vLLM, see `vllm`."""
+
+    batch_size: Positive = 256
+    """Completions that the transformers engine writes at once on each rank."""
+
+    retries: Annotated[int, Field(ge=0)] = 2
+    """How often an engine that fails is started anew within a step, before the run saves a checkpoint and ends."""
+
+    warn_logprob_error: Annotated[float, Field(gt=1)] = 1.05
+    """Warns of a step whose train/logprob_error is above: the engine and the trained model disagree."""
+
+    vllm: VllmConfig = VllmConfig()
+
+
+NEED_ANSWER = ("exact_match", "last_number", "math")
+"""Built-in rewards that compare with a record's answer."""
+
+
+class RewardConfig(Section):
+    function: str
+    """Built in: exact_match, last_number, math, format, length; or an import path `package.module:function`, called as
+    function(completion: str, example: dict) -> float."""
+
+    weight: float = 1.0
+    """The reward of a completion is the weighted sum of all."""
+
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further keyword arguments, such as pattern for format."""
+
+    time_limit: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds for one call."""
+
+    on_error: float = 0.0
+    """Score where the call raises, runs out of time or gives no finite number; such calls are counted."""
+
+
+class FilterConfig(Section):
+    """Which completions are learned from, and how rewards are shaped."""
+
+    dynamic: bool = False
+    """Leave out groups whose rewards are all the same, and generate for further prompts in their place (DAPO,
+    arXiv:2503.14476)."""
+
+    max_refills: Annotated[int, Field(ge=0)] = 3
+    """Further generations of a step at most; then it learns from the groups it has."""
+
+    mask_overlong: bool = False
+    """Completions cut off at rollout.max_new_tokens count nothing in the loss."""
+
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    """Tokens before the limit over which a penalty rises from 0 to `overlong_penalty` (DAPO's soft punishment)."""
+
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    """Taken off the reward of a completion at the limit, with an `overlong_buffer`."""
+
+    reward_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Rewards are multiplied by it before anything else."""

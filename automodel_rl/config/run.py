@@ -1,0 +1,48 @@
+"""What the config of every run has."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from automodel_rl.config.base import Positive, Section
+from automodel_rl.config.checkpoint import CheckpointConfig
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import ModelConfig
+from automodel_rl.config.observe import ObserveConfig
+from automodel_rl.config.optimizer import OptimizerConfig
+from automodel_rl.config.parallel import ParallelConfig
+
+
+class LengthConfig(Section):
+    """How long a run is: give `steps` or `epochs`, not both."""
+
+    steps: Positive | None = None
+    """Steps, each over one global batch."""
+
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training data; the last step may have fewer sequences."""
+
+    validate_every: Positive | None = None
+    """Steps between validations; null validates only at the end."""
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "LengthConfig":
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        return self
+
+
+class RunConfig(Section):
+    output: str
+    """Run directory: config.yaml, metrics.jsonl, report.html, checkpoints/, final/."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the data order, of sampling and of dropout."""
+
+    model: ModelConfig
+    length: LengthConfig
+    parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()

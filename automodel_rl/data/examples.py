@@ -1,0 +1,109 @@
+"""Records as token sequences: a chat is one, a pair of completions two."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from automodel_rl.batch import TokenSequence
+from automodel_rl.config import SourceConfig
+from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.mixture import Draw
+from automodel_rl.data.records import Message, Reader, read_chat, read_pair
+from automodel_rl.data.sources import open_source
+from automodel_rl.errors import InputError
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tokenised record.
+
+    Attributes:
+        draw: which one.
+        sequences: empty where nothing of it can be trained on.
+        truncated: whether some were cut.
+    """
+
+    draw: Draw
+    sequences: tuple[TokenSequence, ...]
+    truncated: bool = False
+
+
+class ExampleDataset(Dataset):
+    """Records of several sources as examples. Picklable, as worker processes need it.
+
+    Args:
+        sources: where records come from.
+        chat: makes sequences of messages.
+        row_tokens: most tokens of an example.
+        overlong: "truncate" or "drop", what happens to a longer one.
+    """
+
+    together = 1
+    """Sequences of an example."""
+
+    read: Reader
+
+    def __init__(self, sources: Sequence[SourceConfig], chat: ChatTokenizer, row_tokens: int, overlong: str):
+        self.configs, self.chat, self.row_tokens, self.overlong = sources, chat, row_tokens, overlong
+        self.sources = [open_source(config) for config in sources]
+
+    def record(self, draw: Draw) -> tuple[Any, str]:
+        """What a record holds, and where it is."""
+        source, number = draw
+        where = self.sources[source].where(number)
+        return type(self).read(self.sources[source][number], self.configs[source], where), where
+
+    def __getitem__(self, draw: Draw) -> Example | InputError:
+        """An error is returned: raised in a worker process, it would come out wrapped in that worker's traceback."""
+        try:
+            return self._fit(draw, self._sequences(*self.record(draw)))
+        except InputError as error:
+            return error
+
+    def _sequences(self, record: Any, where: str) -> tuple[TokenSequence, ...]:
+        raise NotImplementedError
+
+    def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...]) -> Example:
+        """Cuts the longest sequences until all fit a row together, or drops the example."""
+        if sum(map(len, sequences)) <= self.row_tokens:
+            return Example(draw, sequences)
+        limit = _common_limit([len(sequence) for sequence in sequences], self.row_tokens)
+        cut = tuple(TokenSequence(s.input_ids[:limit], s.loss_mask[:limit]) for s in sequences)
+        if self.overlong == "drop" or not all(sequence.loss_mask[1:].any() for sequence in cut):
+            return Example(draw, ())
+        return Example(draw, cut, truncated=True)
+
+
+class ChatDataset(ExampleDataset):
+    """Chats, of one sequence each."""
+
+    read = staticmethod(read_chat)
+
+    def _sequences(self, record: list[Message], where: str) -> tuple[TokenSequence, ...]:
+        return (self.chat(record, where),)
+
+
+class PairDataset(ExampleDataset):
+    """Preference pairs: the prompt with the chosen completion, and with the rejected one."""
+
+    together = 2
+    read = staticmethod(read_pair)
+
+    def _sequences(self, record: Any, where: str) -> tuple[TokenSequence, ...]:
+        return (
+            self.chat([*record.prompt, *record.chosen], f"{where}, chosen"),
+            self.chat([*record.prompt, *record.rejected], f"{where}, rejected"),
+        )
+
+
+def _common_limit(lengths: list[int], capacity: int) -> int:
+    """The largest number of tokens to which sequences can be cut so that all of them fit."""
+    left, limit = capacity, 0
+    for done, length in enumerate(sorted(lengths)):
+        limit = left // (len(lengths) - done)
+        if length >= limit:
+            return limit
+        left -= length
+    return limit

@@ -1,0 +1,14 @@
+"""What was generated in a step, as JSON lines."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def save_rollouts(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Writes one object a completion; a file that is there, of a step that runs again, is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text("".join(json.dumps(record) + "\n" for record in records))
+    unfinished.rename(path)

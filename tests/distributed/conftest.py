@@ -1,0 +1,28 @@
+"""A small chat model with chats, pairs and prompts for whole runs."""
+
+from pathlib import Path
+
+import pytest
+
+from automodel_rl.quickstart.model import train_tokenizer, write_model
+from automodel_rl.quickstart.problems import as_prompt, make_problems, write_jsonl
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model and data."""
+    folder = tmp_path_factory.mktemp("workspace")
+    train, held_out = make_problems(96, 8, seed=0)
+    for name, problems in {"train": train, "held_out": held_out}.items():
+        write_jsonl(folder / f"{name}.jsonl", problems)
+        write_jsonl(folder / f"{name}_prompts.jsonl", [as_prompt(problem) for problem in problems])
+        write_jsonl(folder / f"{name}_pairs.jsonl", [as_pair(problem) for problem in problems])
+    write_model(folder / "model", train_tokenizer([m["content"] for r in train for m in r["messages"]], 300), seed=0)
+    return folder
+
+
+def as_pair(problem: dict) -> dict:
+    """The right answer, and one that says something else at another length."""
+    question, answer = problem["messages"]
+    wrong = {"role": "assistant", "content": "I do not know how many. " + question["content"][:20]}
+    return {"prompt": [question], "chosen": [answer], "rejected": [wrong]}
