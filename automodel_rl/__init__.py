@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from automodel_rl.batch import PackedBatch, TokenSequence, pack
     from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, load_config
     from automodel_rl.engine import Engine, TrainOutput
-    from automodel_rl.losses import LossOutput, TokenOutputs, sft_loss
+    from automodel_rl.losses import LossOutput, Readout, TokenOutputs, dpo_loss, grpo_loss, sft_loss
     from automodel_rl.model.handle import ModelHandle
+    from automodel_rl.trainers.dpo import DPOTrainer
+    from automodel_rl.trainers.grpo import GRPOTrainer
     from automodel_rl.trainers.sft import SFTTrainer
 
 _HOMES = {
@@ -25,24 +27,34 @@ _HOMES = {
     "Engine": "engine",
     "TrainOutput": "engine",
     "LossOutput": "losses",
+    "Readout": "losses",
     "TokenOutputs": "losses",
+    "dpo_loss": "losses",
+    "grpo_loss": "losses",
     "sft_loss": "losses",
     "ModelHandle": "model.handle",
+    "DPOTrainer": "trainers.dpo",
+    "GRPOTrainer": "trainers.grpo",
     "SFTTrainer": "trainers.sft",
 }
 
 __all__ = [
+    "DPOTrainer",
     "Engine",
+    "GRPOTrainer",
     "LossOutput",
     "ModelConfig",
     "ModelHandle",
     "OptimizerConfig",
     "PackedBatch",
     "ParallelConfig",
+    "Readout",
     "SFTTrainer",
     "TokenOutputs",
     "TokenSequence",
     "TrainOutput",
+    "dpo_loss",
+    "grpo_loss",
     "load_config",
     "pack",
     "sft_loss",

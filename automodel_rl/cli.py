@@ -1,11 +1,21 @@
 """The command line: reads the config, then starts the layout's ranks or joins those that are there."""
 
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from typing import Any
 
-from automodel_rl.config import SFTConfig, describe_keys, load_config
+from automodel_rl.config import (
+    ALGORITHMS,
+    DPOConfig,
+    GRPOConfig,
+    RunConfig,
+    SFTConfig,
+    describe_keys,
+    load_config,
+)
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError
 from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, guard
 from automodel_rl.launch.local import is_rank, run_local_ranks
@@ -13,17 +23,21 @@ from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.observe.run_directory import RunDirectory
 
 USAGE = """\
-usage: automodel-rl sft CONFIG.yaml [--resume auto] [--dotted.key value ...]
+usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto] [--dotted.key value ...]
        automodel-rl verify CONFIG.yaml [--json] [--dotted.key value ...]
        automodel-rl plan CONFIG.yaml [--gpus N] [--device H200] [--json] [--dotted.key value ...]
-       automodel-rl quickstart FOLDER
+       automodel-rl quickstart FOLDER [--seed N]
 
-  sft         supervised fine-tuning; starts as many local ranks as the layout asks for, or joins torchrun's
+  sft         supervised fine-tuning on chats
+  dpo         preference training on pairs of a chosen and a rejected completion
+  grpo        reinforcement learning on prompts with rewards
+              all three start as many local ranks as the layout asks for, or join torchrun's
   verify      proves the config's layout: a small model of the same architecture on it against one process
   plan        memory, stages and bubble of the config's layout, without GPUs and without weights
-  quickstart  makes a small model and data and fine-tunes it, on a laptop
+  quickstart  makes a small model and data and trains it with GRPO, on a laptop
 
-  automodel-rl sft --help lists every key of the config. --resume auto goes on with the run in the output folder.
+  automodel-rl grpo --help (or sft, dpo) lists every key of the config. --resume auto goes on with the run in the
+  output folder.
 """
 
 
@@ -36,7 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "--version":
         print(version("automodel-rl"))
         return EXIT_OK
-    commands = {"sft": _sft, "verify": _verify, "plan": _plan, "quickstart": _quickstart}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        **{name: functools.partial(_train, name) for name in ALGORITHMS},
+        "verify": _verify,
+        "plan": _plan,
+        "quickstart": _quickstart,
+    }
     try:
         if command not in commands:
             raise InputError(f"unknown command {command!r}: use one of {', '.join(commands)}")
@@ -46,34 +65,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
 
 
-def _sft(arguments: list[str]) -> int:
+def _train(algorithm: str, arguments: list[str]) -> int:
     if not arguments:
-        raise InputError("sft takes a config file: automodel-rl sft CONFIG.yaml; --help lists its keys")
+        raise InputError(
+            f"{algorithm} takes a config file: automodel-rl {algorithm} CONFIG.yaml; --help lists its keys"
+        )
     if arguments[0] in ("-h", "--help"):
         print(USAGE, "\nkeys of the config:", sep="")
-        for key, default, meaning in describe_keys(SFTConfig):
+        for key, default, meaning in describe_keys(ALGORITHMS[algorithm]):
             print(f"  --{key}  ({default})\n      {' '.join(meaning.split())}")
         return EXIT_OK
     quiet_libraries()
     path, *overrides = arguments
     resume, overrides = _take_resume(overrides)
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, algorithm)
     if not _was_started_by_us():
         # Here, so that it is done once for all ranks and before they import anything heavy.
-        from automodel_rl.data.sources import check_records
+        from automodel_rl.data.records import check_data
 
         RunDirectory(config, config.output, resume)
-        check_records([*config.data.train, *config.data.validation])
+        check_data(config)
     if not is_rank() and config.parallel.world_size > 1:
-        command = [sys.executable, "-m", "automodel_rl", "sft", *arguments]
+        command = [sys.executable, "-m", "automodel_rl", algorithm, *arguments]
         return run_local_ranks(command, config.parallel.world_size)
+    return guard(lambda: _trainer(config, resume).train())
 
-    def train() -> None:
+
+def _trainer(config: RunConfig, resume: bool) -> Any:
+    if isinstance(config, SFTConfig):
         from automodel_rl.trainers.sft import SFTTrainer
 
-        SFTTrainer(config, resume).train()
+        return SFTTrainer(config, resume)
+    if isinstance(config, DPOConfig):
+        from automodel_rl.trainers.dpo import DPOTrainer
 
-    return guard(train)
+        return DPOTrainer(config, resume)
+    assert isinstance(config, GRPOConfig)
+    from automodel_rl.trainers.grpo import GRPOTrainer
+
+    return GRPOTrainer(config, resume)
 
 
 def _verify(arguments: list[str]) -> int:
@@ -145,12 +175,15 @@ def _quickstart(arguments: list[str]) -> int:
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE, end="")
         return EXIT_OK
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    seed, folders = _take_option("--seed", arguments)
+    if len(folders) != 1 or folders[0].startswith("-"):
         raise InputError("quickstart takes one folder, which it creates: automodel-rl quickstart runs/demo")
+    if seed is not None and not seed.isdecimal():
+        raise InputError(f"--seed {seed}: must be a number")
     quiet_libraries()
     from automodel_rl.quickstart.demo import run_demo
 
-    return run_demo(arguments[0])
+    return run_demo(folders[0], int(seed or 0))
 
 
 def _take_resume(arguments: list[str]) -> tuple[bool, list[str]]:

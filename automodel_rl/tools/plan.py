@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from automodel_rl.batch import assign_bins
-from automodel_rl.config import ParallelConfig, SFTConfig
+from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, RunConfig, SFTConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.model.checkpoint_files import describe_model, read_config, resolve_checkpoint
@@ -43,7 +43,7 @@ class Packing:
     efficiency: float | None
 
 
-def plan(config: SFTConfig, num_gpus: int | None, device: str, as_json: bool) -> None:
+def plan(config: SFTConfig | DPOConfig | GRPOConfig, num_gpus: int | None, device: str, as_json: bool) -> None:
     """Prints the plan.
 
     Args:
@@ -64,13 +64,17 @@ def plan(config: SFTConfig, num_gpus: int | None, device: str, as_json: bool) ->
     model = MemoryModel(full, config.batch.row_tokens, compute, torch.promote_types(compute, torch.float32))
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, _microbatches(packing, parallel))
-    capacity = DEVICES[device] * USABLE * GIB
+    engine = engine_bytes(config, sum(step.stage_weights) * compute.itemsize, device)
+    capacity = DEVICES[device] * USABLE * GIB - engine
     fits = step.peak <= capacity
     others = [] if fits else nearest_that_fit(model, description, config, parallel, packing, capacity)
     if as_json:
-        print(json.dumps(_record(parallel, step, packing, device, fits, others)))
+        record = _record(parallel, step, packing, device, fits, others)
+        print(json.dumps(record | {"rollout_engine_bytes": engine}))
     else:
         print(_tables(parallel, step, packing, device))
+        if engine:
+            print(f"rollout engine: {engine / GIB:.1f} GiB on every rank, besides the step")
         for other in others:
             print(f"would fit: {other}")
     if not fits:
@@ -80,6 +84,17 @@ def plan(config: SFTConfig, num_gpus: int | None, device: str, as_json: bool) ->
         )
     if not as_json:
         print(f"verdict: fits: {step.peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device} has to fill")
+
+
+def engine_bytes(config: RunConfig, model_bytes: int, device: str) -> float:
+    """What a rollout engine takes on each rank's device."""
+    if not isinstance(config, GRPOConfig):
+        return 0
+    rollout = config.rollout
+    if rollout.engine == "transformers":
+        return model_bytes
+    own_devices = rollout.vllm.servers or rollout.vllm.devices
+    return 0 if own_devices else rollout.vllm.memory_fraction * DEVICES[device] * GIB
 
 
 def _spread(parallel: ParallelConfig, num_gpus: int) -> ParallelConfig:
@@ -93,37 +108,44 @@ def _microbatches(packing: Packing, parallel: ParallelConfig) -> int:
     return math.ceil(packing.rows / parallel.num_data_ranks)
 
 
-def measure_packing(config: SFTConfig) -> Packing:
-    """Packs a sample of the training data; where there is none, every sequence is taken to fill a row."""
-    capacity, count = config.batch.row_tokens, config.batch.sequences
+def measure_packing(config: SFTConfig | DPOConfig | GRPOConfig) -> Packing:
+    """Packs a sample of the training data; where there is none, every sequence is taken to fill a row.
+
+    Completions are not there yet when a policy is trained; each is taken to be as long as it may get.
+    """
+    capacity, count = config.batch.row_tokens, config.sequences_per_step
+    if isinstance(config, GRPOConfig):
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        return Packing(math.ceil(count / (capacity // longest)), None)
     if not all(Path(source.path).is_file() for source in config.data.train):
         return Packing(count, None)
     from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
-    from automodel_rl.data.loader import ChatDataset
+    from automodel_rl.data.examples import ChatDataset, PairDataset
     from automodel_rl.data.mixture import GlobalBatches
 
-    tokenizer = load_tokenizer(resolve_checkpoint(config.model.path), config.data)
-    chat = ChatTokenizer(tokenizer, config.data.train_on)
-    dataset = ChatDataset(config.data.train, chat, capacity, config.data.overlong)
+    folder = resolve_checkpoint(config.model.path)
+    chat = ChatTokenizer(load_tokenizer(folder, config.data, read_config(folder).vocab_size), config.data.train_on)
+    kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
+    dataset = kind(config.data.train, chat, capacity, config.data.overlong)
     sizes = [len(source) for source in dataset.sources]
     weights = [source.weight for source in config.data.train]
-    draws = next(iter(GlobalBatches(sizes, weights, min(count, SAMPLE), config.seed)))
+    draws = next(iter(GlobalBatches(sizes, weights, min(count // kind.together, SAMPLE), config.seed)))
     lengths = []
     for draw in draws:
         example = dataset[draw]
         if isinstance(example, InputError):
             raise example
-        if example.sequence is not None:
-            lengths.append(len(example.sequence))
+        if example.sequences:
+            lengths.append(sum(map(len, example.sequences)))
     bins = assign_bins(lengths, capacity)
-    rows = math.ceil(len(bins) * count / len(draws))
+    rows = math.ceil(len(bins) * count / (len(draws) * kind.together))
     return Packing(rows, sum(lengths) / (len(bins) * capacity))
 
 
 def nearest_that_fit(
     model: MemoryModel,
     description: ModelDescription,
-    config: SFTConfig,
+    config: RunConfig,
     parallel: ParallelConfig,
     packing: Packing,
     capacity: float,

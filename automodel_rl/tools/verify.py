@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from automodel_rl.config import ModelConfig, ParallelConfig, SFTConfig
+from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import Dtype
 from automodel_rl.errors import VerificationError
@@ -58,7 +58,7 @@ def _with_fewer_data_ranks(parallel: ParallelConfig) -> ParallelConfig | None:
     return None
 
 
-def verify(config: SFTConfig, as_json: bool, say: Callable[[str], None] = print) -> None:
+def verify(config: RunConfig, as_json: bool, say: Callable[[str], None] = print) -> None:
     """Compares and prints a verdict. A collective of the layout's ranks.
 
     Raises:

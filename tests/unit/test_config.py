@@ -8,7 +8,7 @@ import yaml
 from automodel_rl.config import dump_config, load_config
 from automodel_rl.errors import InputError
 
-SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
 
 MINIMAL = """
 output: out
@@ -26,7 +26,7 @@ def minimal(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_shipped_configs_are_valid(path: Path) -> None:
     load_config(path)
 

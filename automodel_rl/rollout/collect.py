@@ -1,0 +1,127 @@
+"""Rewarded completions of a batch of prompts, written and scored by all ranks together."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.config import RolloutConfig
+from automodel_rl.errors import RolloutError, innermost
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.rollout.records import Completion, Request, RolloutEngine
+from automodel_rl.rollout.scoring import Score, Scorer
+from automodel_rl.rollout.weights import whole_weights
+
+
+class Promptlike(Protocol):
+    """What is needed of a prompt."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def example(self) -> Mapping[str, Any]: ...
+    @property
+    def number(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion, its text and what it is worth."""
+
+    completion: Completion
+    text: str
+    score: Score
+
+
+class RolloutCollector:
+    """Owns this rank's engine and scorer. Every method is a collective.
+
+    Args:
+        make_engine: starts an engine, now and whenever one was lost.
+        scorer: of completions.
+        handle: whose weights the engine gets.
+        tokenizer: of the model.
+        config: temperature, retries.
+        seed: of sampling.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], RolloutEngine],
+        scorer: Scorer,
+        handle: ModelHandle,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RolloutConfig,
+        seed: int,
+    ):
+        self.make_engine, self.scorer, self.handle = make_engine, scorer, handle
+        self.tokenizer, self.config, self.seed = tokenizer, config, seed
+        self.world = handle.layout.world_control
+        self.engine = make_engine()
+        self.lost = ""
+
+    def load_weights(self) -> None:
+        """Gives the engine the weights that the model has now. An engine that fails is started anew by `collect`."""
+        weights = whole_weights(self.handle)
+        try:
+            self.engine.load_weights(weights)
+        except Exception as problem:
+            self.lost = innermost(problem)
+            for _ in weights:  # the other ranks gather on
+                pass
+
+    def collect(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> list[list[Rollout]]:
+        """`group_size` rewarded completions of each prompt, equal on every rank.
+
+        Raises:
+            RolloutError: an engine failed more often than `rollout.retries` allows.
+        """
+        asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
+        rank, size = dist.get_rank(), dist.get_world_size()
+        mine = asked[rank::size]
+        requests = [Request(prompt.token_ids, self._seed(prompt, sample), temperature) for prompt, sample in mine]
+        completions = self._generate(requests)
+        texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        rollouts = [
+            Rollout(completion, text, self.scorer(text, prompt.example))
+            for completion, text, (prompt, _) in zip(completions, texts, mine, strict=True)
+        ]
+        shares: list[list[Rollout]] = [[] for _ in range(size)]
+        dist.all_gather_object(shares, rollouts, group=self.world)
+        flat = [shares[i % size][i // size] for i in range(len(asked))]
+        return [flat[start : start + group_size] for start in range(0, len(flat), group_size)]
+
+    def close(self) -> None:
+        self.engine.close()
+        self.scorer.close()
+
+    def _generate(self, requests: list[Request]) -> list[Completion]:
+        """This rank's completions. Ranks that fail start their engine anew; all wait for them."""
+        completions: list[Completion] | None = None
+        for attempt in range(self.config.retries + 1):
+            error = self.lost
+            if completions is None and not error:
+                try:
+                    completions = self.engine.generate(requests)
+                except Exception as problem:
+                    error = innermost(problem)
+            errors = [""] * dist.get_world_size()
+            dist.all_gather_object(errors, error, group=self.world)
+            failed = next((rank for rank, text in enumerate(errors) if text), None)
+            if failed is None and completions is not None:
+                return completions
+            if attempt < self.config.retries:
+                self._start_again(bool(error))
+        raise RolloutError(f"the rollout engine of rank {failed} failed {attempt + 1} times: {errors[failed or 0]}")
+
+    def _start_again(self, failed: bool) -> None:
+        if failed:
+            self.engine.close()
+            self.engine, self.lost = self.make_engine(), ""
+        self.load_weights()
+
+    def _seed(self, prompt: Promptlike, sample: int) -> int:
+        return int(np.random.SeedSequence([self.seed, prompt.number, sample]).generate_state(1)[0])

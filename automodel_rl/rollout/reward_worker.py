@@ -1,0 +1,45 @@
+"""The process that runs reward functions, so that one that never returns can be ended: python -m ... FUNCTION.
+
+Pickled (completion, example, options) in on stdin; pickled (score, error) out on what was stdout.
+"""
+
+import math
+import os
+import pickle
+import sys
+from typing import Any
+
+from automodel_rl.errors import InputError
+from automodel_rl.rollout.rewards import find_reward
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a reward prints must not end up among the answers
+    try:
+        function = find_reward(sys.argv[1])
+    except InputError as error:
+        _send(answers, (None, str(error)))
+        return
+    _send(answers, (None, ""))
+    while True:
+        try:
+            completion, example, options = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            score = function(completion, example, **options)
+        except Exception as error:
+            _send(answers, (None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
+            continue
+        is_score = isinstance(score, int | float) and math.isfinite(score)
+        _send(answers, (float(score), "") if is_score else (None, f"returned {score!r:.80}, which is no finite number"))
+
+
+def _send(answers: Any, answer: tuple[float | None, str]) -> None:
+    pickle.dump(answer, answers)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

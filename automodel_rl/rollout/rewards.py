@@ -1,0 +1,71 @@
+"""Reward functions: (completion, example) -> score. Imports nothing heavy, for a process of its own runs them."""
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from automodel_rl.errors import InputError
+
+Example = Mapping[str, Any]
+RewardFn = Callable[..., float]
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def exact_match(completion: str, example: Example) -> float:
+    """1 if the completion is the answer, up to space around it."""
+    return float(completion.strip() == str(example["answer"]).strip())
+
+
+def last_number(completion: str, example: Example) -> float:
+    """1 if the last number of the completion is the last number of the answer."""
+    written, expected = _last_number(completion), _last_number(str(example["answer"]))
+    return float(written is not None and written == expected)
+
+
+def math(completion: str, example: Example) -> float:
+    """1 if what the completion gives as its result equals the answer, by math-verify."""
+    from math_verify import parse, verify
+
+    # Its own time limits want the main thread's alarm; the limit of the call is enough.
+    expected = parse(f"${example['answer']}$", parsing_timeout=None)
+    return float(verify(expected, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+
+def format(completion: str, example: Example, pattern: str) -> float:
+    """1 if all of the completion matches a regular expression, in which . is any character."""
+    return float(re.fullmatch(pattern, completion.strip(), re.DOTALL) is not None)
+
+
+def length(completion: str, example: Example, longest: int) -> float:
+    """0 up to `longest` words, then ever less: -1 at twice as many."""
+    return min(0.0, 1 - len(completion.split()) / longest)
+
+
+BUILT_IN: dict[str, RewardFn] = {
+    "exact_match": exact_match,
+    "last_number": last_number,
+    "math": math,
+    "format": format,
+    "length": length,
+}
+"""By their names in a config."""
+
+
+def find_reward(name: str) -> RewardFn:
+    """A reward function by its name, or by an import path `package.module:function`."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise InputError(f"rewards.function={name}: use one of {', '.join(BUILT_IN)}, or package.module:function")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"rewards.function={name}: cannot import it ({error})") from None
+
+
+def _last_number(text: str) -> float | None:
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
