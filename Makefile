@@ -1,5 +1,5 @@
 # make setup   an environment in .venv with everything (repeatable)
-# make demo    fine-tune a small chat model on this machine and see what it learned
+# make demo    warm up a small chat model and train it with rewards, on this machine
 # make test    lint, types, import contracts, tests
 # make check   all of these but the tests
 # make parity  every layout that four ranks reach against one process (about 20 minutes on 2 cores)
@@ -32,7 +32,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py

@@ -1,0 +1,114 @@
+"""Steps of GRPO with real generation: where the time goes, and whether engine and trainer agree.
+
+    python benchmarks/grpo.py PROMPTS.jsonl --engine transformers
+    python benchmarks/grpo.py PROMPTS.jsonl --engine vllm --vllm-python PYTHON             on the same device
+    python benchmarks/grpo.py PROMPTS.jsonl --engine vllm --vllm-python PYTHON --device 1  on another one
+    python benchmarks/grpo.py PROMPTS.jsonl --tiny                                         check the script on a CPU
+
+W1, a dense 1.5B model, with random weights and a tokenizer trained on the prompts, bf16. 16 prompts x 8 completions of
+at most 256 tokens; the reward is the share of digits, so that random models differ in it. Prints a JSON line a step,
+and one with the medians over the steps after the first.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+WORK = ("time/rollout_s", "time/logprobs_s", "time/train_s", "time/sync_s")
+"""Model compute: of the engine, of the trainer, and moving weights between them."""
+
+
+def digits(completion: str, example: dict[str, Any]) -> float:
+    """The reward: share of digits."""
+    return sum(letter.isdigit() for letter in completion) / max(1, len(completion))
+
+
+def main() -> None:
+    options = parse_arguments()
+    sys.path.insert(0, str(Path(__file__).parent))
+    from automodel_rl.config import GRPOConfig
+    from automodel_rl.launch.quiet import quiet_libraries
+    from automodel_rl.observe.metrics import read_metrics
+    from automodel_rl.trainers.grpo import GRPOTrainer
+
+    quiet_libraries()
+    model = Path(tempfile.gettempdir()) / f"automodel_rl_grpo_model{'_tiny' if options.tiny else ''}"
+    if not (model / "tokenizer.json").is_file():
+        write_checkpoint(model, options)
+    output = Path(tempfile.mkdtemp(prefix="automodel_rl_grpo_")) / "run"
+    GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options))).train()
+    rows = read_metrics(output / "metrics.jsonl")
+    for row in rows:
+        print(json.dumps({key: value for key, value in row.items() if shown(row, key)}))
+    rows = rows[1:] or rows
+    result = {key: statistics.median(row[key] for row in rows) for key in sorted(rows[0]) if shown(rows[0], key)}
+    share = [1 - sum(row[key] for key in WORK) / row["time/step_s"] for row in rows]
+    print(json.dumps({"engine": options.engine, "overhead": statistics.median(share), **result}))
+
+
+def shown(row: dict[str, Any], key: str) -> bool:
+    wanted = ("time/", "train/logprob_error", "rollout/completion", "rollout/reward_mean", "perf/", "memory/")
+    return key.startswith(wanted) and isinstance(row[key], int | float)
+
+
+def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
+    from workload import model_sizes, write_model
+
+    from automodel_rl.data.sources import JsonLines
+    from automodel_rl.quickstart.model import train_tokenizer
+
+    sizes = model_sizes("W1", options.tiny)
+    write_model(folder, sizes)
+    texts = [str(record) for record in itertools.islice(JsonLines(Path(options.prompts)), 1000)]
+    train_tokenizer(texts, 400 if options.tiny else 4000).save_pretrained(folder)
+
+
+def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str, Any]:
+    vllm: dict[str, Any] = {"memory_fraction": options.memory_fraction, "options": {"enforce_eager": options.eager}}
+    if options.vllm_python:
+        vllm["python"] = options.vllm_python
+    if options.device is not None:
+        vllm["devices"] = [options.device]
+    longest = 24 if options.tiny else 256
+    return {
+        "output": str(output),
+        "model": {"path": str(model), "dtype": "float32" if options.tiny else "bfloat16"},
+        "data": {"train": [{"path": options.prompts}]},
+        "batch": {"row_tokens": 8192},
+        "rollout": {
+            "prompts": 4 if options.tiny else 16,
+            "group_size": 8,
+            "max_prompt_tokens": 512,
+            "max_new_tokens": longest,
+            "engine": options.engine,
+            "vllm": vllm,
+        },
+        "rewards": [{"function": "benchmarks.grpo:digits"}],
+        "loss": {"kl": {"coefficient": 0.01}},
+        "length": {"steps": options.steps},
+        "optimizer": {"lr": 1e-5, "decay": "constant"},
+        "checkpoint": {"every": None},
+        "observe": {"samples": 0},
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", help="JSON lines with prompt")
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
+    parser.add_argument("--device", type=int, help="vLLM's own, by its number")
+    parser.add_argument("--memory-fraction", type=float, default=0.3)
+    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs, which starts sooner")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
