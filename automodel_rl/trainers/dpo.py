@@ -72,12 +72,12 @@ class DPOTrainer:
                 rows = self._with_reference(packed)
             with step.time("train"):
                 output = self.engine.train_step(rows, self.loss)
-            step.record([output], {})
+            step.record([output])
+            step.record_performance(packed, self.config.batch.row_tokens)
             if self.validation and self.run.is_due(self.config.length.validate_every):
                 with step.time("validate"):
                     step.row["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)
                 step.row |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
-            step.record_performance(packed, self.config.batch.row_tokens)
             if text := warning(packed):
                 self.run.say(text)
         self.handle.save_pretrained(self.run.directory.final, self.tokenizer)

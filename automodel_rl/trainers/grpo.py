@@ -105,19 +105,19 @@ class GRPOTrainer:
             with step.time("pack"):
                 updates = self._pack(groups)
             with step.time("logprobs"):
-                rows = [self._with_logprobs(packed.batches) for packed in updates]
+                rows = self._with_logprobs(updates)
             with step.time("advantages"):
                 rows = self._with_advantages(groups, rows)
             with step.time("train"):
                 outputs = [self.engine.train_step(batches, self.loss, self.readout) for batches in rows]
             with step.time("sync"):
                 self.rollouts.load_weights()
-            step.record(outputs, {})
+            step.record(outputs)
+            step.record_performance(_whole(updates), self.config.batch.row_tokens)
             self._warn(step)
             if self.validation and self.run.is_due(self.config.length.validate_every):
                 with step.time("validate"):
                     step.row |= self._validate()
-            step.record_performance(_whole(updates), self.config.batch.row_tokens)
         self.rollouts.close()
         self.handle.save_pretrained(self.run.directory.final, self.tokenizer)
         return self.run.finish(f"GRPO of {self.config.model.path}", self.samples)
@@ -223,14 +223,16 @@ class GRPOTrainer:
             {"rollout_logprobs": torch.tensor([0.0] * len(prompt) + completion.logprobs, dtype=torch.float64)},
         )
 
-    def _with_logprobs(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """The rows with the log-probabilities of the policy before the update and of the reference."""
+    def _with_logprobs(self, updates: list[PackedStep]) -> list[list[PackedBatch]]:
+        """The rows of every update with log-probabilities of the policy before all of them, and of the reference."""
+        rows = [batch for packed in updates for batch in packed.batches]
         if not self.config.loss.on_policy:
-            batches = self._add_logprobs(batches, "old_logprobs")
+            rows = self._add_logprobs(rows, "old_logprobs")
         if self.reference is not None:
             with self.reference.in_place():
-                batches = self._add_logprobs(batches, "ref_logprobs")
-        return list(batches)
+                rows = self._add_logprobs(rows, "ref_logprobs")
+        stream = iter(rows)
+        return [[next(stream) for _ in packed.batches] for packed in updates]
 
     def _add_logprobs(self, batches: Sequence[PackedBatch], name: str) -> list[PackedBatch]:
         logprobs = iter(self.engine.logprobs(batches, self.config.rollout.temperature))

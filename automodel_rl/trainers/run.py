@@ -167,8 +167,8 @@ class Step:
         key = f"time/{name}_s"
         self.row[key] = self.row.get(key, 0.0) + time.perf_counter() - started
 
-    def record(self, outputs: list[TrainOutput], metrics: dict[str, Any]) -> None:
-        """Notes what the step's updates gave (their means) and further metrics."""
+    def record(self, outputs: list[TrainOutput]) -> None:
+        """Notes what the step's updates gave: their means."""
         count = len(outputs)
         names = dict.fromkeys(name for output in outputs for name in output.metrics)
         self.row |= {
@@ -178,11 +178,10 @@ class Step:
             "train/num_tokens": sum(output.num_tokens for output in outputs),
             "train/skipped": sum(output.skipped for output in outputs),
             **{name: sum(output.metrics.get(name, 0.0) for output in outputs) / count for name in names},
-            **metrics,
         }
 
     def record_performance(self, packed: PackedStep, row_tokens: int) -> None:
-        """Notes sizes, speed and memory of a step over `packed`; called at its end."""
+        """Notes sizes, speed and memory of a step over `packed`; called when it is trained, before any validation."""
         seconds = time.perf_counter() - self.started
         device = self.run.engine.handle.layout.device
         peak = peak_flops(device)

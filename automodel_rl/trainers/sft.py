@@ -63,11 +63,11 @@ class SFTTrainer:
                 packed = next(batches)
             with step.time("train"):
                 output = self.engine.train_step(packed.batches, sft_loss)
-            step.record([output], {})
+            step.record([output])
+            step.record_performance(packed, self.config.batch.row_tokens)
             if self.validation and self.run.is_due(self.config.length.validate_every):
                 with step.time("validate"):
                     step.row["val/loss"], _ = self.engine.evaluate(self.validation, sft_loss)
-            step.record_performance(packed, self.config.batch.row_tokens)
             if text := warning(packed):
                 self.run.say(text)
         self.handle.save_pretrained(self.run.directory.final, self.tokenizer)
