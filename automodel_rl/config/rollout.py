@@ -22,6 +22,9 @@ class VllmConfig(Section):
     servers: tuple[str, ...] = ()
     """URLs of running servers (vllm serve, with VLLM_SERVER_DEV_MODE=1), e.g. http://host:8000."""
 
+    weights_folder: str | None = None
+    """Folder through which weights travel; servers on other machines need one that they share. null is /dev/shm."""
+
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of vllm.LLM, such as max_num_seqs."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import LocalRow, PackedBatch, unpack
+from automodel_rl.batch import LocalRow, PackedBatch, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.offload import Offloaded
 from automodel_rl.engine.optimizer import MOMENTS, build_optimizer, learning_rate
@@ -116,10 +116,12 @@ class Engine:
 
     def sequence_scores(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Summed log-probability of the tokens in `loss_mask` of each sequence, [N], in the order rows hold them."""
-        logprobs = torch.cat(self.logprobs(batches))
-        masks = [piece for batch in batches for piece in unpack(batch.loss_mask, batch)]
-        counted = torch.where(torch.cat(masks).to(logprobs.device), logprobs, 0.0)
-        return torch.stack([piece.sum() for piece in counted.split([len(mask) for mask in masks])])
+        outputs = self.handle.forward(batches, read_targets(LOGPROBS))
+        sums = [
+            sum_by_sequence(torch.where(row.loss_mask, output[:, 0], 0.0), row)[: row.num_sequences]
+            for output, row in zip(outputs, (batch.to(self.handle.layout.device) for batch in batches), strict=True)
+        ]
+        return torch.cat(sums)
 
     def top_logits(self, batches: Sequence[PackedBatch], k: int) -> list[tuple[Tensor, Tensor]]:
         """The k largest logits for each token and their ids, largest first.

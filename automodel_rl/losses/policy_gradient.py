@@ -43,10 +43,11 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
         loss = loss - config.entropy * outputs.entropy
         per_token["train/entropy"] = outputs.entropy
     if "ref_logprobs" in values:
-        ref, estimator = values["ref_logprobs"], config.kl.estimator
-        per_token["train/kl_ref"] = kl_estimate(outputs.logprobs, ref, estimator)
+        ours = torch.where(batch.loss_mask, outputs.logprobs, 0.0)
+        ref = torch.where(batch.loss_mask, values["ref_logprobs"], 0.0)
+        per_token["train/kl_ref"] = kl_estimate(ours, ref, config.kl.estimator)
         if config.kl.where == "loss":
-            loss = loss + config.kl.coefficient * kl_loss(outputs.logprobs, ref, estimator)
+            loss = loss + config.kl.coefficient * kl_loss(ours, ref, config.kl.estimator)
     num_tokens = batch.loss_mask.sum()
     metrics = {
         name: (torch.where(batch.loss_mask, value.detach(), 0.0).sum(), num_tokens) for name, value in per_token.items()

@@ -18,11 +18,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """The estimate with the gradient of the divergence.
 
-    Tokens were sampled from the policy, so the gradient has a part through the sampling, which the factor
-    exp(logprobs - stop_gradient(logprobs)) = 1 brings in; without it k1 would have gradient 0 on average and k3 that of
-    another divergence (Tang and Munos, arXiv:2506.09477).
+    Tokens were sampled from the policy, so the gradient has a part through the sampling. The factor
+    exp(logprobs - stop_gradient(logprobs)) = 1 brings it in for k1 and k3, which without it would have gradient 0 on
+    average and that of another divergence; k2's own gradient is right as it is (Tang and Munos, arXiv:2506.09477).
     """
-    return kl_estimate(logprobs, ref_logprobs, estimator) * (logprobs - logprobs.detach()).exp()
+    estimate = kl_estimate(logprobs, ref_logprobs, estimator)
+    return estimate if estimator == "k2" else estimate * (logprobs - logprobs.detach()).exp()
 
 
 def mean_by_sequence(values: Tensor, batch: PackedBatch) -> Tensor:

@@ -1,8 +1,10 @@
 """A process of one's own that answers pickled messages over its stdin and stdout."""
 
 import contextlib
+import os
 import pickle
 import select
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
@@ -24,7 +26,10 @@ class ChildProcess:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        # A session of its own: Ctrl-C is for the rank, which finishes its step first.
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
 
     def send(self, message: Any) -> None:
         """Raises ChildEndedError."""
@@ -50,8 +55,9 @@ class ChildProcess:
             raise self._ended() from None
 
     def close(self) -> None:
-        """Ends it at once."""
-        self.process.kill()
+        """Ends it at once, with all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 _given(pipe).close()

@@ -1,11 +1,14 @@
 """Rewarded completions of a batch of prompts, written and scored by all ranks together."""
 
-from collections.abc import Callable, Mapping, Sequence
+import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RolloutConfig
@@ -14,6 +17,9 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.rollout.records import Completion, Request, RolloutEngine
 from automodel_rl.rollout.scoring import Score, Scorer
 from automodel_rl.rollout.weights import whole_weights
+
+PATIENCE = datetime.timedelta(hours=12)
+"""How long ranks wait for one whose completions or rewards take longer. Those that die are noticed at once."""
 
 
 class Promptlike(Protocol):
@@ -59,19 +65,24 @@ class RolloutCollector:
     ):
         self.make_engine, self.scorer, self.handle = make_engine, scorer, handle
         self.tokenizer, self.config, self.seed = tokenizer, config, seed
-        self.world = handle.layout.world_control
-        self.engine = make_engine()
+        # A group of its own: generating may take longer than other collectives are allowed to.
+        self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.engine: RolloutEngine | None = make_engine()
         self.lost = ""
 
     def load_weights(self) -> None:
-        """Gives the engine the weights that the model has now. An engine that fails is started anew by `collect`."""
-        weights = whole_weights(self.handle)
+        """Gives all engines the weights that the model has now. An engine that fails is started anew by `collect`."""
+        weights = _Watched(whole_weights(self.handle))
         try:
-            self.engine.load_weights(weights)
+            if self.engine is not None:
+                self.engine.load_weights(weights)
         except Exception as problem:
+            if weights.failed:
+                raise
             self.lost = innermost(problem)
-            for _ in weights:  # the other ranks gather on
-                pass
+        for _ in weights:  # what the engine left; the other ranks gather it
+            pass
+        dist.barrier(self.world)  # engines may be shared, and be loaded by another rank
 
     def collect(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> list[list[Rollout]]:
         """`group_size` rewarded completions of each prompt, equal on every rank.
@@ -95,7 +106,8 @@ class RolloutCollector:
         return [flat[start : start + group_size] for start in range(0, len(flat), group_size)]
 
     def close(self) -> None:
-        self.engine.close()
+        if self.engine is not None:
+            self.engine.close()
         self.scorer.close()
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
@@ -103,7 +115,7 @@ class RolloutCollector:
         completions: list[Completion] | None = None
         for attempt in range(self.config.retries + 1):
             error = self.lost
-            if completions is None and not error:
+            if completions is None and self.engine is not None and not error:
                 try:
                     completions = self.engine.generate(requests)
                 except Exception as problem:
@@ -119,9 +131,32 @@ class RolloutCollector:
 
     def _start_again(self, failed: bool) -> None:
         if failed:
-            self.engine.close()
-            self.engine, self.lost = self.make_engine(), ""
+            if self.engine is not None:
+                self.engine.close()
+            self.engine, self.lost = None, ""  # its memory is needed for the next
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            try:
+                self.engine = self.make_engine()
+            except Exception as problem:
+                self.lost = innermost(problem)
         self.load_weights()
 
     def _seed(self, prompt: Promptlike, sample: int) -> int:
         return int(np.random.SeedSequence([self.seed, prompt.number, sample]).generate_state(1)[0])
+
+
+class _Watched(Iterator[tuple[str, Tensor]]):
+    """Passes weights on, and knows whether gathering them failed, which no other engine mends."""
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]]):
+        self.weights, self.failed = weights, False
+
+    def __next__(self) -> tuple[str, Tensor]:
+        try:
+            return next(self.weights)
+        except StopIteration:
+            raise
+        except Exception:
+            self.failed = True
+            raise

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ def make_engine(config: RolloutConfig, handle: ModelHandle, tokenizer: PreTraine
     }
     if config.stop:
         sampling |= {"stop": list(config.stop), "include_stop_str_in_output": True}
+    folder = Path(config.vllm.weights_folder) if config.vllm.weights_folder else None
     if config.vllm.servers:
-        return VllmServers(config.vllm.servers, sampling, sends_weights=dist.get_rank() == 0)
+        return VllmServers(config.vllm.servers, sampling, dist.get_rank() == 0, folder)
     options = {
         "model": str(handle.source),
         "dtype": str(handle.dtype).removeprefix("torch."),
@@ -43,7 +45,7 @@ def make_engine(config: RolloutConfig, handle: ModelHandle, tokenizer: PreTraine
         "skip_tokenizer_init": not config.stop,
         **config.vllm.options,
     }
-    return VllmProcess(config.vllm.python or sys.executable, options, sampling, _device(config, handle))
+    return VllmProcess(config.vllm.python or sys.executable, options, sampling, _device(config, handle), folder)
 
 
 def _device(config: RolloutConfig, handle: ModelHandle) -> str | None:

@@ -3,17 +3,25 @@
 Pickled (completion, example, options) in on stdin; pickled (score, error) out on what was stdout.
 """
 
+import ctypes
 import math
 import os
 import pickle
+import signal
 import sys
 from typing import Any
 
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.rewards import find_reward
 
+PR_SET_PDEATHSIG = 1
+
 
 def main() -> None:
+    if sys.platform == "linux":  # a reward that never returns must not outlive the job
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a reward prints must not end up among the answers
     try:
@@ -24,7 +32,7 @@ def main() -> None:
     _send(answers, (None, ""))
     while True:
         try:
-            completion, example, options = pickle.load(sys.stdin.buffer)
+            completion, example, options = pickle.load(requests)
         except EOFError:
             return
         try:

@@ -61,14 +61,14 @@ class _Reward:
 
     def __call__(self, completion: str, example: Mapping[str, Any]) -> tuple[float, str]:
         """Score and error; the error is empty if the call went well."""
-        child = self.child or self._start()
         try:
+            child = self.child or self._start()
             child.send((completion, dict(example), self.config.options))
             score, error = child.receive(self.config.time_limit)
         except TimeoutError:
             self.stop()
             return self.config.on_error, f"took longer than time_limit={self.config.time_limit} s"
-        except ChildEndedError as problem:
+        except (ChildEndedError, InputError) as problem:
             self.stop()
             return self.config.on_error, str(problem)
         return (self.config.on_error, error) if score is None else (score, "")

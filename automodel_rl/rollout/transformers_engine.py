@@ -63,9 +63,13 @@ class TransformersEngine:
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        missing = set(self._homes)
         for name, tensor in tensors:
             if name in self._homes:  # a tied head has none of its own
                 self._homes[name].copy_(tensor)
+                missing.remove(name)
+        if missing:
+            raise ValueError(f"weights came without {min(missing)}, and {len(missing) - 1} more")
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

@@ -25,8 +25,18 @@ from automodel_rl.rollout.records import Completion, Request
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 SHARD_BYTES = 4 * 2**30
-SERVER_SECONDS = 600.0
+SERVER_SECONDS = 3600.0
 SERVER_THREADS = 64
+
+WHOLE_DISTRIBUTION = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Said with every request, for a server fills in what is not said from the checkpoint's generation_config.json."""
 
 
 class VllmProcess:
@@ -37,11 +47,14 @@ class VllmProcess:
         options: of vllm.LLM.
         sampling: of vllm.SamplingParams, the same for every request.
         device: its CUDA_VISIBLE_DEVICES; None leaves the environment's.
+        folder: where weights are put for it; None for /dev/shm.
     """
 
-    def __init__(self, python: str, options: dict[str, Any], sampling: dict[str, Any], device: str | None):
-        self.sampling = sampling
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    def __init__(
+        self, python: str, options: dict[str, Any], sampling: dict[str, Any], device: str | None, folder: Path | None
+    ):
+        self.sampling, self.folder = sampling, folder
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a killed worker leaves its own child behind
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
@@ -59,11 +72,13 @@ class VllmProcess:
             ) from None
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        if not requests:
+            return []
         asked = [(request.prompt, request.seed, request.temperature) for request in requests]
         return [Completion(*parts) for parts in self._ask({"generate": asked, "sampling": self.sampling})]
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with weights_folder(tensors) as folder:
+        with weights_folder(tensors, self.folder) as folder:
             self._ask({"load": str(folder)})
 
     def close(self) -> None:
@@ -85,10 +100,12 @@ class VllmServers:
         urls: of the servers; requests go to them in turn.
         sampling: of vllm.SamplingParams, the same for every request.
         sends_weights: whether this rank is the one whose weights the servers get.
+        folder: where weights are put for them, which they must be able to read; None for /dev/shm.
     """
 
-    def __init__(self, urls: Sequence[str], sampling: dict[str, Any], sends_weights: bool):
-        self.urls, self.sampling, self.sends_weights = [url.rstrip("/") for url in urls], sampling, sends_weights
+    def __init__(self, urls: Sequence[str], sampling: dict[str, Any], sends_weights: bool, folder: Path | None):
+        self.urls, self.sampling = [url.rstrip("/") for url in urls], sampling
+        self.sends_weights, self.folder = sends_weights, folder
         for url in self.urls:
             self._check(url)
         self.model = self._get(f"{self.urls[0]}/v1/models")["data"][0]["id"]
@@ -105,7 +122,7 @@ class VllmServers:
             for _ in tensors:  # gathering them is a collective
                 pass
             return
-        with weights_folder(tensors) as folder:
+        with weights_folder(tensors, self.folder) as folder:
             for url in self.urls:
                 call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
                 self._post(f"{url}/collective_rpc", call)
@@ -122,6 +139,7 @@ class VllmServers:
             "temperature": request.temperature,
             "logprobs": 1,
             "return_token_ids": True,
+            **WHOLE_DISTRIBUTION,
             **self.sampling,
         }
         try:
@@ -156,15 +174,16 @@ class VllmServers:
         return json.loads(text) if text else None
 
 
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-"""Variables of this job that vLLM would take for its own."""
+_OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+"""How variables of this job begin that vLLM would take for its own."""
 
 
 @contextlib.contextmanager
-def weights_folder(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
-    """A folder with the tensors as safetensors files, for as long as the block runs."""
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="automodel_rl_", dir=memory if os.access(memory, os.W_OK) else None))
+def weights_folder(tensors: Iterable[tuple[str, Tensor]], parent: Path | None = None) -> Iterator[Path]:
+    """A folder with the tensors as safetensors files, for as long as the block runs; in memory without a parent."""
+    if parent is None and os.access("/dev/shm", os.W_OK):
+        parent = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="automodel_rl_", dir=parent))
     try:
         shard: dict[str, Tensor] = {}
         number = size = 0

@@ -11,18 +11,19 @@ Checked with vLLM 0.23.0.
 
 import os
 import pickle
-import sys
 import traceback
 from typing import Any
 
 
 def main() -> None:
+    requests = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries print
     engine: Any = None
     while True:
         try:
-            request = pickle.load(sys.stdin.buffer)
+            request = pickle.load(requests)
         except EOFError:
             return
         try:

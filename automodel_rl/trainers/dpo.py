@@ -19,7 +19,7 @@ from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import dpo_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.run_directory import RunDirectory
-from automodel_rl.trainers.run import Run, count_steps, first_loaded, overlong_warning, where
+from automodel_rl.trainers.run import Run, count_steps, first_loaded, overlong_warning, unweighted, where
 
 Precomputed = dict[tuple[Draw, int], Tensor]
 """Log-probabilities of the reference for each sequence of the data, by `_key`."""
@@ -74,7 +74,7 @@ class DPOTrainer:
                 output = self.engine.train_step(rows, self.loss)
             step.record([output])
             step.record_performance(packed, self.config.batch.row_tokens)
-            if self.validation and self.run.is_due(self.config.length.validate_every):
+            if self.validation and self.run.validates:
                 with step.time("validate"):
                     step.row["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)
                 step.row |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
@@ -91,7 +91,7 @@ class DPOTrainer:
         if not config.precompute_reference:
             return reference, {}
         own: Precomputed = {}
-        for packed in self._loader(config.data.train, seed=None, epochs=1):
+        for packed in self._loader(unweighted(config.data.train), seed=None, epochs=1):
             logprobs = iter(self.engine.logprobs(packed.batches))
             for batch in packed.batches:
                 own |= {_key(packed, place): next(logprobs).cpu() for place in batch.order}
@@ -134,7 +134,7 @@ class DPOTrainer:
         if not self.config.data.validation:
             return []
         rows = []
-        for packed in self._loader(self.config.data.validation, seed=None, epochs=1):
+        for packed in self._loader(unweighted(self.config.data.validation), seed=None, epochs=1):
             logprobs = iter(self.engine.logprobs(packed.batches))
             for batch in packed.batches:
                 rows.append(add_values(batch, "ref_logprobs", [next(logprobs).cpu() for _ in batch.order]))

@@ -115,7 +115,7 @@ class GRPOTrainer:
             step.record(outputs)
             step.record_performance(_whole(updates), self.config.batch.row_tokens)
             self._warn(step)
-            if self.validation and self.run.is_due(self.config.length.validate_every):
+            if self.validation and self.run.validates:
                 with step.time("validate"):
                     step.row |= self._validate()
         self.rollouts.close()
@@ -138,11 +138,12 @@ class GRPOTrainer:
             with step.time("rollout"):
                 generated, groups = self._generate()
             self._check_signal(groups)
-        except RolloutError:
+            step.row |= _rollout_metrics(generated, self.config)
+        except (RolloutError, InputError):
             self.prompts.load_state_dict(before)
             self.run.abandon_step()
             raise
-        step.row |= _rollout_metrics(generated, self.config) | {"data/num_overlong_prompts": self.prompts.num_overlong}
+        step.row["data/num_overlong_prompts"] = self.prompts.num_overlong
         if self.run.is_first_rank:
             save_rollouts(self.run.directory.rollouts / f"step_{self.run.step}.jsonl", self._records(generated))
         return groups
@@ -191,6 +192,11 @@ class GRPOTrainer:
         """Says on the console what is wrong with a step's rollouts."""
         if self.steps_without_signal == 1:
             self.run.say(f"warning: no group of step {self.run.step} has rewards that differ; it taught nothing")
+        if step.row["rollout/failed"]:
+            self.run.say(
+                f"warning: {step.row['rollout/failed']} completions of step {self.run.step} failed and their groups "
+                "were left out; rollouts/ has the errors"
+            )
         error = step.row.get("train/logprob_error")
         if error is not None and error > self.config.rollout.warn_logprob_error:
             self.run.say(
@@ -278,14 +284,21 @@ class GRPOTrainer:
         """Mean reward and pass@1 of a completion of each held-out prompt."""
         temperature = self.config.rollout.validation_temperature
         groups = self.rollouts.collect(self.validation, group_size=1, temperature=temperature)
-        rollouts = [rollout for group in groups for rollout in group]
+        pairs = [
+            (prompt, rollout)
+            for prompt, (rollout,) in zip(self.validation, groups, strict=True)
+            if rollout.completion.finish != "error"
+        ]
+        if not pairs:
+            raise RolloutError(f"every completion of a held-out prompt failed: {groups[0][0].completion.error}")
+        rollouts = [rollout for _, rollout in pairs]
         self.samples = [
             Sample(
                 prompt=self.tokenizer.decode(prompt.token_ids),
                 completion=rollout.text,
                 expected=f"{prompt.example.get('answer', '')} (reward {rollout.score.total:g})",
             )
-            for prompt, rollout in list(zip(self.validation, rollouts, strict=True))[: self.config.observe.samples]
+            for prompt, rollout in pairs[: self.config.observe.samples]
         ]
         return {
             "val/reward_mean": sum(rollout.score.total for rollout in rollouts) / len(rollouts),
@@ -301,7 +314,7 @@ class GRPOTrainer:
                 "completion": rollout.text,
                 "reward": reward,
                 "rewards": dict(zip(names, rollout.score.parts, strict=True)),
-                "errors": list(rollout.score.errors),
+                "errors": [*rollout.score.errors, *([rollout.completion.error] if rollout.completion.error else [])],
                 "tokens": len(rollout.completion.token_ids),
                 "finish": rollout.completion.finish,
             }

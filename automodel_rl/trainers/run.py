@@ -4,14 +4,14 @@ import contextlib
 import itertools
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from automodel_rl.config import LengthConfig, RunConfig
+from automodel_rl.config import LengthConfig, RunConfig, SourceConfig
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.mixture import GlobalBatches
 from automodel_rl.engine import Engine, TrainOutput
@@ -108,6 +108,11 @@ class Run:
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens `every` so many steps, and at the end, happens in this step."""
         return every is not None and (self.step % every == 0 or self.is_over)
+
+    @property
+    def validates(self) -> bool:
+        """Whether this step validates; the last one always does."""
+        return self.is_over or self.is_due(self.config.length.validate_every)
 
     @property
     def is_over(self) -> bool:
@@ -209,6 +214,11 @@ def first_loaded(steps: Iterable[PackedStep]) -> Iterator[PackedStep]:
     """The steps; the first is loaded now, so that what is wrong with it comes out before anything is written."""
     stream = iter(steps)
     return itertools.chain([next(stream)], stream)
+
+
+def unweighted(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
+    """The same sources, of which a pass draws each record once."""
+    return [source.model_copy(update={"weight": None}) for source in sources]
 
 
 def where(config: RunConfig, handle: ModelHandle) -> str:

@@ -17,7 +17,7 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.report import Sample
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.rollout.greedy import greedy_completions
-from automodel_rl.trainers.run import Run, count_steps, first_loaded, overlong_warning, where
+from automodel_rl.trainers.run import Run, count_steps, first_loaded, overlong_warning, unweighted, where
 
 
 class SFTTrainer:
@@ -65,7 +65,7 @@ class SFTTrainer:
                 output = self.engine.train_step(packed.batches, sft_loss)
             step.record([output])
             step.record_performance(packed, self.config.batch.row_tokens)
-            if self.validation and self.run.is_due(self.config.length.validate_every):
+            if self.validation and self.run.validates:
                 with step.time("validate"):
                     step.row["val/loss"], _ = self.engine.evaluate(self.validation, sft_loss)
             if text := warning(packed):
@@ -92,7 +92,7 @@ class SFTTrainer:
     def _validation_rows(self) -> list[PackedBatch]:
         if not self.config.data.validation:
             return []
-        loader = self._loader(self.config.data.validation, seed=None, epochs=1)
+        loader = self._loader(unweighted(self.config.data.validation), seed=None, epochs=1)
         return [row for packed in loader for row in packed.batches]
 
     def _samples(self) -> list[Sample]:

@@ -56,6 +56,8 @@ def test_it_starts_at_ln_2_and_learns_the_same_on_a_pipeline(ranks: Ranks, works
 
 def test_a_reference_computed_before_is_that_of_every_step(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "each", length={"steps": 8}, parallel={"dp_shard": 2})
+    pairs = {"train_pairs": 0.2, "held_out_pairs": 0.8}
+    settings["data"]["train"] = [{"path": str(workspace / f"{n}.jsonl"), "weight": w} for n, w in pairs.items()]
     ranks(2).run(run, settings)
     ranks(2).run(run, settings | {"output": str(tmp_path / "before"), "precompute_reference": True})
     each, before = metrics_of(tmp_path / "each"), metrics_of(tmp_path / "before")
@@ -69,6 +71,8 @@ def test_losses_without_reference_weights(ranks: Ranks, workspace: Path, tmp_pat
     ranks(1).run(run, settings | changes)
     first, last = metrics_of(tmp_path / "run")
     assert last["train/loss"] < first["train/loss"]
+    assert "val/loss" in last  # the last step validates, also without validate_every
+    assert "val/loss" not in first
 
 
 def test_pairs_that_are_too_long_are_cut_or_left_out(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:

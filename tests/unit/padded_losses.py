@@ -76,7 +76,8 @@ def policy_gradient(
                 objective = objective * (w if lowest <= geometric <= highest else 0.0)
             x = r[t] - new[t]
             k = {"k1": -x, "k2": x**2 / 2, "k3": torch.exp(x) - 1 - x}[c["kl"]]
-            k = k * torch.exp(new[t] - new[t].detach())
+            if c["kl"] != "k2":
+                k = k * torch.exp(new[t] - new[t].detach())
             terms.append(-objective + c["kl_coefficient"] * k - c["entropy"] * h[t])
         per_sequence.append(terms)
     flat = [term for terms in per_sequence for term in terms]

@@ -174,7 +174,9 @@ def test_overflowing_ratios_outside_of_the_mask_spoil_no_gradient() -> None:
     (batch,) = pack(random_sequences(5, 2), 50)
     (output,) = random_outputs([batch], 5)
     batch.values["old_logprobs"][~batch.loss_mask] = -1e6
-    (total,) = grpo_loss(output, batch, PolicyLossConfig()).sums.values()
+    batch.values["ref_logprobs"][~batch.loss_mask] = 1e6
+    config = PolicyLossConfig.model_validate({"kl": {"coefficient": 0.1}})
+    (total,) = grpo_loss(output, batch, config).sums.values()
     (gradient,) = torch.autograd.grad(total, output.logprobs)
     assert gradient.isfinite().all()
 

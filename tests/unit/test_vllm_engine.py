@@ -32,7 +32,7 @@ class LLM:
         assert options["logprobs_mode"] == "processed_logprobs"
         if options["model"] == "missing":
             raise FileNotFoundError("no such model")
-        assert "RANK" not in os.environ
+        assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(os.environ)
         self.loaded = 0
 
     def generate(self, prompts, parameters, use_tqdm):
@@ -59,10 +59,11 @@ def python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
 
 
 def make_process(**options: Any) -> VllmProcess:
-    return VllmProcess(sys.executable, {"model": "m", **options}, {"max_tokens": 3}, device=None)
+    return VllmProcess(sys.executable, {"model": "m", **options}, {"max_tokens": 3}, device=None, folder=None)
 
 
 @pytest.mark.usefixtures("python_path")
@@ -93,7 +94,7 @@ def test_a_process_generates_loads_weights_and_says_when_it_is_gone() -> None:
 )
 def test_an_engine_that_does_not_start_is_bad_input(python: str, model: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        VllmProcess(python, {"model": model}, {}, device=None)
+        VllmProcess(python, {"model": model}, {}, device=None, folder=None)
 
 
 def test_weights_travel_in_files_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,7 @@ class Server(BaseHTTPRequestHandler):
             self.send_error(500)
         else:
             assert body["model"] == "served"
+            assert body["top_p"] == body["repetition_penalty"] == 1
             ids = [*body["prompt"], body["seed"]]
             logprobs = {"token_logprobs": [-body["temperature"]] * len(ids)}
             self._answer({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]})
@@ -152,7 +154,7 @@ def url() -> Iterator[str]:
 
 
 def test_servers_answer_requests_one_by_one(url: str) -> None:
-    engine = VllmServers([url, url + "/"], {"max_tokens": 3}, sends_weights=True)
+    engine = VllmServers([url, url + "/"], {"max_tokens": 3}, sends_weights=True, folder=None)
     good, bad = engine.generate([Request([5], 7, 0.5), Request([13], 7, 0.5)])
     assert good.token_ids == [5, 7]
     assert good.logprobs == [-0.5, -0.5]
@@ -163,7 +165,7 @@ def test_servers_answer_requests_one_by_one(url: str) -> None:
         engine.generate([Request([13], 7, 0.5)])
     Server.loaded.clear()
     engine.load_weights(iter(WEIGHTS))
-    VllmServers([url], {}, sends_weights=False).load_weights(iter(WEIGHTS))
+    VllmServers([url], {}, sends_weights=False, folder=None).load_weights(iter(WEIGHTS))
     assert Server.loaded == [["model-0.safetensors"]] * 2
 
 
@@ -171,7 +173,7 @@ def test_servers_that_are_not_there_or_report_raw_logprobs_are_refused(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match="http://127.0.0.1:9 does not answer"):
-        VllmServers(["http://127.0.0.1:9"], {}, sends_weights=True)
+        VllmServers(["http://127.0.0.1:9"], {}, sends_weights=True, folder=None)
     monkeypatch.setattr(Server, "mode", "raw_logprobs")
     with pytest.raises(InputError, match="reports raw log-probabilities, .* start it with --logprobs-mode"):
-        VllmServers([url], {}, sends_weights=True)
+        VllmServers([url], {}, sends_weights=True, folder=None)
