@@ -16,6 +16,7 @@ from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
 Ranks = Callable[[int], RankPool]
+Expected = tuple[str, Path, list[TrainOutput]]
 LOSSES: dict[str, LossFn] = {
     "dpo": functools.partial(dpo_loss, config=DPOLossConfig(label_smoothing=0.1, sft_weight=0.2)),
     "gspo": functools.partial(
@@ -60,17 +61,20 @@ def train(folder: Path, parallel: ParallelConfig, loss: str) -> list[TrainOutput
     return [engine.train_step(rows, LOSSES[loss], READOUTS[loss]) for _ in range(2)]
 
 
-@pytest.mark.parametrize("loss", list(LOSSES))
-@pytest.mark.parametrize(
-    "sizes",
-    [{"pp": 2}, {"cp": 2}, {"tp": 2, "sequence_parallel": True}, {"dp_shard": 2}, {"pp": 2, "cp": 2}],
-    ids=str,
-)
-def test_layouts_compute_the_loss_of_one_process(ranks: Ranks, tmp_path: Path, sizes: dict, loss: str) -> None:
-    save_tiny_model(tmp_path)
-    (expected,) = ranks(1).run(train, tmp_path, ParallelConfig(), loss)
+@pytest.fixture(scope="module", params=list(LOSSES))
+def one_process(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """A loss, a model, and what one process makes of them."""
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    (outputs,) = ranks(1).run(train, folder, ParallelConfig(), request.param)
+    return request.param, folder, outputs
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "sequence_parallel": True}, {"dp_shard": 2}, {"pp": 2, "cp": 2}], ids=str)
+def test_layouts_compute_the_loss_of_one_process(ranks: Ranks, one_process: Expected, sizes: dict) -> None:
+    loss, folder, expected = one_process
     parallel = ParallelConfig(**sizes)
-    for actual in ranks(parallel.world_size).run(train, tmp_path, parallel, loss):
+    for actual in ranks(parallel.world_size).run(train, folder, parallel, loss):
         for ours, theirs in zip(actual, expected, strict=True):
             assert ours.loss == pytest.approx(theirs.loss, rel=1e-9)
             assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-9)
