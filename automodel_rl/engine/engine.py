@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import LocalRow, PackedBatch, sum_by_sequence, unpack
+from automodel_rl.batch import LocalRow, PackedBatch, add_values, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.offload import Offloaded
 from automodel_rl.engine.optimizer import MOMENTS, build_optimizer, learning_rate
@@ -113,6 +113,11 @@ class Engine:
         """
         outputs = self.handle.forward(batches, read_targets(Readout(temperature)))
         return [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output[:, 0], batch)]
+
+    def add_logprobs(self, batches: Sequence[PackedBatch], name: str, temperature: float = 1.0) -> list[PackedBatch]:
+        """This data rank's rows with the log-probabilities of their tokens under the model as `values[name]`."""
+        logprobs = iter(self.logprobs(batches, temperature))
+        return [add_values(batch, name, [next(logprobs).cpu() for _ in batch.order]) for batch in batches]
 
     def sequence_scores(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Summed log-probability of the tokens in `loss_mask` of each sequence, [N], in the order rows hold them."""

@@ -87,9 +87,8 @@ class DPOTrainer:
         config = self.config
         if not config.loss.needs_reference:
             return None, {}
-        reference = ReferenceWeights(self.handle)
         if not config.precompute_reference:
-            return reference, {}
+            return ReferenceWeights(self.handle), {}
         own: Precomputed = {}
         for packed in self._loader(unweighted(config.data.train), seed=None, epochs=1):
             logprobs = iter(self.engine.logprobs(packed.batches))
@@ -103,13 +102,11 @@ class DPOTrainer:
         """The rows with the reference's log-probabilities, if the loss compares with them."""
         if self.precomputed:
             pieces = [[self.precomputed[_key(packed, place)] for place in batch.order] for batch in packed.batches]
-        elif self.reference is not None:
-            with self.reference.in_place():
-                logprobs = iter(self.engine.logprobs(packed.batches))
-            pieces = [[next(logprobs).cpu() for _ in batch.order] for batch in packed.batches]
-        else:
+            return [add_values(batch, "ref_logprobs", p) for batch, p in zip(packed.batches, pieces, strict=True)]
+        if self.reference is None:
             return packed.batches
-        return [add_values(batch, "ref_logprobs", p) for batch, p in zip(packed.batches, pieces, strict=True)]
+        with self.reference.in_place():
+            return self.engine.add_logprobs(packed.batches, "ref_logprobs")
 
     def _summary(self) -> str:
         sampler = self.loader.sampler
@@ -133,12 +130,8 @@ class DPOTrainer:
         """With log-probabilities of the weights that training starts from."""
         if not self.config.data.validation:
             return []
-        rows = []
-        for packed in self._loader(unweighted(self.config.data.validation), seed=None, epochs=1):
-            logprobs = iter(self.engine.logprobs(packed.batches))
-            for batch in packed.batches:
-                rows.append(add_values(batch, "ref_logprobs", [next(logprobs).cpu() for _ in batch.order]))
-        return rows
+        loader = self._loader(unweighted(self.config.data.validation), seed=None, epochs=1)
+        return [row for packed in loader for row in self.engine.add_logprobs(packed.batches, "ref_logprobs")]
 
 
 def _key(packed: PackedStep, place: int) -> tuple[Draw, int]:

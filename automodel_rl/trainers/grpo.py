@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,19 +232,14 @@ class GRPOTrainer:
     def _with_logprobs(self, updates: list[PackedStep]) -> list[list[PackedBatch]]:
         """The rows of every update with log-probabilities of the policy before all of them, and of the reference."""
         rows = [batch for packed in updates for batch in packed.batches]
+        temperature = self.config.rollout.temperature
         if not self.config.loss.on_policy:
-            rows = self._add_logprobs(rows, "old_logprobs")
+            rows = self.engine.add_logprobs(rows, "old_logprobs", temperature)
         if self.reference is not None:
             with self.reference.in_place():
-                rows = self._add_logprobs(rows, "ref_logprobs")
+                rows = self.engine.add_logprobs(rows, "ref_logprobs", temperature)
         stream = iter(rows)
         return [[next(stream) for _ in packed.batches] for packed in updates]
-
-    def _add_logprobs(self, batches: Sequence[PackedBatch], name: str) -> list[PackedBatch]:
-        logprobs = iter(self.engine.logprobs(batches, self.config.rollout.temperature))
-        return [
-            add_values(batch, name, [next(logprobs).cpu() for _ in range(batch.num_sequences)]) for batch in batches
-        ]
 
     def _with_advantages(self, groups: list["Group"], updates: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
         """The rows of every update with their advantages, which are computed over all groups together."""
