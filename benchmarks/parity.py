@@ -25,11 +25,11 @@ from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.errors import InputError
-from automodel_rl.model.checkpoint_files import describe_model, read_config
+from automodel_rl.model.hf_read import describe_model, read_config
 from automodel_rl.parallel.combinations import check_supported
-from automodel_rl.parallel.schedules import SCHEDULES
-from automodel_rl.tools.comparison import Case, Differences, compare
-from automodel_rl.tools.verify import FLOAT32, FLOAT64, judge
+from automodel_rl.parallel.pipeline.schedules import SCHEDULES
+from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
+from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.tools import comparison
+from automodel_rl.tools.verify import comparison
 
 VOCAB = 128
 DENSE = {

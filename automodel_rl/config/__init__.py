@@ -2,9 +2,16 @@
 
 from automodel_rl.config.base import Section
 from automodel_rl.config.checkpoint import CheckpointConfig
-from automodel_rl.config.data import BatchConfig, DataConfig, PromptDataConfig, SourceConfig
-from automodel_rl.config.dpo import DPOConfig, PairBatchConfig
-from automodel_rl.config.grpo import GRPOConfig, PolicyBatchConfig
+from automodel_rl.config.data import (
+    BatchConfig,
+    DataConfig,
+    PairBatchConfig,
+    PolicyBatchConfig,
+    PromptDataConfig,
+    SourceConfig,
+)
+from automodel_rl.config.dpo import DPOConfig
+from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.load import ALGORITHMS, describe_keys, differing_keys, dump_config, load_config
 from automodel_rl.config.losses import AdvantageConfig, DPOLossConfig, PolicyLossConfig
 from automodel_rl.config.model import ModelConfig

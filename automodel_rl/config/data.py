@@ -37,9 +37,8 @@ class SourcesConfig(Section):
     """New order in every epoch; false keeps the order of the file."""
 
 
-class DataConfig(SourcesConfig):
-    train_on: Literal["all", "last"] = "all"
-    """Assistant turns that count in the loss: all of them, or only the last."""
+class ExamplesConfig(SourcesConfig):
+    """Of records that are whole before a run starts."""
 
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to an example longer than a row: cut at the end, or left out. Both are counted in the metrics."""
@@ -48,13 +47,32 @@ class DataConfig(SourcesConfig):
     """Processes that tokenise ahead of training, on each rank."""
 
 
+class DataConfig(ExamplesConfig):
+    train_on: Literal["all", "last"] = "all"
+    """Assistant turns that count in the loss: all of them, or only the last."""
+
+
 class PromptDataConfig(SourcesConfig):
     """Records with `prompt` (a text or messages) and what the rewards need, `answer` for most that are built in."""
 
 
-class BatchConfig(Section):
+class RowsConfig(Section):
+    """What the batches of all algorithms have."""
+
+    row_tokens: Positive
+    """Capacity of a packed row, the microbatch; never padded up to it. It must hold one sequence, of pairs both."""
+
+
+class BatchConfig(RowsConfig):
     sequences: Positive
     """Sequences of one step over all data ranks (the global batch)."""
 
-    row_tokens: Positive
-    """Capacity of a packed row, the microbatch. Rows are never padded up to it."""
+
+class PairBatchConfig(RowsConfig):
+    pairs: Positive
+    """Pairs of one step over all data ranks (the global batch)."""
+
+
+class PolicyBatchConfig(RowsConfig):
+    updates: Positive = 1
+    """Optimizer steps for one batch of rollouts, each over its share of the prompts."""

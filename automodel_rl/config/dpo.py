@@ -4,25 +4,16 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from automodel_rl.config.base import Positive, Section
-from automodel_rl.config.data import DataConfig
+from automodel_rl.config.data import ExamplesConfig, PairBatchConfig
 from automodel_rl.config.losses import DPOLossConfig
-from automodel_rl.config.run import RunConfig
-
-
-class PairBatchConfig(Section):
-    pairs: Positive
-    """Pairs of one step over all data ranks (the global batch)."""
-
-    row_tokens: Positive
-    """Capacity of a packed row, the microbatch. Both completions of a pair, each with its prompt, share a row."""
+from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
 
 
 class DPOConfig(RunConfig):
     algorithm: Literal["dpo"] = "dpo"
     """Preference training on pairs of a chosen and a rejected completion."""
 
-    data: DataConfig
+    data: ExamplesConfig
     batch: PairBatchConfig
     loss: DPOLossConfig = DPOLossConfig()
 
@@ -36,10 +27,5 @@ class DPOConfig(RunConfig):
 
     @model_validator(mode="after")
     def _rows_for_every_data_rank(self) -> "DPOConfig":
-        ranks = self.parallel.num_data_ranks
-        if self.batch.pairs < ranks:
-            raise ValueError(
-                f"batch.pairs={self.batch.pairs} must be at least the {ranks} data ranks "
-                "(parallel.dp_shard x parallel.dp_replicate), or some would never see data: raise it"
-            )
+        refuse_idle_data_ranks("batch.pairs", self.batch.pairs, self.parallel)
         return self

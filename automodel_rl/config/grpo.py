@@ -4,19 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from automodel_rl.config.base import Positive, Section
-from automodel_rl.config.data import PromptDataConfig
+from automodel_rl.config.data import PolicyBatchConfig, PromptDataConfig
 from automodel_rl.config.losses import AdvantageConfig, PolicyLossConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
-from automodel_rl.config.run import RunConfig
-
-
-class PolicyBatchConfig(Section):
-    row_tokens: Positive
-    """Capacity of a packed row, the microbatch; at least rollout.max_prompt_tokens + rollout.max_new_tokens."""
-
-    updates: Positive = 1
-    """Optimizer steps for one batch of rollouts, each over its share of the prompts."""
+from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
 
 
 class GRPOConfig(RunConfig):
@@ -32,9 +23,6 @@ class GRPOConfig(RunConfig):
     filter: FilterConfig = FilterConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: PolicyLossConfig = PolicyLossConfig()
-
-    loss_function: str | None = None
-    """Import path `package.module:function` of a loss in place of `loss`, called as function(outputs, batch)."""
 
     @property
     def sequences_per_step(self) -> int:
@@ -69,10 +57,6 @@ class GRPOConfig(RunConfig):
                 "loss.kl.where=reward with loss.on_policy=true: the reward needs log-probabilities from before the "
                 "update: set on_policy to false, or where to loss"
             )
-        ranks = self.parallel.num_data_ranks
-        if self.sequences_per_step < ranks:
-            raise ValueError(
-                f"rollout.prompts x rollout.group_size / batch.updates = {self.sequences_per_step} must be at least "
-                f"the {ranks} data ranks (parallel.dp_shard x parallel.dp_replicate): raise one of them"
-            )
+        product = "rollout.prompts x rollout.group_size / batch.updates"
+        refuse_idle_data_ranks(product, self.sequences_per_step, self.parallel)
         return self

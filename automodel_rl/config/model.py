@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from automodel_rl.config.attention import Attention
 from automodel_rl.config.base import Positive, Section
 
 Implementation = Literal["transformers", "nemo_automodel"]
@@ -47,7 +48,7 @@ class ModelConfig(Section):
     dtype: Dtype = "bfloat16"
     """What the model computes in. Master weights are float32 (float64 for float64)."""
 
-    attention: Literal["auto", "varlen", "te", "sdpa", "eager"] = "auto"
+    attention: Attention = "auto"
     """Attention over packed rows: torch's varlen_attn or TransformerEngine (both CUDA and bfloat16), SDPA over each
     sequence, or the mathematics written out. auto: eager for models with sinks or a soft cap, else varlen on CUDA in
     bfloat16, else sdpa."""

@@ -1,10 +1,12 @@
 """What a run shows besides its metrics."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from automodel_rl.config.base import Positive, Section
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class ObserveConfig(Section):
@@ -13,3 +15,9 @@ class ObserveConfig(Section):
 
     sample_tokens: Positive = 64
     """Longest of these completions."""
+
+    trackers: tuple[TrackerName, ...] = ()
+    """Where metrics go besides metrics.jsonl: TensorBoard files in the run directory, Weights & Biases, trackio."""
+
+    project: str = "automodel_rl"
+    """Project of the run for these trackers."""

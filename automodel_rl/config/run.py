@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from automodel_rl.config.base import Positive, Section
 from automodel_rl.config.checkpoint import CheckpointConfig
+from automodel_rl.config.data import RowsConfig, SourcesConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import ModelConfig
 from automodel_rl.config.observe import ObserveConfig
@@ -32,15 +33,38 @@ class LengthConfig(Section):
         return self
 
 
+def refuse_idle_data_ranks(what: str, count: int, parallel: ParallelConfig) -> None:
+    """Raises ValueError where a step has fewer examples than data ranks, some of which would never see data.
+
+    Args:
+        what: the key, or the product of keys, that `count` is.
+        count: examples of a step.
+        parallel: with the data ranks.
+    """
+    ranks = parallel.num_data_ranks
+    if count < ranks:
+        raise ValueError(
+            f"{what}={count} must be at least the {ranks} data ranks (parallel.dp_shard x parallel.dp_replicate), or "
+            "some would never see data: raise it"
+        )
+
+
 class RunConfig(Section):
     output: str
     """Run directory: config.yaml, metrics.jsonl, report.html, checkpoints/, final/."""
 
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the data order, of sampling and of dropout."""
+    """Seed of the data order, of sampling and of torch."""
 
     model: ModelConfig
+    data: SourcesConfig
+    batch: RowsConfig
     length: LengthConfig
+
+    loss_function: str | None = None
+    """Import path `package.module:function` of a loss in place of the algorithm's own, called as
+    function(outputs, batch) with what that one gets."""
+
     parallel: ParallelConfig = ParallelConfig()
     memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from automodel_rl.config.data import BatchConfig, DataConfig
-from automodel_rl.config.run import RunConfig
+from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
 
 
 class SFTConfig(RunConfig):
@@ -21,10 +21,5 @@ class SFTConfig(RunConfig):
 
     @model_validator(mode="after")
     def _rows_for_every_data_rank(self) -> "SFTConfig":
-        ranks = self.parallel.num_data_ranks
-        if self.batch.sequences < ranks:
-            raise ValueError(
-                f"batch.sequences={self.batch.sequences} must be at least the {ranks} data ranks "
-                "(parallel.dp_shard x parallel.dp_replicate), or some would never see data: raise it"
-            )
+        refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
         return self

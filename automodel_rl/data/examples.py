@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.mixture import Draw
+from automodel_rl.data.draws import Draw
 from automodel_rl.data.records import Message, Reader, read_chat, read_pair
 from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
@@ -49,7 +49,7 @@ class ExampleDataset(Dataset):
         self.configs, self.chat, self.row_tokens, self.overlong = sources, chat, row_tokens, overlong
         self.sources = [open_source(config) for config in sources]
 
-    def record(self, draw: Draw) -> tuple[Any, str]:
+    def _record(self, draw: Draw) -> tuple[Any, str]:
         """What a record holds, and where it is."""
         source, number = draw
         where = self.sources[source].where(number)
@@ -58,9 +58,13 @@ class ExampleDataset(Dataset):
     def __getitem__(self, draw: Draw) -> Example | InputError:
         """An error is returned: raised in a worker process, it would come out wrapped in that worker's traceback."""
         try:
-            return self._fit(draw, self._sequences(*self.record(draw)))
+            return self._fit(draw, self._sequences(*self._record(draw)))
         except InputError as error:
             return error
+
+    def prompt(self, draw: Draw) -> tuple[list[int], str]:
+        """Token ids up to where the assistant writes last, and what the data has there."""
+        raise NotImplementedError
 
     def _sequences(self, record: Any, where: str) -> tuple[TokenSequence, ...]:
         raise NotImplementedError
@@ -84,6 +88,10 @@ class ChatDataset(ExampleDataset):
     def _sequences(self, record: list[Message], where: str) -> tuple[TokenSequence, ...]:
         return (self.chat(record, where),)
 
+    def prompt(self, draw: Draw) -> tuple[list[int], str]:
+        messages, where = self._record(draw)
+        return self.chat.prompt(messages, where), _last_text(messages)
+
 
 class PairDataset(ExampleDataset):
     """Preference pairs: the prompt with the chosen completion, and with the rejected one."""
@@ -96,6 +104,15 @@ class PairDataset(ExampleDataset):
             self.chat([*record.prompt, *record.chosen], f"{where}, chosen"),
             self.chat([*record.prompt, *record.rejected], f"{where}, rejected"),
         )
+
+    def prompt(self, draw: Draw) -> tuple[list[int], str]:
+        record, where = self._record(draw)
+        return self.chat.prompt([*record.prompt, *record.chosen], where), _last_text(record.chosen)
+
+
+def _last_text(messages: list[Message]) -> str:
+    """What the assistant said last."""
+    return next(str(message.get("content")) for message in reversed(messages) if message["role"] == "assistant")
 
 
 def _common_limit(lengths: list[int], capacity: int) -> int:

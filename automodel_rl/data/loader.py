@@ -9,10 +9,33 @@ import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_rl.batch import PackedBatch, TokenSequence, pack
+from automodel_rl.data.draws import Draw, GlobalBatches
 from automodel_rl.data.examples import Example, ExampleDataset
-from automodel_rl.data.mixture import Draw, GlobalBatches
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """How much a global batch is; sizes of several add up.
+
+    Attributes:
+        num_sequences, num_tokens, num_rows: of all data ranks, empty rows left out.
+        flops: of forward and backward.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    num_rows: int
+    flops: float
+
+    def __add__(self, other: "StepSize") -> "StepSize":
+        return StepSize(
+            self.num_sequences + other.num_sequences,
+            self.num_tokens + other.num_tokens,
+            self.num_rows + other.num_rows,
+            self.flops + other.flops,
+        )
 
 
 @dataclass(frozen=True)
@@ -21,19 +44,15 @@ class PackedStep:
 
     Attributes:
         batches: its rows.
-        num_sequences, num_tokens, num_rows: of the global batch, empty rows left out.
+        size: of the global batch.
         num_truncated, num_dropped: records of the global batch that were too long for a row.
-        flops: of forward and backward over the global batch.
         draws: the records that the global batch is made of, in the order of its sequences.
     """
 
     batches: list[PackedBatch]
-    num_sequences: int
-    num_tokens: int
-    num_rows: int
-    num_truncated: int
-    num_dropped: int
-    flops: float
+    size: StepSize
+    num_truncated: int = 0
+    num_dropped: int = 0
     draws: tuple[Draw, ...] = ()
 
 
@@ -140,12 +159,7 @@ def pack_step(
     )
     rows = torch.tensor(sum(not batch.is_empty for batch in batches))
     dist.all_reduce(rows, group=layout.data_control)
-    return PackedStep(
-        batches=batches,
-        num_sequences=len(sequences),
-        num_tokens=sum(map(len, sequences)),
-        num_rows=int(rows),
-        num_truncated=0,
-        num_dropped=0,
-        flops=sum(cost(len(sequence)) for sequence in sequences),
+    size = StepSize(
+        len(sequences), sum(map(len, sequences)), int(rows), sum(cost(len(sequence)) for sequence in sequences)
     )
+    return PackedStep(batches, size)

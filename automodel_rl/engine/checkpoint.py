@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from automodel_rl.engine.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import InputError
-from automodel_rl.model.checkpoint_files import stored_buffers
-from automodel_rl.model.saving import complete_or_absent
+from automodel_rl.files import complete_folder
+from automodel_rl.model.hf_read import stored_buffers
 
 
 def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank
     """
     layout = engine.handle.layout
     engine.bring_back_moments()
-    with complete_or_absent(folder, layout) as unfinished:
+    with complete_folder(folder, layout.world_control) as unfinished:
         parameters = _trained(engine.handle.named_parameters())
         dcp.save(_tensors(engine, parameters), checkpoint_id=unfinished / "tensors", process_group=layout.world_control)
         torch.save({"random": _random_state(layout.device), **rank_state}, _rank_file(unfinished))

@@ -15,9 +15,9 @@ from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import Denominator, LossFn, Readout, TokenOutputs, count
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import Head, read_targets, top_logits
-from automodel_rl.parallel.adapters import LossTotals
 from automodel_rl.parallel.gradients import local_square_norm
 from automodel_rl.parallel.host_reduce import GlobalTotals, share_totals, sum_over_data_ranks
+from automodel_rl.parallel.last_stage import LossTotals
 from automodel_rl.parallel.sharding import by_mesh
 
 LOGPROBS = Readout()
@@ -67,7 +67,7 @@ class Engine:
 
         Args:
             batches: this data rank's rows; every data rank has equally many (see `pack`).
-            loss_fn: gives sums over a row; they are divided by the counts of the global batch, here and nowhere else.
+            loss_fn: gives sums over a row; `PPLossAdapter` divides them by the counts of the global batch.
             readout: what the loss gets of every token.
 
         Raises:
@@ -94,8 +94,8 @@ class Engine:
         """Loss and metrics over the global batch, without gradients or updates."""
         counts = self._global_counts(batches)
         totals = LossTotals()
-        for batch, scores in zip(batches, self.handle.forward(batches, read_targets(readout)), strict=True):
-            totals.add(loss_fn(TokenOutputs.from_scores(scores), batch.to(scores.device)))
+        for batch, columns in zip(batches, self.handle.forward(batches, read_targets(readout)), strict=True):
+            totals.add(loss_fn(TokenOutputs.from_columns(columns), batch.to(columns.device)))
         nothing = torch.zeros((), dtype=torch.float64)
         shared = share_totals(totals, nothing, self.handle.layout)
         return _mean_loss(shared, counts), _metrics(shared)

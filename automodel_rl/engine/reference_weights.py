@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from automodel_rl.model.checkpoint_files import persistent_tensors
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.hf_read import persistent_tensors
 from automodel_rl.model.lora import without_adapters
 from automodel_rl.parallel.sharding import local_tensor
 
@@ -22,14 +22,14 @@ class ReferenceWeights:
     def __init__(self, handle: ModelHandle):
         self.handle = handle
         self._shards: list[torch.Tensor] = []
-        if handle.lora is None:
+        if handle.model.lora is None:
             self._shards = [local_tensor(t.detach()) for part in handle.parts for _, t in persistent_tensors(part)]
         self._copies = [_on_host(shard) for shard in self._shards]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Within this block the model has the reference weights; after it, bit for bit those it had before."""
-        if self.handle.lora is not None:
+        if self.handle.model.lora is not None:
             with without_adapters(self.handle.parts):
                 yield
             return

@@ -20,6 +20,7 @@ from automodel_rl.errors import (
     VerificationError,
     innermost,
 )
+from automodel_rl.files import write_complete
 from automodel_rl.launch.lifeline import hold_lifeline
 from automodel_rl.launch.peers import tell_peers
 
@@ -94,9 +95,7 @@ def _report(exit_code: int, line: str, trace: str) -> int:
     if folder is None:
         print(f"{trace}{line}", file=sys.stderr, flush=True)
     else:
-        path = Path(folder) / f"rank_{record.rank}.json"
-        path.with_suffix(".tmp").write_text(json.dumps(asdict(record)))
-        path.with_suffix(".tmp").rename(path)
+        write_complete(Path(folder) / f"rank_{record.rank}.json", json.dumps(asdict(record)))
     return exit_code
 
 

@@ -1,4 +1,4 @@
-"""What a loss gets and what it gives: sums, never means. The engine divides once, by global counts."""
+"""What a loss gets and what it gives: sums, never means. `PPLossAdapter` divides them once, by global counts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,9 +40,9 @@ class TokenOutputs:
     entropy: Tensor | None = None
 
     @classmethod
-    def from_scores(cls, scores: Tensor) -> "TokenOutputs":
+    def from_columns(cls, columns: Tensor) -> "TokenOutputs":
         """Of a readout's columns [T, 1 or 2]."""
-        return cls(*scores.unbind(1))
+        return cls(*columns.unbind(1))
 
 
 @dataclass(frozen=True)

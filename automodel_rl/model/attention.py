@@ -7,7 +7,6 @@ Shape letters: q queries, k keys of one call (`AttentionCall`), t tokens of this
 """
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,16 +20,18 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from automodel_rl.batch import AttentionCall, LocalRow
+from automodel_rl.config.attention import ATTENTION, Attention
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.parallel.torch_version import TORCH
 
 # Before torch 2.12 varlen_attn takes fewer KV heads than query heads without being told.
-_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GQA: dict[str, Any] = {"enable_gqa": True} if TORCH >= (2, 12) else {}
 
 
 @dataclass(frozen=True)
-class Scoring:
+class AttentionParameters:
     """How scores become weights, besides the causal mask.
 
     Attributes:
@@ -46,8 +47,8 @@ class Scoring:
     sinks: Tensor | None = None
 
 
-Backend = Callable[[Tensor, Tensor, Tensor, AttentionCall, Scoring], Tensor]
-"""(query [q, query heads, D], key [k, KV heads, D], value [k, KV heads, Dv], call, scoring) -> [q, query heads, Dv]"""
+Backend = Callable[[Tensor, Tensor, Tensor, AttentionCall, AttentionParameters], Tensor]
+"""(query [q, heads, D], key [k, KV heads, D], value [k, KV heads, Dv], call, parameters) -> [q, heads, Dv]"""
 
 
 def register_attention() -> None:
@@ -56,7 +57,7 @@ def register_attention() -> None:
         AttentionInterface.register(_registered(name), functools.partial(packed_attention, backend))
 
 
-def choose_attention(requested: str, needs_mathematics: bool, device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(requested: Attention, needs_mathematics: bool, device: torch.device, dtype: torch.dtype) -> str:
     """The registered name for a config's `attention`.
 
     Args:
@@ -64,7 +65,7 @@ def choose_attention(requested: str, needs_mathematics: bool, device: torch.devi
         needs_mathematics: the model has sinks or a soft cap, which only `eager` computes.
         device, dtype: of the computation.
     """
-    if requested in ("varlen", "te") and device.type != "cuda":
+    if requested != "auto" and ATTENTION[requested].needs_cuda and device.type != "cuda":
         raise InputError(f"model.attention={requested} needs CUDA, and this rank has none: use model.attention=auto")
     if requested == "auto":
         fast = device.type == "cuda" and dtype == torch.bfloat16
@@ -100,10 +101,10 @@ def packed_attention(
         [1, t, query heads, D], and no attention weights.
     """
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    scoring = Scoring(scaling, sliding_window, softcap, None if s_aux is None else local_tensor(s_aux))
+    parameters = AttentionParameters(scaling, sliding_window, softcap, None if s_aux is None else local_tensor(s_aux))
     if cp_group is None:
         (call,) = row.calls
-        return backend(q, k, v, call, scoring).unsqueeze(0), None
+        return backend(q, k, v, call, parameters).unsqueeze(0), None
     # Each rank's queries use the keys differently, so their gradients add up.
     gathered = AllGatherCP.apply(torch.cat([k, v], dim=-1), cp_group, "sum")
     outputs = []
@@ -111,26 +112,26 @@ def packed_attention(
         assert call.queries is not None
         assert call.keys is not None
         keys, values = gathered.index_select(0, call.keys).split([k.shape[-1], v.shape[-1]], dim=-1)
-        outputs.append(backend(q.index_select(0, call.queries), keys, values, call, scoring))
+        outputs.append(backend(q.index_select(0, call.queries), keys, values, call, parameters))
     places = torch.cat([call.queries for call in row.calls if call.queries is not None])
     output = torch.cat(outputs)
     return torch.zeros_like(output).index_copy(0, places, output).unsqueeze(0), None
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
     """torch's scaled_dot_product_attention, one call for each sequence. Any device and dtype."""
     outputs = []
     for queries, keys in _segments(call):
         sq, sk, sv = (t[part].transpose(0, 1)[None] for t, part in ((q, queries), (k, keys), (v, keys)))
-        plain = sq.shape[2] == sk.shape[2] and (scoring.window is None or scoring.window >= sk.shape[2])
-        mask = None if plain else _mask(sq.shape[2], sk.shape[2], scoring.window, q.device)
+        plain = sq.shape[2] == sk.shape[2] and (parameters.window is None or parameters.window >= sk.shape[2])
+        mask = None if plain else _mask(sq.shape[2], sk.shape[2], parameters.window, q.device)
         outputs.append(
-            F.scaled_dot_product_attention(sq, sk, sv, mask, is_causal=plain, scale=scoring.scale, enable_gqa=True)
+            F.scaled_dot_product_attention(sq, sk, sv, mask, is_causal=plain, scale=parameters.scale, enable_gqa=True)
         )
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring) -> Tensor:
+def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
     """The mathematics written out, one sequence after the other, for soft caps and sinks. Softmax in at least fp32."""
     group = q.shape[1] // k.shape[1]
     accurate = torch.promote_types(q.dtype, torch.float32)
@@ -138,12 +139,12 @@ def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring
     for queries, keys in _segments(call):
         sq = q[queries].transpose(0, 1)
         sk, sv = (t[keys].transpose(0, 1).repeat_interleave(group, dim=0) for t in (k, v))
-        scores = (sq @ sk.transpose(1, 2)).to(accurate) * scoring.scale  # [heads, q, k]
-        if scoring.softcap is not None:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        scores = scores.masked_fill(~_mask(sq.shape[1], sk.shape[1], scoring.window, q.device), -torch.inf)
-        if scoring.sinks is not None:
-            sinks = scoring.sinks.to(accurate)[:, None, None].expand(-1, sq.shape[1], 1)
+        scores = (sq @ sk.transpose(1, 2)).to(accurate) * parameters.scale  # [heads, q, k]
+        if parameters.softcap is not None:
+            scores = parameters.softcap * torch.tanh(scores / parameters.softcap)
+        scores = scores.masked_fill(~_mask(sq.shape[1], sk.shape[1], parameters.window, q.device), -torch.inf)
+        if parameters.sinks is not None:
+            sinks = parameters.sinks.to(accurate)[:, None, None].expand(-1, sq.shape[1], 1)
             weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
         else:
             weights = scores.softmax(-1)
@@ -151,7 +152,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring
     return torch.cat(outputs)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
     """torch's varlen_attn (FlashAttention), all sequences in one call. CUDA and 16-bit types."""
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     if value_dim != head_dim:
@@ -164,17 +165,17 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scorin
         call.cu_keys,
         call.longest_query,
         call.longest_key,
-        scale=scoring.scale,
-        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
+        scale=parameters.scale,
+        window_size=(-1 if parameters.window is None else parameters.window - 1, 0),
         **_GQA,
     )
     assert isinstance(output, Tensor)  # a tuple only when auxiliary outputs are asked for
     return output[..., :value_dim]
 
 
-def te(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring) -> Tensor:
+def te(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
     """TransformerEngine's fused attention over ragged sequences (THD). CUDA and 16-bit types."""
-    attention = _te_attention(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], scoring.scale)
+    attention = _te_attention(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], parameters.scale)
     output = attention(
         q,
         k,
@@ -185,7 +186,7 @@ def te(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, scoring: Scoring) -
         max_seqlen_q=call.longest_query,
         max_seqlen_kv=call.longest_key,
         attn_mask_type="padding_causal_bottom_right",
-        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
+        window_size=(-1 if parameters.window is None else parameters.window - 1, 0),
     )
     return output.view(len(q), q.shape[1], v.shape[-1])
 
@@ -199,6 +200,7 @@ def _te_attention(heads: int, kv_heads: int, head_dim: int, value_dim: int, scal
 
 
 BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager, "varlen": varlen, "te": te}
+"""By the names in `ATTENTION`, which has what each can compute."""
 
 
 def _registered(name: str) -> str:

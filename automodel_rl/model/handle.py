@@ -15,31 +15,31 @@ from automodel_rl.batch import LocalRow, PackedBatch, empty_row, local_row
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.memory import MemoryConfig
-from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.attention import choose_attention
-from automodel_rl.model.checkpoint_files import (
+from automodel_rl.model.build import build_empty_model
+from automodel_rl.model.flops import StepFlops
+from automodel_rl.model.hf_names import to_hf
+from automodel_rl.model.hf_read import (
     Checkpoint,
     describe_model,
     read_config,
     resolve_checkpoint,
     stored_buffers,
 )
-from automodel_rl.model.flops import StepFlops
-from automodel_rl.model.hf_names import to_hf
+from automodel_rl.model.hf_write import save_hf_checkpoint
 from automodel_rl.model.logprobs import read_targets
 from automodel_rl.model.lora import adapted_weights, add_adapters, is_adapter, merge, save_adapters
-from automodel_rl.model.nemo import build_empty_model, parts_of, split_model
-from automodel_rl.model.parallelise import parallelise
+from automodel_rl.model.nemo import parts_of, split_model
+from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.routers import global_loads, load_metric
-from automodel_rl.model.saving import save_hf_checkpoint
-from automodel_rl.parallel.adapters import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.parallel.drivers import Driver, PipelineDriver, SequentialDriver
 from automodel_rl.parallel.gradients import TiedEmbedding, sum_partial_gradients
 from automodel_rl.parallel.host_reduce import tensor_from_last_stage
+from automodel_rl.parallel.last_stage import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
 from automodel_rl.parallel.layout import Layout, build_layout
 from automodel_rl.parallel.sharding import gather_whole, local_tensor
 
@@ -50,38 +50,39 @@ class ModelHandle:
     Attributes:
         parts: this rank's model chunks.
         config: the Hugging Face config.
-        layout: this rank's place among all ranks.
-        dtype: what the model computes in.
-        source: folder of the checkpoint it was loaded from.
+        model: which checkpoint it is, how it computes, and what of it is trained.
         memory: what is recomputed, offloaded or compiled.
-        lora: of the adapters that are trained; None if all weights are.
+        layout: this rank's place among all ranks.
         flops: of a sequence in a training step, by its length.
         tied: the two copies of a tied embedding, where a pipeline has split them.
+
+    Example:
+        >>> handle = ModelHandle.from_pretrained(checkpoint)  # a folder or a hub id; every rank calls it
+        >>> name, embedding = next(handle.named_hf_tensors())
+        >>> name, embedding.dtype
+        ('model.embed_tokens.weight', torch.bfloat16)
     """
 
     def __init__(
         self,
-        model: nn.Module | AutoPipeline,
+        built: nn.Module | AutoPipeline,
         config: PretrainedConfig,
-        layout: Layout,
-        dtype: torch.dtype,
-        source: Path,
-        flops: StepFlops,
+        model: ModelConfig,
         memory: MemoryConfig,
-        lora: LoraConfig | None = None,
+        layout: Layout,
+        flops: StepFlops,
     ):
-        """Wraps a model whose parts have the packed forward; `from_pretrained` builds one."""
-        self.parts = parts_of(model)
-        self.config, self.layout, self.dtype, self.source = config, layout, dtype, source
-        self.flops, self.memory, self.lora = flops, memory, lora
+        """Wraps a built model whose parts have the packed forward; `from_pretrained` builds one."""
+        self.parts = parts_of(built)
+        self.config, self.model, self.memory, self.layout, self.flops = config, model, memory, layout, flops
         self.tied = (
             _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
         )
         self._driver: Driver
-        if isinstance(model, AutoPipeline):
-            self._driver = PipelineDriver(model, layout, config.hidden_size, dtype)
+        if isinstance(built, AutoPipeline):
+            self._driver = PipelineDriver(built, layout, config.hidden_size, self.dtype)
         else:
-            self._driver = SequentialDriver(model)
+            self._driver = SequentialDriver(built)
 
     @classmethod
     def from_pretrained(
@@ -106,24 +107,31 @@ class ModelHandle:
         description = describe_model(config)
         check_supported(description, model, parallel, memory)
         device = join_process_group(parallel.world_size)
-        dtype = getattr(torch, model.dtype)
-        master = torch.promote_types(dtype, torch.float32)
         layout = build_layout(parallel, device)
-        family = FAMILIES[config.model_type]
-        attention = choose_attention(model.attention, needs_mathematics(description), device, dtype)
+        compute, master = dtypes_of(model)
+        attention = choose_attention(model.attention, needs_mathematics(description), device, compute)
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
         flops = StepFlops(empty)
         checkpoint = Checkpoint(folder, config.model_type)
         checkpoint.check(empty)
         lora = None if model.lora is None else add_adapters(empty, model.lora)
-        built = split_model(
-            empty, layout, lambda part: parallelise(part, family, layout, memory, model.moe, dtype, master)
-        )
+        model = model.model_copy(update={"path": str(folder), "lora": lora})
+        built = split_model(empty, layout, lambda part: parallelise(part, layout, model, memory))
         for part in parts_of(built):
             checkpoint.fill(part, device)
-        handle = cls(built, config, layout, dtype, folder, flops, memory, lora)
+        handle = cls(built, config, model, memory, layout, flops)
         handle._check_finite()
         return handle
+
+    @property
+    def source(self) -> Path:
+        """Folder of the checkpoint it was loaded from."""
+        return Path(self.model.path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return dtypes_of(self.model)[0]
 
     def forward_backward(
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
@@ -146,10 +154,9 @@ class ModelHandle:
         # Whole rows are for the loss, which other stages do not compute.
         rows = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
         adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
-        head = whole_rows(read_targets(readout), self.layout.cp_group)
-        self._driver.forward_backward(self._local(batches), adapter, head)
+        self._driver.forward_backward(self._local(batches), adapter, self._whole_rows(read_targets(readout)))
         if self.layout.tp_group is not None:
-            partial = [module._parameters[name] for part in self.parts for module, name in part.partial_gradients]
+            partial = [module.get_parameter(name) for part in self.parts for module, name in part.partial_gradients]
             sum_partial_gradients(partial, self.layout.tp_group)
         if self.tied is not None:
             self.tied.sum_gradients()
@@ -163,7 +170,7 @@ class ModelHandle:
         """
         for part in self.parts:
             part.eval()
-        capturer = LogitsCapturer(whole_rows(output_fn, self.layout.cp_group))
+        capturer = LogitsCapturer(self._whole_rows(output_fn))
         filled = self._filled_up(batches)
         try:
             self._driver.forward(self._local(filled), capturer)
@@ -207,8 +214,8 @@ class ModelHandle:
 
         Complete, or not there at all.
         """
-        if self.lora is not None:
-            save_adapters(Path(path), self.named_parameters(), self.lora, self.source, self.layout)
+        if self.model.lora is not None:
+            save_adapters(Path(path), self.named_parameters(), self.model.lora, self.source, self.layout)
             return
         config = type(self.config).from_dict(self.config.to_dict())
         config.dtype = self.dtype
@@ -231,6 +238,9 @@ class ModelHandle:
         """With empty rows added where the driver needs more."""
         missing = self._driver.fill_up_to(len(batches)) - len(batches)
         return [*batches, *(empty_row(batches[0]) for _ in range(missing))]
+
+    def _whole_rows(self, output_fn: OutputFn) -> OutputFn:
+        return whole_rows(output_fn, self.layout.cp_group)
 
     def _local(self, batches: Sequence[PackedBatch]) -> list[LocalRow]:
         """This rank's tokens of every row, on its device."""

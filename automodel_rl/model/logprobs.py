@@ -13,8 +13,8 @@ from torch import Tensor
 
 from automodel_rl.batch import LocalRow
 from automodel_rl.losses import Readout
-from automodel_rl.parallel.adapters import OutputFn
 from automodel_rl.parallel.collectives import all_gather
+from automodel_rl.parallel.last_stage import OutputFn
 
 CHUNK = 512
 """Tokens whose logits exist at once: 512 x 152k x 4 bytes is 0.3 GiB."""
@@ -44,12 +44,12 @@ def read_targets(readout: Readout) -> OutputFn:
     """An output function: of every token what `readout` asks for."""
 
     def read(hidden: Tensor, head: Head, row: LocalRow) -> Tensor:
-        return target_scores(hidden, head, row, readout)
+        return target_readout(hidden, head, row, readout)
 
     return read
 
 
-def target_scores(hidden: Tensor, head: Head, row: LocalRow, readout: Readout) -> Tensor:
+def target_readout(hidden: Tensor, head: Head, row: LocalRow, readout: Readout) -> Tensor:
     """log p(target) under softmax(hidden @ weight.T / temperature), and the softmax's entropy if it is asked for.
 
     Args:
@@ -62,10 +62,10 @@ def target_scores(hidden: Tensor, head: Head, row: LocalRow, readout: Readout) -
         [T, 1], or [T, 2] with the entropy; 0 where there is no target; float64 for float64 hidden states, else float32;
         equal on all tp ranks.
     """
-    return _TargetScores.apply(hidden, head.weight, row.targets, head, readout)
+    return _TargetReadout.apply(hidden, head.weight, row.targets, head, readout)
 
 
-class _TargetScores(torch.autograd.Function):
+class _TargetReadout(torch.autograd.Function):
     """Keeps the log-sum-exp (and entropy) of every token and recomputes each chunk's logits in the backward."""
 
     @staticmethod

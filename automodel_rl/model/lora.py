@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
-from automodel_rl.model.saving import complete_or_absent
+from automodel_rl.files import complete_folder
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import gather_whole, local_box, local_tensor
 
@@ -55,10 +55,8 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
 
 def install_adapters(part: Any) -> None:
     """Makes the layers of a part use their adapters. After the split, which copies modules."""
-    linear: Any
-    for linear in part.modules():
-        if "lora_A" in linear._modules:
-            linear.forward = MethodType(_forward, linear)
+    for _, linear in adapted_weights(part):
+        linear.forward = MethodType(_forward, linear)
 
 
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
@@ -66,11 +64,11 @@ def _forward(linear: Any, hidden: Tensor) -> Tensor:
     return base + linear.lora_scale * linear.lora_B(linear.lora_A(hidden))
 
 
-def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Module]]:
+def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     """The weights of a part that have adapters, and their layers."""
     linear: Any
     for linear in part.modules():
-        if "lora_A" in linear._modules:
+        if "lora_A" in dict(linear.named_children()):
             yield linear.weight, linear
 
 
@@ -89,7 +87,7 @@ def merge(linear: Any, whole: Callable[[Tensor], Tensor]) -> Tensor:
 @contextlib.contextmanager
 def without_adapters(parts: list[Any]) -> Iterator[None]:
     """Within this block layers do what they did before adapters were added."""
-    linears: list[Any] = [linear for part in parts for _, linear in adapted_weights(part)]
+    linears = [linear for part in parts for _, linear in adapted_weights(part)]
     scales = [linear.lora_scale for linear in linears]
     for linear in linears:
         linear.lora_scale = 0.0
@@ -131,7 +129,7 @@ def save_adapters(
     own = {f"{PEFT_PREFIX}{name}": gather_whole(p, layout).cpu() for name, p in parameters if is_adapter(name)}
     of_stages: list[dict[str, Tensor]] = [{}] * layout.parallel.pp
     dist.all_gather_object(of_stages, own, group=layout.pp_control)
-    with complete_or_absent(folder, layout) as unfinished:
+    with complete_folder(folder, layout.world_control) as unfinished:
         if dist.get_rank() == 0:
             tensors = {name: tensor for stage in of_stages for name, tensor in stage.items()}
             save_file(tensors, unfinished / "adapter_model.safetensors", {"format": "pt"})

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from automodel_rl.config.families import Family
+from automodel_rl.config import ModelConfig
+from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.memory import MemoryConfig
-from automodel_rl.config.model import MoEConfig
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.experts import experts_of
 from automodel_rl.model.fused_norm import install_fused_norms
@@ -19,26 +19,23 @@ from automodel_rl.parallel.sharding import shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
 
 
-def parallelise(
-    part: Any,
-    family: Family,
-    layout: Layout,
-    memory: MemoryConfig,
-    moe: MoEConfig,
-    compute: torch.dtype,
-    master: torch.dtype,
-) -> None:
+def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
+    """In which dtype weights are gathered and used, and in which they are kept and their gradients reduced."""
+    compute = getattr(torch, model.dtype)
+    return compute, torch.promote_types(compute, torch.float32)
+
+
+def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig) -> None:
     """Lays out a causal language model, or a part of one, in place.
 
     Args:
         part: on the meta device, but for its buffers.
-        family: what is special about it.
         layout: this rank's place.
+        model: its precision, and how routers are trained.
         memory: what is recomputed or compiled.
-        moe: how routers are trained.
-        compute: dtype in which weights are gathered.
-        master: dtype in which they are kept and gradients reduced.
     """
+    family = FAMILIES[part.config.model_type]
+    compute, master = dtypes_of(model)
     how = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
     part.partial_gradients = []
     if layout.parallel.tp > 1:
@@ -58,7 +55,7 @@ def parallelise(
     install_part_forward(part, context)
     if family.has_plain_norms:
         install_fused_norms(part, layout.device, compute)
-    part.router_watch = RouterWatch(numbered_layers(part), family, moe)
+    part.router_watch = RouterWatch(numbered_layers(part), family, model.moe)
     if memory.compile:
         for layer in layers_of(part):
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -74,5 +71,5 @@ def _split_experts(module: Any, layout: Layout) -> None:
     if layout.expert_mesh is not None:
         mesh = layout.expert_mesh["ep"]
         module.ep_group = mesh.get_group()
-        for name in list(module._parameters):
+        for name, _ in list(module.named_parameters(recurse=False)):
             shard_parameter(module, name, mesh, dim=0)

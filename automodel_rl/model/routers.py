@@ -36,7 +36,7 @@ class RouterWatch:
         self._row: LocalRow | None = None
         self._counted: set[tuple[int, int]] = set()
         for number, layer in layers.items():
-            if "experts" not in layer.mlp._modules:
+            if "experts" not in dict(layer.mlp.named_children()):
                 continue
             self.routers[number] = getattr(layer.mlp, family.router)
             self._follow_rows(layer)

@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from automodel_rl.files import write_complete
+
 
 class MetricsFile:
     """Appends one line for each step. On resuming, lines of steps that will be run again are removed.
@@ -17,13 +19,14 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int):
         self.path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text("".join(map(_line, kept)))
-        unfinished.rename(path)
+        write_complete(path, "".join(map(_line, kept)))
 
     def write(self, row: dict[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(_line(row))
+
+    def close(self) -> None:
+        """Every line is in the file already."""
 
 
 def _line(row: dict[str, Any]) -> str:

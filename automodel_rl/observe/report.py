@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from automodel_rl.files import write_complete
+
 WIDTH, HEIGHT, MARGIN = 640, 210, 54
 
 STYLE = """
@@ -65,9 +67,7 @@ def write_report(path: Path, title: str, rows: list[dict[str, Any]], samples: li
         "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
         f"<title>{html.escape(title)}</title><style>{STYLE}</style>{''.join(body)}</html>"
     )
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(page)
-    unfinished.rename(path)
+    write_complete(path, page)
 
 
 def _sample(sample: Sample) -> str:

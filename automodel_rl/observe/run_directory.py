@@ -9,6 +9,7 @@ import yaml
 
 from automodel_rl.config import Section, differing_keys, dump_config
 from automodel_rl.errors import InputError
+from automodel_rl.files import write_complete
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
@@ -62,9 +63,7 @@ class RunDirectory:
     def create(self) -> None:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            unfinished = self.config_file.with_suffix(".tmp")
-            unfinished.write_text(self.config_text)
-            unfinished.rename(self.config_file)
+            write_complete(self.config_file, self.config_text)
         except OSError as error:
             raise InputError(f"output={self.folder}: cannot write there ({error.strerror}): choose another") from None
 

@@ -4,14 +4,15 @@ Each says what happens to gradients, for that is where layouts go wrong. The rul
 same thing from what they received, the backward keeps the rank's own part; if each computes something else, it sums.
 """
 
-from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if tuple(map(int, version("torch").split(".")[:2])) >= (2, 13):  # new names for the same
+from automodel_rl.parallel.torch_version import TORCH
+
+if TORCH >= (2, 13):  # new names for the same
     _all_gather_single, _reduce_scatter_single = dist.all_gather_single, dist.reduce_scatter_single
 else:
     _all_gather_single, _reduce_scatter_single = dist.all_gather_into_tensor, dist.reduce_scatter_tensor

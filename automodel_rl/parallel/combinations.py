@@ -1,14 +1,18 @@
-"""The table of what works together. Everything else is refused here, before weights load."""
+"""The table of what works together: model, layout, precision and memory. All else is refused before weights load.
+
+What must hold within one section of a config (a schedule's stages, a batch's size) is checked with that section.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.families import FAMILIES
+from automodel_rl.config.attention import ATTENTION
+from automodel_rl.config.families import FAMILIES, Family
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.errors import InputError
-from automodel_rl.parallel.schedules import SCHEDULES, refuse_schedule
-from automodel_rl.parallel.stages import layers_per_stage
+from automodel_rl.parallel.pipeline.schedules import SCHEDULES, refuse_schedule
+from automodel_rl.parallel.pipeline.split import layers_per_stage
 
 
 @dataclass(frozen=True)
@@ -40,21 +44,44 @@ class ModelDescription:
     is_quantized: bool = False
 
 
-Refusal = Callable[[ModelDescription, ModelConfig, ParallelConfig, MemoryConfig], str | None]
+@dataclass(frozen=True)
+class Combination:
+    """What a config asks for: a model, how it computes, its layout, and what spares memory."""
+
+    shape: ModelDescription
+    model: ModelConfig
+    parallel: ParallelConfig
+    memory: MemoryConfig
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.shape.family]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a pipeline computes gradients of inputs and of weights at different times."""
+        return self.parallel.pp > 1 and SCHEDULES[self.parallel.schedule].splits_backward
+
+
+Refusal = Callable[[Combination], str | None]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One row: a feature, what of it works, and what to say to a config that asks for more."""
+    """One row: a feature, what of it works, and what to say to a config that asks for more (None: nothing to ask)."""
 
     feature: str
     supported: str
-    refusal: Refusal
+    refusal: Refusal | None = None
 
 
 NEMO_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.nemo_class is not None)
 MOE_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.is_moe)
 TP_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.splits_over_tp)
+ON_CUDA = tuple(name for name, limits in ATTENTION.items() if limits.needs_cuda)
+ANYWHERE = tuple(name for name in ATTENTION if name not in ON_CUDA)
+WITH_MATHEMATICS = tuple(name for name, limits in ATTENTION.items() if limits.has_mathematics)
+WITHOUT_WINDOWS_OVER_CP = tuple(name for name, limits in ATTENTION.items() if not limits.has_windows_over_cp)
 
 
 def needs_mathematics(shape: ModelDescription) -> bool:
@@ -62,20 +89,19 @@ def needs_mathematics(shape: ModelDescription) -> bool:
     return shape.has_softcap or FAMILIES[shape.family].has_sinks
 
 
-def _family(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
-    known = tuple(FAMILIES) if model.implementation == "transformers" else NEMO_FAMILIES
-    if shape.family in known:
+def _family(asked: Combination) -> str | None:
+    implementation = asked.model.implementation
+    known = tuple(FAMILIES) if implementation == "transformers" else NEMO_FAMILIES
+    if asked.shape.family in known:
         return None
     return (
-        f"model.path: a {shape.family!r} model with implementation {model.implementation} is not supported: "
+        f"model.path: a {asked.shape.family!r} model with implementation {implementation} is not supported: "
         f"use one of {', '.join(known)}"
     )
 
 
-def _quantized(
-    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
-) -> str | None:
-    if not shape.is_quantized:
+def _quantized(asked: Combination) -> str | None:
+    if not asked.shape.is_quantized:
         return None
     return (
         "model.path: config.json has a quantization_config, and only plain weights can be trained: convert the "
@@ -83,81 +109,74 @@ def _quantized(
     )
 
 
-def _causal(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
-    if not shape.is_bidirectional:
+def _plain_attention(asked: Combination) -> str | None:
+    if asked.shape.attention_dropout:
+        return (
+            f"model.path: config.json has attention_dropout={asked.shape.attention_dropout}, and attention over packed "
+            "rows has none: set it to 0"
+        )
+    if asked.shape.is_bidirectional:
+        return "model.path: config.json has use_bidirectional_attention, and attention here is causal: use a causal one"
+    return None
+
+
+def _nemo(asked: Combination) -> str | None:
+    if asked.model.implementation == "transformers":
         return None
-    return "model.path: config.json has use_bidirectional_attention, and attention here is causal: use a causal model"
-
-
-def _dropout(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
-    if not shape.attention_dropout:
-        return None
-    return (
-        f"model.path: config.json has attention_dropout={shape.attention_dropout}, and attention over packed rows has "
-        "none: set it to 0"
-    )
-
-
-def _nemo(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
-    if model.implementation == "transformers":
-        return None
-    if model.dtype == "float64":
+    if asked.model.dtype == "float64":
         return (
             "model.dtype=float64: nemo_automodel's classes keep rotary embeddings in float32; use "
             "model.implementation=transformers or model.dtype=float32"
         )
-    if parallel.tp > 1:
+    if asked.parallel.tp > 1:
         return (
-            f"parallel.tp={parallel.tp}: tensor parallelism splits transformers' classes only: use "
+            f"parallel.tp={asked.parallel.tp}: tensor parallelism splits transformers' classes only: use "
             "model.implementation=transformers"
         )
     return None
 
 
-def _attention(
-    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
-) -> str | None:
-    if model.attention not in ("auto", "eager") and needs_mathematics(shape):
-        what = "a soft cap in" if shape.has_softcap else "sinks in"
-        return f"model.attention={model.attention}: this model has {what} its attention: use model.attention=eager"
-    if model.attention in ("varlen", "te") and model.dtype != "bfloat16":
-        return f"model.attention={model.attention} computes in bfloat16, not {model.dtype}: use model.attention=sdpa"
-    if model.attention == "te" and parallel.cp > 1 and shape.has_windows:
-        # Measured with TransformerEngine 2.19 on cuDNN 9.14: no kernel for fewer queries than keys.
-        return (
-            f"model.attention=te with parallel.cp={parallel.cp}: TransformerEngine has no sliding windows there: use "
-            "model.attention=varlen"
-        )
+def _attention(asked: Combination) -> str | None:
+    name, dtype, cp = asked.model.attention, asked.model.dtype, asked.parallel.cp
+    if name == "auto":
+        return None
+    limits = ATTENTION[name]
+    if needs_mathematics(asked.shape) and not limits.has_mathematics:
+        what = "a soft cap in" if asked.shape.has_softcap else "sinks in"
+        return f"model.attention={name}: this model has {what} its attention: use model.attention=eager"
+    if limits.needs_cuda and dtype != "bfloat16":
+        return f"model.attention={name} computes in bfloat16, not {dtype}: use model.attention=sdpa"
+    if cp > 1 and asked.shape.has_windows and not limits.has_windows_over_cp:
+        return f"model.attention={name} with parallel.cp={cp}: it has no sliding windows there: use varlen"
     return None
 
 
-def _schedule(
-    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
-) -> str | None:
-    if parallel.pp > 1:
-        return refuse_schedule(parallel)
-    if parallel.virtual_stages == 1:
+def _schedule(asked: Combination) -> str | None:
+    if asked.parallel.pp > 1:
+        return refuse_schedule(asked.parallel)
+    virtual_stages = asked.parallel.virtual_stages
+    if virtual_stages == 1:
         return None
-    return f"parallel.virtual_stages={parallel.virtual_stages} needs parallel.pp of at least 2: use virtual_stages=1"
+    return f"parallel.virtual_stages={virtual_stages} needs parallel.pp of at least 2: use virtual_stages=1"
 
 
-def _replicas(
-    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
-) -> str | None:
-    if parallel.dp_replicate == 1 or parallel.fsdp_size > 1:
+def _replicas(asked: Combination) -> str | None:
+    replicas = asked.parallel.dp_replicate
+    if replicas == 1 or asked.parallel.fsdp_size > 1:
         return None
     return (
-        f"parallel.dp_replicate={parallel.dp_replicate} needs parallel.dp_shard x parallel.cp of at least 2: "
-        f"use dp_shard={parallel.dp_replicate} and dp_replicate=1"
+        f"parallel.dp_replicate={replicas} needs parallel.dp_shard x parallel.cp of at least 2: "
+        f"use dp_shard={replicas} and dp_replicate=1"
     )
 
 
-def _tensor(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
-    if parallel.tp == 1:
+def _tensor(asked: Combination) -> str | None:
+    tp, shape = asked.parallel.tp, asked.shape
+    if tp == 1:
         return None
-    if not FAMILIES[shape.family].splits_over_tp:
+    if not asked.family.splits_over_tp:
         return (
-            f"parallel.tp={parallel.tp}: the layers of a {shape.family!r} model cannot be split over tp: "
+            f"parallel.tp={tp}: the layers of a {shape.family!r} model cannot be split over tp: "
             "use tp=1, with ep, pp or cp"
         )
     sizes = {
@@ -167,103 +186,94 @@ def _tensor(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfi
         "columns in the MLP": shape.mlp_size,
     }
     for what, size in sizes.items():
-        if size % parallel.tp:
-            return f"parallel.tp={parallel.tp} must divide the {size} {what}: use a smaller tp"
+        if size % tp:
+            return f"parallel.tp={tp} must divide the {size} {what}: use a smaller tp"
     return None
 
 
-def _sequence_parallel(
-    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
-) -> str | None:
-    if not parallel.sequence_parallel or parallel.tp > 1:
+def _sequence_parallel(asked: Combination) -> str | None:
+    if not asked.parallel.sequence_parallel or asked.parallel.tp > 1:
         return None
     return "parallel.sequence_parallel=true needs parallel.tp of at least 2: set it to false, or raise tp"
 
 
-def _experts(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
-    if parallel.ep == 1:
+def _experts(asked: Combination) -> str | None:
+    ep, shape = asked.parallel.ep, asked.shape
+    if ep == 1:
         return None
-    if not FAMILIES[shape.family].is_moe:
-        return f"parallel.ep={parallel.ep}: a {shape.family!r} model has no experts: use ep=1"
-    if parallel.fsdp_size % parallel.ep:
+    if not asked.family.is_moe:
+        return f"parallel.ep={ep}: a {shape.family!r} model has no experts: use ep=1"
+    if asked.parallel.fsdp_size % ep:
         return (
-            f"parallel.ep={parallel.ep} must divide parallel.dp_shard x parallel.cp = {parallel.fsdp_size}, the ranks "
+            f"parallel.ep={ep} must divide parallel.dp_shard x parallel.cp = {asked.parallel.fsdp_size}, the ranks "
             "that share the experts: change one of them"
         )
-    if shape.num_experts % parallel.ep:
-        return f"parallel.ep={parallel.ep} must divide the model's {shape.num_experts} experts: use another ep"
+    if shape.num_experts % ep:
+        return f"parallel.ep={ep} must divide the model's {shape.num_experts} experts: use another ep"
     return None
 
 
-def _lora(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
-    if model.lora is None or (parallel.tp == 1 and model.implementation == "transformers"):
+def _lora(asked: Combination) -> str | None:
+    if asked.model.lora is None or (asked.parallel.tp == 1 and asked.model.implementation == "transformers"):
         return None
     return "model.lora: adapters need parallel.tp=1 and model.implementation=transformers: set them, or leave lora out"
 
 
-def _routers(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
-    family = FAMILIES[shape.family]
-    if model.moe.aux_loss and not (family.is_moe and not family.has_router_bias):
-        return f"model.moe.aux_loss={model.moe.aux_loss}: a {shape.family!r} model has no softmax router: set it to 0"
-    if model.moe.bias_update_rate and not family.has_router_bias:
+def _routers(asked: Combination) -> str | None:
+    moe, family, name = asked.model.moe, asked.family, asked.shape.family
+    if moe.aux_loss and not (family.is_moe and not family.has_router_bias):
+        return f"model.moe.aux_loss={moe.aux_loss}: a {name!r} model has no softmax router: set it to 0"
+    if moe.bias_update_rate and not family.has_router_bias:
         return (
-            f"model.moe.bias_update_rate={model.moe.bias_update_rate}: the routers of a {shape.family!r} model have no "
+            f"model.moe.bias_update_rate={moe.bias_update_rate}: the routers of a {name!r} model have no "
             "bias: set it to 0"
         )
     return None
 
 
-def _recomputation(
-    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
-) -> str | None:
-    splits = parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward
-    if memory.activation_checkpointing != "selective" or not splits:
+def _recomputation(asked: Combination) -> str | None:
+    if asked.memory.activation_checkpointing != "selective" or not asked.splits_backward:
         return None
     return (
-        f"memory.activation_checkpointing=selective: {parallel.schedule} goes through the backward twice, which it "
-        "cannot: use full, or another parallel.schedule"
+        f"memory.activation_checkpointing=selective: {asked.parallel.schedule} goes through the backward twice, which "
+        "it cannot: use full, or another parallel.schedule"
     )
 
 
-def _compiled(
-    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
-) -> str | None:
-    if not memory.compile:
+def _compiled(asked: Combination) -> str | None:
+    if not asked.memory.compile:
         return None
-    if parallel.tp > 1:
-        return f"memory.compile=true with parallel.tp={parallel.tp}: split layers cannot be compiled: set it to false"
-    if parallel.pp > 1 and SCHEDULES[parallel.schedule].splits_backward:
+    tp = asked.parallel.tp
+    if tp > 1:
+        return f"memory.compile=true with parallel.tp={tp}: split layers cannot be compiled: set it to false"
+    if asked.splits_backward:
         return (
-            f"memory.compile=true: {parallel.schedule} splits the backward, which compiled layers do not allow: set it "
-            "to false, or use another parallel.schedule"
+            f"memory.compile=true: {asked.parallel.schedule} splits the backward, which compiled layers do not allow: "
+            "set it to false, or use another parallel.schedule"
         )
-    return None
-
-
-def _nothing(shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> str | None:
     return None
 
 
 RULES = (
     Rule("transformers models", ", ".join(FAMILIES), _family),
-    Rule("nemo_automodel models", ", ".join(NEMO_FAMILIES) + "; bfloat16, float32; no tp", _nemo),
+    Rule("nemo_automodel models", f"{', '.join(NEMO_FAMILIES)}; bfloat16, float32; no tp", _nemo),
     Rule("quantized checkpoints", "no", _quantized),
-    Rule("attention dropout, bidirectional attention", "no", lambda *given: _dropout(*given) or _causal(*given)),
-    Rule("attention backends", "sdpa, eager: anywhere; varlen, te: CUDA and bfloat16", _attention),
-    Rule("sliding windows", "every attention backend; te without cp", _nothing),
-    Rule("soft cap, sinks", "attention eager (auto chooses it)", _nothing),
+    Rule("attention dropout, bidirectional attention", "no", _plain_attention),
+    Rule("attention backends", f"{', '.join(ANYWHERE)}: anywhere; {', '.join(ON_CUDA)}: CUDA and bfloat16", _attention),
+    Rule("sliding windows", f"every attention backend; {', '.join(WITHOUT_WINDOWS_OVER_CP)} without cp"),
+    Rule("soft cap, sinks", f"attention {', '.join(WITH_MATHEMATICS)} (auto chooses it)"),
     Rule(
         "pipeline schedules",
         ", ".join(f"{name} (torch 2.13)" if rule.splits_backward else name for name, rule in SCHEDULES.items()),
         _schedule,
     ),
-    Rule("layers of a stage", "any split, also uneven", _nothing),
-    Rule("FSDP2 (dp_shard)", "with every other axis", _nothing),
+    Rule("layers of a stage", "any split, also uneven"),
+    Rule("FSDP2 (dp_shard)", "with every other axis"),
     Rule("HSDP (dp_replicate)", "with dp_shard x cp of at least 2", _replicas),
-    Rule("tied embeddings", "with every axis", _nothing),
+    Rule("tied embeddings", "with every axis"),
     Rule("tensor parallel (tp)", f"{', '.join(TP_FAMILIES)}; tp divides heads, KV heads, MLP and vocabulary", _tensor),
     Rule("sequence parallel", "with tp", _sequence_parallel),
-    Rule("context parallel (cp)", "every model, attention backend and schedule", _nothing),
+    Rule("context parallel (cp)", "every model, attention backend and schedule"),
     Rule(
         "activation checkpointing",
         "full: everywhere; selective: with schedules that do not split the backward",
@@ -280,9 +290,9 @@ def check_supported(
     shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
 ) -> None:
     """Raises `InputError` with the refusal of the first rule that is broken, or of a split that does not fit."""
+    asked = Combination(shape, model, parallel, memory)
     for rule in RULES:
-        message = rule.refusal(shape, model, parallel, memory)
-        if message is not None:
+        if rule.refusal is not None and (message := rule.refusal(asked)) is not None:
             raise InputError(message)
     layers_per_stage(shape.num_layers, parallel)
 

@@ -5,16 +5,15 @@ from typing import Any, Protocol
 
 import torch
 from nemo_automodel.components.distributed.pipelining import AutoPipeline
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from automodel_rl.batch import LocalRow
 from automodel_rl.errors import MicrobatchError
-from automodel_rl.parallel.adapters import LogitsCapturer, OutputFn, PPLossAdapter
+from automodel_rl.parallel.last_stage import LogitsCapturer, OutputFn, PPLossAdapter
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.parallel.pipeline_stage import PackedStage, Schedule, run_schedule
-from automodel_rl.parallel.schedules import fill_up_to
+from automodel_rl.parallel.pipeline.schedules import fill_up_to
+from automodel_rl.parallel.pipeline.stage import PackedStage, Schedule, run_schedule
 
 
 class Driver(Protocol):
@@ -24,8 +23,8 @@ class Driver(Protocol):
         """The smallest number of rows, at least the one given, that it can run."""
         ...
 
-    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, head: OutputFn) -> None:
-        """Forward, loss and backward of every row. `head` gives the log-probabilities that the adapter gets."""
+    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
+        """Forward, loss and backward of every row. The adapter gets what `output_fn` makes of last hidden states."""
         ...
 
     def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
@@ -34,18 +33,22 @@ class Driver(Protocol):
 
 
 class SequentialDriver:
-    """A model in one part: rows one after the other, gradients reduced once, with the last row."""
+    """A model in one part: rows one after the other, gradients reduced once, with the last row.
 
-    def __init__(self, part: nn.Module):
+    Args:
+        part: wrapped by FSDP, as every layout's parts are.
+    """
+
+    def __init__(self, part: Any):
         self.part = part
 
     def fill_up_to(self, num_rows: int) -> int:
         return num_rows
 
-    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, head: OutputFn) -> None:
+    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
         for index, row in enumerate(rows):
             self._reduce_gradients(index == len(rows) - 1)
-            loss = adapter(self._forward(row, head, index), index)
+            loss = adapter(self._forward(row, output_fn, index), index)
             try:
                 loss.backward()
             except Exception as error:
@@ -63,10 +66,9 @@ class SequentialDriver:
             raise MicrobatchError("forward", 0, index, error) from error
 
     def _reduce_gradients(self, now: bool) -> None:
-        if isinstance(self.part, FSDPModule):
-            self.part.set_requires_gradient_sync(now)
-            self.part.set_is_last_backward(now)
-            self.part.set_reshard_after_backward(now)
+        self.part.set_requires_gradient_sync(now)
+        self.part.set_is_last_backward(now)
+        self.part.set_reshard_after_backward(now)
 
 
 class PipelineDriver:
@@ -93,8 +95,8 @@ class PipelineDriver:
     def fill_up_to(self, num_rows: int) -> int:
         return fill_up_to(num_rows, self.parallel)
 
-    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, head: OutputFn) -> None:
-        self._run(rows, head, adapter.targets)
+    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
+        self._run(rows, output_fn, adapter.targets)
 
     def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
         self._run(rows, capturer, None)

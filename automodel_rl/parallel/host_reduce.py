@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.losses import Denominator
-from automodel_rl.parallel.adapters import LossTotals
+from automodel_rl.parallel.last_stage import LossTotals
 from automodel_rl.parallel.layout import Layout
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automodel_rl.config import ParallelConfig
-from automodel_rl.parallel.schedules import SCHEDULES
+from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 
 DENSE_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 """Of the mesh of most parameters. `fsdp` is dp_shard x cp: context-parallel ranks shard weights, too."""

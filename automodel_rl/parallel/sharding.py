@@ -100,7 +100,7 @@ def num_shards(tensor: Tensor) -> int:
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
     """Leaves this rank's part of a parameter without storage, as a DTensor cut along `dim` over a one-axis mesh."""
-    parameter = module._parameters[name]
+    parameter = dict(module.named_parameters(recurse=False)).get(name)
     if parameter is None or isinstance(parameter, DTensor):  # no bias, or shared with a module that came before
         return
     shape = list(parameter.shape)
@@ -108,7 +108,7 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) ->
     shape[dim] //= mesh.size()
     local = torch.empty(shape, dtype=parameter.dtype, device="meta")
     whole = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
-    module._parameters[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
 def wrap_fsdp(

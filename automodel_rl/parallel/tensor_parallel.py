@@ -80,7 +80,7 @@ def split_part(
             _shard(module, mesh, dim=1, bias_dim=None)
             module.forward = MethodType(_rows_forward(how), module)
         elif style == REPLICATED and not how.sequence_parallel:
-            partial += [(module, key) for key in module._parameters]
+            partial += [(module, key) for key, _ in module.named_parameters(recurse=False)]
     for block in blocks.values():
         block.register_forward_pre_hook(_enter(how), with_kwargs=True)
     if part.model.embed_tokens is not None:
@@ -95,8 +95,8 @@ def split_part(
         partial = [
             (module, key)
             for module in part.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None and not isinstance(parameter, DTensor)
+            for key, parameter in module.named_parameters(recurse=False)
+            if not isinstance(parameter, DTensor)
         ]
     return partial
 

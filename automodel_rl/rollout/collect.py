@@ -1,9 +1,7 @@
 """Rewarded completions of a batch of prompts, written and scored by all ranks together."""
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,32 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.config import RolloutConfig
 from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.rollout.records import Completion, Request, RolloutEngine
-from automodel_rl.rollout.scoring import Score, Scorer
+from automodel_rl.rollout.protocol import Completion, Promptlike, Request, Rollout, RolloutEngine
+from automodel_rl.rollout.rewards.scorer import Scorer
 from automodel_rl.rollout.weights import whole_weights
 
 PATIENCE = datetime.timedelta(hours=12)
 """How long ranks wait for one whose completions or rewards take longer. Those that die are noticed at once."""
-
-
-class Promptlike(Protocol):
-    """What is needed of a prompt."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def example(self) -> Mapping[str, Any]: ...
-    @property
-    def number(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """A completion, its text and what it is worth."""
-
-    completion: Completion
-    text: str
-    score: Score
 
 
 class RolloutCollector:

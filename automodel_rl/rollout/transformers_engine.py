@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, P
 
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.errors import InputError
-from automodel_rl.model.checkpoint_files import describe_model, persistent_tensors
 from automodel_rl.model.hf_names import to_hf
+from automodel_rl.model.hf_read import describe_model, persistent_tensors
 from automodel_rl.parallel.combinations import needs_mathematics
-from automodel_rl.rollout.records import Completion, Request
+from automodel_rl.rollout.protocol import Completion, Request
 
 STOP_TEXT_TOKENS = 32
 """Newest tokens in which stop texts are looked for."""

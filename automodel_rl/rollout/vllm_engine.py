@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.child import ChildProcess
-from automodel_rl.rollout.records import Completion, Request
+from automodel_rl.rollout.child_process import ChildProcess
+from automodel_rl.rollout.protocol import Completion, Request
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 SHARD_BYTES = 4 * 2**30
@@ -119,8 +119,6 @@ class VllmServers:
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         if not self.sends_weights:
-            for _ in tensors:  # gathering them is a collective
-                pass
             return
         with weights_folder(tensors, self.folder) as folder:
             for url in self.urls:

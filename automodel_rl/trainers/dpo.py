@@ -1,25 +1,22 @@
 """Preference training, from pairs of completions to a Hugging Face checkpoint."""
 
 import functools
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import PackedBatch, add_values
-from automodel_rl.config import DPOConfig, SourceConfig
-from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
+from automodel_rl.config import DPOConfig
+from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.draws import Draw
 from automodel_rl.data.examples import PairDataset
-from automodel_rl.data.loader import PackedLoader, PackedStep
-from automodel_rl.data.mixture import Draw
+from automodel_rl.data.loader import PackedStep
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import dpo_loss
-from automodel_rl.model.handle import ModelHandle
-from automodel_rl.observe.run_directory import RunDirectory
-from automodel_rl.trainers.run import Run, count_steps, first_loaded, overlong_warning, unweighted, where
+from automodel_rl.trainers.packed_data import PackedData
+from automodel_rl.trainers.run import Run, choose_loss, layout_summary, open_run
 
 Precomputed = dict[tuple[Draw, int], Tensor]
 """Log-probabilities of the reference for each sequence of the data, by `_key`."""
@@ -38,21 +35,22 @@ class DPOTrainer:
 
     def __init__(self, config: DPOConfig, resume: bool = False):
         self.config = config
-        directory = RunDirectory(config, config.output, resume)
-        self.handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory)
-        torch.manual_seed(config.seed + dist.get_rank())
-        self.tokenizer = load_tokenizer(self.handle.source, config.data, self.handle.config.vocab_size)
-        seed = config.seed if config.data.shuffle else None
-        self.loader = self._loader(config.data.train, seed, config.length.epochs)
-        total_steps = count_steps(config.length, self.loader.sampler)
-        self.engine = Engine(self.handle, config.optimizer, total_steps)
-        # Before a checkpoint takes the place of the weights that training started from.
+        directory, self.handle, self.tokenizer = open_run(config, resume)
+        # What the assistant said within the prompt is no part of either completion.
+        chat = ChatTokenizer(self.tokenizer, train_on="last")
+        self.data = PackedData(config, PairDataset, chat, self.handle)
+        self.loss = choose_loss(config, functools.partial(dpo_loss, config=config.loss))
+        self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
+        # All of these before a checkpoint takes the place of the weights that training starts from.
         self.reference, self.precomputed = self._make_reference()
-        self.run = Run(config, directory, self.engine, total_steps, lambda: {"loader": self.loader.state_dict()})
-        self.loss = functools.partial(dpo_loss, config=config.loss)
-        self.validation = self._validation_rows()
-        if resume and (state := self.run.resume()):
-            self.loader.load_state_dict(state["loader"])
+        self.validation = [
+            row
+            for packed in self.data.every_record(config.data.validation)
+            for row in self.engine.add_logprobs(packed.batches, "ref_logprobs")
+        ]
+        self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train)
+        if resume:
+            self.run.resume()
 
     def train(self) -> Path:
         """Runs to the end.
@@ -63,34 +61,32 @@ class DPOTrainer:
         Raises:
             StoppedError: SIGTERM or Ctrl-C came; a checkpoint is saved.
         """
-        batches: Iterator[PackedStep] = iter(()) if self.run.is_over else first_loaded(self.loader)
-        warning = overlong_warning(self.config.batch.row_tokens)
+        data = iter(()) if self.run.is_over else self.data.steps()
         for step in self.run.steps(self._summary()):
             with step.time("data"):
-                packed = next(batches)
+                packed = next(data)
             with step.time("reference"):
                 rows = self._with_reference(packed)
             with step.time("train"):
                 output = self.engine.train_step(rows, self.loss)
-            step.record([output])
-            step.record_performance(packed, self.config.batch.row_tokens)
+            step.record([output], packed.size)
+            step.record_overlong(packed)
             if self.validation and self.run.validates:
                 with step.time("validate"):
                     step.row["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)
                 step.row |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
-            if text := warning(packed):
-                self.run.say(text)
         self.handle.save_pretrained(self.run.directory.final, self.tokenizer)
-        return self.run.finish(f"DPO of {self.config.model.path}", [])
+        return self.run.finish(f"DPO of {self.config.model.path}", self.data.samples(self.engine, self.tokenizer))
 
     def _make_reference(self) -> tuple[ReferenceWeights | None, Precomputed]:
+        """Weights to swap in for each step, or what they give for all pairs of the data."""
         config = self.config
         if not config.loss.needs_reference:
             return None, {}
         if not config.precompute_reference:
             return ReferenceWeights(self.handle), {}
         own: Precomputed = {}
-        for packed in self._loader(unweighted(config.data.train), seed=None, epochs=1):
+        for packed in self.data.every_record(config.data.train):
             logprobs = iter(self.engine.logprobs(packed.batches))
             for batch in packed.batches:
                 own |= {_key(packed, place): next(logprobs).cpu() for place in batch.order}
@@ -109,29 +105,9 @@ class DPOTrainer:
             return self.engine.add_logprobs(packed.batches, "ref_logprobs")
 
     def _summary(self) -> str:
-        sampler = self.loader.sampler
-        return f"{sampler.batch_size} pairs a step, of {sum(sampler.sizes):,}, {where(self.config, self.handle)}"
-
-    def _loader(self, sources: Sequence[SourceConfig], seed: int | None, epochs: float | None) -> PackedLoader:
-        config = self.config
-        # What the assistant said within the prompt is no part of either completion.
-        chat = ChatTokenizer(self.tokenizer, train_on="last")
-        return PackedLoader(
-            PairDataset(sources, chat, config.batch.row_tokens, config.data.overlong),
-            config.batch.pairs,
-            self.handle.layout,
-            self.handle.flops,
-            num_workers=config.data.num_workers,
-            seed=seed,
-            epochs=epochs,
-        )
-
-    def _validation_rows(self) -> list[PackedBatch]:
-        """With log-probabilities of the weights that training starts from."""
-        if not self.config.data.validation:
-            return []
-        loader = self._loader(unweighted(self.config.data.validation), seed=None, epochs=1)
-        return [row for packed in loader for row in self.engine.add_logprobs(packed.batches, "ref_logprobs")]
+        sampler = self.data.train.sampler
+        pairs = f"{sampler.batch_size} pairs a step, of {sum(sampler.sizes):,}"
+        return f"{pairs}, {layout_summary(self.config, self.handle)}"
 
 
 def _key(packed: PackedStep, place: int) -> tuple[Draw, int]:

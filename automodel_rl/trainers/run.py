@@ -1,30 +1,40 @@
 """What surrounds the steps of every trainer: the run directory, metrics, console, checkpoints and stopping."""
 
 import contextlib
-import itertools
+import importlib
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import LengthConfig, RunConfig, SourceConfig
-from automodel_rl.data.loader import PackedStep
-from automodel_rl.data.mixture import GlobalBatches
+from automodel_rl.config import RunConfig
+from automodel_rl.data.chat import load_tokenizer
+from automodel_rl.data.loader import PackedStep, StepSize
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from automodel_rl.errors import InputError, StoppedError
 from automodel_rl.launch.stop_signal import StopSignal
+from automodel_rl.losses import LossFn
 from automodel_rl.model.flops import peak_flops
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.console import Progress
 from automodel_rl.observe.metrics import MetricsFile, read_metrics
 from automodel_rl.observe.report import Sample, write_report
 from automodel_rl.observe.run_directory import RunDirectory
+from automodel_rl.observe.trackers import Tracker, check_trackers, make_trackers
 from automodel_rl.parallel.host_reduce import any_rank
+
+
+class Resumable(Protocol):
+    """Something with a place that a resumed run goes back to."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Run:
@@ -35,7 +45,7 @@ class Run:
         directory: its files.
         engine: what is trained.
         total_steps: of the whole run.
-        rank_state: gives what each rank must store besides the engine to go on, such as its data loader's place.
+        source: what each rank's data comes from, whose place is stored with every checkpoint.
         best_metric: by which the best checkpoint is told.
         higher_is_better: of that metric.
     """
@@ -46,29 +56,26 @@ class Run:
         directory: RunDirectory,
         engine: Engine,
         total_steps: int,
-        rank_state: Callable[[], dict[str, Any]],
+        source: Resumable,
         best_metric: str = "val/loss",
         higher_is_better: bool = False,
     ):
+        check_trackers(config.observe)
         self.config, self.directory, self.engine = config, directory, engine
-        self.total_steps, self.rank_state = total_steps, rank_state
+        self.total_steps, self.source = total_steps, source
         self.best_metric, self.sign = best_metric, 1 if higher_is_better else -1
         self.step = 0
         self.best: dict[str, float] | None = None
         self.is_first_rank = dist.get_rank() == 0
+        self.mentioned_overlong = False
 
-    def resume(self) -> dict[str, Any]:
-        """Goes on from the newest checkpoint, if there is one.
-
-        Returns:
-            What `rank_state` gave when it was written; empty if there is none.
-        """
+    def resume(self) -> None:
+        """Goes on from the newest checkpoint, if there is one."""
         checkpoints = self.directory.list_checkpoints()
-        if not checkpoints:
-            return {}
-        progress, rank_state = load_checkpoint(self.engine, checkpoints[-1])
-        self.step, self.best = progress["step"], progress["best"]
-        return rank_state
+        if checkpoints:
+            progress, rank_state = load_checkpoint(self.engine, checkpoints[-1])
+            self.step, self.best = progress["step"], progress["best"]
+            self.source.load_state_dict(rank_state["source"])
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator["Step"]:
         """Yields every step that is left; when the trainer is done with it, shows, stores and checkpoints.
@@ -80,30 +87,41 @@ class Run:
         Raises:
             StoppedError: SIGTERM or Ctrl-C came; a checkpoint is saved.
         """
-        if self.is_first_rank:
-            self.directory.create()
-            metrics = MetricsFile(self.directory.metrics, self.step)
-        with StopSignal() as stop, Progress(self.total_steps, self.step, not self.is_first_rank) as self.progress:
+        self.progress = Progress(self.total_steps, self.step, quiet=not self.is_first_rank)
+        with StopSignal() as stop, self.progress, self._trackers() as trackers:
             start = f", going on from step {self.step}" if self.step else ""
             self.progress.say(f"{self.total_steps} steps{start}: {summary}")
             if self.step == 0 and baseline is not None:
-                row = {"step": 0, **baseline()}
-                if self.is_first_rank:
-                    metrics.write(row)
-                self.progress.show(row)
+                self._write({"step": 0, **baseline()}, trackers)
             while not self.is_over:
                 self.step += 1
                 step = Step(self)
                 yield step
-                if self.is_first_rank:
-                    metrics.write(step.row)
-                self.progress.show(step.row)
+                self._write(step.row, trackers)
                 stopping = any_rank(bool(stop), self.engine.handle.layout)
                 if stopping or self.is_due(self.config.checkpoint.every):
                     self.save_checkpoint(step.row.get(self.best_metric))
                 if stopping:
                     signal = stop.name or "a signal to another rank"
                     raise StoppedError(f"stopped by {signal} after step {self.step}: add --resume auto to go on")
+
+    @contextlib.contextmanager
+    def _trackers(self) -> Iterator[list[Tracker]]:
+        """Where metrics go, on the first rank: metrics.jsonl and what the config names."""
+        trackers: list[Tracker] = []
+        if self.is_first_rank:
+            self.directory.create()
+            others = make_trackers(self.config.observe, self.directory, self.step)
+            trackers = [MetricsFile(self.directory.metrics, self.step), *others]
+        with contextlib.ExitStack() as stack:
+            for tracker in trackers:
+                stack.callback(tracker.close)
+            yield trackers
+
+    def _write(self, row: dict[str, Any], trackers: list[Tracker]) -> None:
+        for tracker in trackers:
+            tracker.write(row)
+        self.progress.show(row)
 
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens `every` so many steps, and at the end, happens in this step."""
@@ -127,7 +145,9 @@ class Run:
         if metric is not None and (self.best is None or self.sign * metric > self.sign * self.best["metric"]):
             self.best = {"step": self.step, "metric": metric}
         folder = self.directory.checkpoints / f"step_{self.step}"
-        save_checkpoint(self.engine, folder, {"step": self.step, "best": self.best}, self.rank_state())
+        save_checkpoint(
+            self.engine, folder, {"step": self.step, "best": self.best}, {"source": self.source.state_dict()}
+        )
         if self.is_first_rank:
             keep = set(self.directory.list_checkpoints()[-self.config.checkpoint.keep_last :])
             if self.config.checkpoint.keep_best and self.best is not None:
@@ -172,10 +192,18 @@ class Step:
         key = f"time/{name}_s"
         self.row[key] = self.row.get(key, 0.0) + time.perf_counter() - started
 
-    def record(self, outputs: list[TrainOutput]) -> None:
-        """Notes what the step's updates gave: their means."""
+    def record(self, outputs: list[TrainOutput], size: StepSize) -> None:
+        """Notes what the step's updates gave, as their means, and its speed; when it is trained, before validation.
+
+        Args:
+            outputs: of every update.
+            size: of all updates together.
+        """
         count = len(outputs)
         names = dict.fromkeys(name for output in outputs for name in output.metrics)
+        seconds = time.perf_counter() - self.started
+        device = self.run.engine.handle.layout.device
+        peak = peak_flops(device)
         self.row |= {
             "train/loss": sum(output.loss for output in outputs) / count,
             "train/grad_norm": sum(output.grad_norm for output in outputs) / count,
@@ -183,65 +211,50 @@ class Step:
             "train/num_tokens": sum(output.num_tokens for output in outputs),
             "train/skipped": sum(output.skipped for output in outputs),
             **{name: sum(output.metrics.get(name, 0.0) for output in outputs) / count for name in names},
-        }
-
-    def record_performance(self, packed: PackedStep, row_tokens: int) -> None:
-        """Notes sizes, speed and memory of a step over `packed`; called when it is trained, before any validation."""
-        seconds = time.perf_counter() - self.started
-        device = self.run.engine.handle.layout.device
-        peak = peak_flops(device)
-        self.row |= {
-            "data/num_sequences": packed.num_sequences,
-            "data/num_truncated": packed.num_truncated,
-            "data/num_dropped": packed.num_dropped,
-            "perf/tokens_per_second": packed.num_tokens / seconds,
-            "perf/mfu": packed.flops / (seconds * peak * dist.get_world_size()) if peak else None,
-            "perf/packing_efficiency": packed.num_tokens / (packed.num_rows * row_tokens),
+            "data/num_sequences": size.num_sequences,
+            "perf/tokens_per_second": size.num_tokens / seconds,
+            "perf/mfu": size.flops / (seconds * peak * dist.get_world_size()) if peak else None,
+            "perf/packing_efficiency": size.num_tokens / (size.num_rows * self.run.config.batch.row_tokens),
             "time/step_s": seconds,
             "memory/peak_gib": _peak_memory(device) / 2**30,
         }
 
-
-def count_steps(length: LengthConfig, sampler: GlobalBatches) -> int:
-    """Steps of a run."""
-    steps = length.steps or len(sampler)
-    if steps == 0:
-        raise InputError(f"length.epochs={length.epochs} is less than one example: raise it, or give steps")
-    return steps
-
-
-def first_loaded(steps: Iterable[PackedStep]) -> Iterator[PackedStep]:
-    """The steps; the first is loaded now, so that what is wrong with it comes out before anything is written."""
-    stream = iter(steps)
-    return itertools.chain([next(stream)], stream)
+    def record_overlong(self, packed: PackedStep) -> None:
+        """Notes examples that were cut or left out, and says so on the console, once in a run."""
+        self.row |= {"data/num_truncated": packed.num_truncated, "data/num_dropped": packed.num_dropped}
+        if self.run.mentioned_overlong or not packed.num_truncated + packed.num_dropped:
+            return
+        self.run.mentioned_overlong = True
+        self.run.say(
+            f"warning: in a step, {packed.num_truncated} examples were truncated to "
+            f"batch.row_tokens={self.run.config.batch.row_tokens} and {packed.num_dropped} dropped; metrics.jsonl "
+            "counts them in every step"
+        )
 
 
-def unweighted(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
-    """The same sources, of which a pass draws each record once."""
-    return [source.model_copy(update={"weight": None}) for source in sources]
+def open_run(config: RunConfig, resume: bool) -> tuple[RunDirectory, ModelHandle, PreTrainedTokenizerBase]:
+    """What every trainer starts with: the run directory, checked but not written to, the model and its tokenizer."""
+    directory = RunDirectory(config, config.output, resume)
+    handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory)
+    torch.manual_seed(config.seed + dist.get_rank())
+    return directory, handle, load_tokenizer(handle.source, config.data, handle.config.vocab_size)
 
 
-def where(config: RunConfig, handle: ModelHandle) -> str:
+def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
+    """The loss that the config names, else the algorithm's own."""
+    if config.loss_function is None:
+        return default
+    module, _, name = config.loss_function.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"loss_function={config.loss_function}: cannot import it ({error})") from None
+
+
+def layout_summary(config: RunConfig, handle: ModelHandle) -> str:
     """Layout, precision, device and folder of a run, for the console."""
     layout = " x ".join(f"{name} {size}" for name, size in config.parallel.sizes.items()) or "one rank"
     return f"{layout}, {config.model.dtype} on {handle.layout.device.type}, in {config.output}"
-
-
-def overlong_warning(row_tokens: int) -> Callable[[PackedStep], str | None]:
-    """Says once that examples are cut or left out; metrics.jsonl has the counts of every step."""
-    mentioned = False
-
-    def warning(packed: PackedStep) -> str | None:
-        nonlocal mentioned
-        if mentioned or not packed.num_truncated + packed.num_dropped:
-            return None
-        mentioned = True
-        return (
-            f"warning: in a step, {packed.num_truncated} examples were truncated to batch.row_tokens={row_tokens} and "
-            f"{packed.num_dropped} dropped; metrics.jsonl counts them in every step"
-        )
-
-    return warning
 
 
 def _peak_memory(device: torch.device) -> int:

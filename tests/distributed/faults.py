@@ -1,6 +1,7 @@
 """Known bugs that tests put into the package, to see that they are noticed."""
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -55,10 +56,11 @@ def _swap_of_one_part() -> Any:
 
     class OnePart(ReferenceWeights):
         def __init__(self, handle: Any):
-            first = mock.Mock(parts=handle.parts[:1], wraps=handle)
+            first = copy.copy(handle)
+            first.parts = handle.parts[:1]
             super().__init__(first)
 
-    return _patch("tools.comparison.ReferenceWeights", OnePart)
+    return _patch("tools.verify.comparison.ReferenceWeights", OnePart)
 
 
 FAULTS = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import AttentionCall, TokenSequence, local_row, pack_row
-from automodel_rl.model.attention import BACKENDS, Backend, Scoring, sdpa
+from automodel_rl.model.attention import BACKENDS, AttentionParameters, Backend, sdpa
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 if HAS_TE:  # before anything loads cuDNN, of which it may bring parts of another version
@@ -39,7 +39,7 @@ def make_inputs(call: AttentionCall, dtype: torch.dtype) -> list[Tensor]:
 
 
 def run(backend: Backend, inputs: list[Tensor], call: AttentionCall, window: int | None) -> list[Tensor]:
-    output = backend(*inputs, call, Scoring(128**-0.5, window))
+    output = backend(*inputs, call, AttentionParameters(128**-0.5, window))
     generator = torch.Generator("cuda").manual_seed(1)
     weight = torch.randn(output.shape, generator=generator, device=DEVICE).to(output.dtype)
     return [output, *torch.autograd.grad((output * weight).sum(), inputs)]
@@ -64,6 +64,6 @@ def test_documents_do_not_see_each_other(backend: Backend) -> None:
     changed = [tensor.detach().clone() for tensor in inputs]
     for tensor in changed:
         tensor[:start] += 1
-    output, other = (backend(*tensors, call, Scoring(0.1)) for tensors in (inputs, changed))
+    output, other = (backend(*tensors, call, AttentionParameters(0.1)) for tensors in (inputs, changed))
     assert torch.equal(output[start:], other[start:])
     assert not torch.equal(output[:start], other[:start])

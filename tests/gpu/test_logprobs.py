@@ -5,7 +5,7 @@ import torch
 
 from automodel_rl.batch import TokenSequence, local_row, pack_row
 from automodel_rl.losses import Readout
-from automodel_rl.model.logprobs import Head, target_scores
+from automodel_rl.model.logprobs import Head, target_readout
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ def make_inputs(num_tokens: int, vocab: int, hidden: int):
 
 def test_bf16_inputs_give_fp32_logprobs_close_to_float64() -> None:
     states, weight, batch = make_inputs(1500, 32000, 256)
-    logprobs = target_scores(states, Head(weight), batch, Readout())[:, 0]
+    logprobs = target_readout(states, Head(weight), batch, Readout())[:, 0]
     logprobs.sum().backward()
     exact_states, exact_weight = (t.detach().double().requires_grad_() for t in (states, weight))
     logits = (exact_states @ exact_weight.t())[:-1]
@@ -38,5 +38,5 @@ def test_memory_is_far_below_all_logits() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
-        target_scores(states, Head(weight), batch, Readout(0.7, entropy=True))
+        target_readout(states, Head(weight), batch, Readout(0.7, entropy=True))
     assert torch.cuda.max_memory_allocated() - before < 0.05 * 16384 * 151936 * 4

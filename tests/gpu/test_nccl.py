@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from automodel_rl.config import ParallelConfig
-from tests.distributed.test_parity import check
+from tests.distributed.parallel.test_parity import check
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 

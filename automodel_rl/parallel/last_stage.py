@@ -1,0 +1,105 @@
+"""What becomes of the last stage's results: a loss, divided by global counts, or outputs that are kept.
+
+The division here is the only one of a gradient, but for the routers' auxiliary loss, which never comes this way and is
+divided by the global number of tokens in `model/routers.py`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_rl.batch import LocalRow, PackedBatch
+from automodel_rl.errors import MicrobatchError
+from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
+from automodel_rl.parallel.collectives import AllGatherCP
+
+OutputFn = Callable[[Tensor, Any, LocalRow], Tensor]
+"""(hidden [t, H], head, this rank's part of the row) -> result [t, ...]. It runs inside the last stage."""
+
+
+@dataclass
+class LossTotals:
+    """Sums of losses and metrics over the microbatches of this rank, on the device and detached."""
+
+    sums: dict[Denominator, Tensor] = field(default_factory=dict)
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def add(self, output: LossOutput) -> None:
+        for key, value in output.sums.items():
+            self.sums[key] = self.sums.get(key, 0) + value.detach()
+        for name, (total, denominator) in output.metrics.items():
+            before = self.metrics.get(name, (0, 0))
+            self.metrics[name] = (before[0] + total.detach(), before[1] + denominator.detach())
+
+
+class PPLossAdapter:
+    """Runs a loss on every microbatch and gives a schedule the scalar to differentiate.
+
+    The scalar is the microbatch's part of the global loss: each sum divided by its global count. The undivided sums
+    collect in `totals`, on the rank with the last stage.
+
+    Args:
+        loss_fn: the loss.
+        batches: the rows of the step.
+        counts: global denominators, of all data ranks.
+        stage: index of the last stage, for error messages.
+    """
+
+    def __init__(self, loss_fn: LossFn, batches: Sequence[PackedBatch], counts: dict[Denominator, int], stage: int = 0):
+        self.loss_fn, self.batches, self.counts, self.stage = loss_fn, batches, counts, stage
+        self.totals = LossTotals()
+
+    def __call__(self, columns: Tensor, index: int) -> Tensor:
+        """The loss of microbatch `index`, of whose targets `columns` [T, K] were read."""
+        try:
+            output = self.loss_fn(TokenOutputs.from_columns(columns), self.batches[index])
+            # A global batch may hold nothing that counts; its sums are then 0 and stay so.
+            loss = torch.stack([total / max(self.counts[name], 1) for name, total in output.sums.items()]).sum()
+        except Exception as error:
+            raise MicrobatchError("loss", self.stage, index, error) from error
+        self.totals.add(output)
+        return loss
+
+    @property
+    def targets(self) -> list[Callable[[Tensor], Tensor]]:
+        """One function per microbatch from what is read of its targets to the loss: a schedule's targets."""
+        return [functools.partial(self.__call__, index=index) for index in range(len(self.batches))]
+
+
+class LogitsCapturer:
+    """Keeps what an output function makes of every microbatch in a forward-only step, on the rank with the last stage.
+
+    Args:
+        output_fn: what is kept of hidden states and head weight; it should work in chunks, so that [T, V] never exists.
+    """
+
+    def __init__(self, output_fn: OutputFn):
+        self.output_fn = output_fn
+        self.outputs: list[Tensor] = []
+
+    def __call__(self, hidden: Tensor, head: Any, row: LocalRow) -> Tensor:
+        output = self.output_fn(hidden, head, row)
+        self.outputs.append(output)
+        return output.new_zeros((), dtype=torch.float32)  # the schedule needs a tensor; nobody reads it
+
+
+def whole_rows(output_fn: OutputFn, cp_group: dist.ProcessGroup | None) -> OutputFn:
+    """The same function with results of the whole row [T, ...], in its order and without pads, on every cp rank.
+
+    Losses thus always see whole sequences, and all cp ranks compute the same ones (hence backward="slice").
+    """
+
+    def whole(hidden: Tensor, head: Any, row: LocalRow) -> Tensor:
+        output = output_fn(hidden, head, row)
+        if row.restore is None:
+            return output
+        if cp_group is not None:
+            output = AllGatherCP.apply(output, cp_group, "slice")
+        return output.index_select(0, row.restore)
+
+    return whole

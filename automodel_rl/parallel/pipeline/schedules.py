@@ -1,0 +1,77 @@
+"""What each pipeline schedule of torch asks for: stages on a rank, where they lie, how many microbatches it can run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from automodel_rl.config import ParallelConfig
+from automodel_rl.parallel.torch_version import TORCH
+
+
+@dataclass(frozen=True)
+class ScheduleRule:
+    """What a schedule asks for.
+
+    Attributes:
+        min_virtual_stages, max_virtual_stages: stages on each rank (None: any number).
+        is_v: rank r has stages r and 2 * pp - 1 - r, so that rank 0 has the first and the last; else r, r + pp, ...
+        splits_backward: gradients of inputs and of weights are computed at different times.
+        runs: (microbatches, pp, stages) -> whether the schedule takes that number.
+    """
+
+    min_virtual_stages: int
+    max_virtual_stages: int | None
+    is_v: bool
+    splits_backward: bool
+    runs: Callable[[int, int, int], bool]
+
+
+def _any(num_microbatches: int, pp: int, num_stages: int) -> bool:
+    return True
+
+
+def _one_for_each_stage(num_microbatches: int, pp: int, num_stages: int) -> bool:
+    return num_microbatches >= num_stages
+
+
+def _whole_rounds(num_microbatches: int, pp: int, num_stages: int) -> bool:
+    return num_microbatches % max(1, num_microbatches // pp) == 0
+
+
+SCHEDULES = {
+    "1F1B": ScheduleRule(1, 1, False, False, _one_for_each_stage),
+    "GPipe": ScheduleRule(1, 1, False, False, _any),
+    "Interleaved1F1B": ScheduleRule(2, None, False, False, _whole_rounds),
+    "LoopedBFS": ScheduleRule(2, None, False, False, _any),
+    "InterleavedZeroBubble": ScheduleRule(2, None, False, True, _whole_rounds),
+    "ZBVZeroBubble": ScheduleRule(2, 2, True, True, _any),
+    "DualPipeV": ScheduleRule(2, 2, True, True, _one_for_each_stage),
+}
+"""By torch's name. The numbers of microbatches are those its constructors accept, in torch 2.11 and 2.13."""
+
+
+def fill_up_to(num_microbatches: int, parallel: ParallelConfig) -> int:
+    """The smallest number of microbatches, at least the one given, that the schedule can run."""
+    runs = SCHEDULES[parallel.schedule].runs
+    while not runs(num_microbatches, parallel.pp, parallel.num_stages):
+        num_microbatches += 1
+    return num_microbatches
+
+
+def refuse_schedule(parallel: ParallelConfig) -> str | None:
+    """Why the schedule cannot run with so many stages on a rank, or with this torch, if it cannot."""
+    rule = SCHEDULES[parallel.schedule]
+    most = rule.max_virtual_stages
+    if parallel.virtual_stages < rule.min_virtual_stages or (most is not None and parallel.virtual_stages > most):
+        numbers = f"{most}" if rule.min_virtual_stages == most else f"at least {rule.min_virtual_stages}"
+        return (
+            f"parallel.virtual_stages={parallel.virtual_stages}: {parallel.schedule} has {numbers} on each rank: "
+            f"use virtual_stages={rule.min_virtual_stages}"
+        )
+    if rule.splits_backward and TORCH < (2, 13):
+        return (
+            f"parallel.schedule={parallel.schedule} needs torch 2.13, and this is {version('torch')}: older ones "
+            "cannot split the backward of a function with a backward of its own, as log-probabilities have; use "
+            "Interleaved1F1B"
+        )
+    return None

@@ -1,0 +1,105 @@
+"""Prompts with their rewarded completions: what a step learns from, what it reports and what it keeps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.config import FilterConfig
+from automodel_rl.errors import InputError
+from automodel_rl.losses.advantages import has_signal, overlong_penalty
+from automodel_rl.rollout.protocol import Promptlike, Rollout
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt and its completions.
+
+    Attributes:
+        prompt: what was completed.
+        rollouts: G completions with their scores.
+        rewards: what is learned from, by `shaped_rewards`, float64 [G].
+    """
+
+    prompt: Promptlike
+    rollouts: list[Rollout]
+    rewards: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no completion failed."""
+        return all(rollout.completion.finish != "error" for rollout in self.rollouts)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether rewards differ."""
+        return bool(has_signal(self.rewards[None]))
+
+
+def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_tokens: int) -> Tensor:
+    """The scores, scaled and less the penalty for length, float64 [G]."""
+    rewards = torch.tensor([rollout.score.total for rollout in rollouts], dtype=torch.float64) * config.reward_scale
+    if not config.overlong_buffer:
+        return rewards
+    lengths = torch.tensor([len(rollout.completion.token_ids) for rollout in rollouts])
+    return rewards - config.overlong_penalty * overlong_penalty(lengths, max_new_tokens, config.overlong_buffer)
+
+
+def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str]) -> dict[str, float]:
+    """What a step's rollouts were like.
+
+    Args:
+        groups: all that were generated.
+        rewards: names of the reward functions.
+
+    Raises:
+        InputError: every call of a reward failed.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    errors = [error for rollout in rollouts for error in rollout.score.errors]
+    if len(errors) == len(rollouts) * len(rewards):
+        raise InputError(f"every call of a reward failed in this step, the first: rewards.function={errors[0]}")
+    totals = torch.cat([group.rewards for group in groups])
+    parts = zip(*(rollout.score.parts for rollout in rollouts), strict=True)
+    return {
+        "rollout/reward_mean": totals.mean().item(),
+        "rollout/reward_std": totals.std().item(),
+        "rollout/completion_tokens_mean": sum(len(r.completion.token_ids) for r in rollouts) / len(rollouts),
+        "rollout/truncated": sum(r.completion.finish == "length" for r in rollouts) / len(rollouts),
+        "rollout/failed": sum(r.completion.finish == "error" for r in rollouts),
+        "rollout/reward_errors": len(errors),
+        "rollout/groups_without_signal": sum(not group.has_signal for group in groups),
+        "rollout/num_groups": len(groups),
+        **{
+            f"rollout/reward_{name.rpartition(':')[2]}": sum(scores) / len(scores)
+            for name, scores in zip(rewards, parts, strict=True)
+        },
+    }
+
+
+def rollout_records(
+    groups: Sequence[Group], rewards: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """What is kept of a step's rollouts, one JSON object a completion.
+
+    Args:
+        groups: all that were generated.
+        rewards: names of the reward functions.
+        tokenizer: of the model.
+    """
+    return [
+        {
+            "prompt": tokenizer.decode(group.prompt.token_ids),
+            "completion": rollout.text,
+            "reward": reward,
+            "rewards": dict(zip(rewards, rollout.score.parts, strict=True)),
+            "errors": [*rollout.score.errors, *([rollout.completion.error] if rollout.completion.error else [])],
+            "tokens": len(rollout.completion.token_ids),
+            "finish": rollout.completion.finish,
+        }
+        for group in groups
+        for rollout, reward in zip(group.rollouts, group.rewards.tolist(), strict=True)
+    ]

@@ -1,0 +1,81 @@
+"""What a rollout engine does, what goes into it and what comes out."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from automodel_rl.rollout.rewards.scorer import Score
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to write.
+
+    Attributes:
+        prompt: token ids.
+        seed: of its sampling; the same seed, prompt and weights give the same completion, whatever it is batched with.
+        temperature: of its sampling; 0 takes the likeliest token.
+    """
+
+    prompt: list[int]
+    seed: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine wrote.
+
+    Attributes:
+        token_ids: the completion's, the token that ended it included.
+        logprobs: of every one of them under the distribution it was sampled from, temperature included.
+        finish: "stop" at an end-of-sequence token or a stop text, "length" at the limit, "error" if it failed.
+        error: why it failed.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: Literal["stop", "length", "error"]
+    error: str = ""
+
+
+class Promptlike(Protocol):
+    """What is needed of a prompt."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def example(self) -> Mapping[str, Any]: ...
+    @property
+    def number(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion, its text and what it is worth."""
+
+    completion: Completion
+    text: str
+    score: Score
+
+
+class RolloutEngine(Protocol):
+    """Writes completions with weights of its own. Each rank has one, and uses it without the others."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """A completion for each request, in order. What fails for one request is that completion's `error`.
+
+        Raises:
+            Exception: the engine is lost; it must be closed and made anew.
+        """
+        ...
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes the model's weights, whole tensors by their Hugging Face names. What it leaves, its caller reads."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it has started."""
+        ...

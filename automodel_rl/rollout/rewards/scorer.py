@@ -1,0 +1,91 @@
+"""Scores completions with reward functions that may fail, run too long or return nonsense."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_rl.config import RewardConfig
+from automodel_rl.errors import InputError
+from automodel_rl.rollout.child_process import ChildEndedError, ChildProcess
+
+START_SECONDS = 120.0
+"""For importing a reward function's module."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one completion.
+
+    Attributes:
+        total: weighted sum of all rewards.
+        parts: each reward's score, in the order of the config.
+        errors: what went wrong in the calls that got `on_error` for a score.
+    """
+
+    total: float
+    parts: tuple[float, ...]
+    errors: tuple[str, ...] = ()
+
+
+class Scorer:
+    """Runs each reward in a process of its own, which is started anew when a call runs out of time.
+
+    Args:
+        rewards: of the config.
+    """
+
+    def __init__(self, rewards: Sequence[RewardConfig]):
+        self.rewards = [_Reward(config) for config in rewards]
+
+    def __call__(self, completion: str, example: Mapping[str, Any]) -> Score:
+        parts, errors = [], []
+        for reward in self.rewards:
+            score, error = reward(completion, example)
+            parts.append(score)
+            if error:
+                errors.append(f"{reward.config.function}: {error}")
+        weights = [reward.config.weight for reward in self.rewards]
+        return Score(sum(w * p for w, p in zip(weights, parts, strict=True)), tuple(parts), tuple(errors))
+
+    def close(self) -> None:
+        for reward in self.rewards:
+            reward.stop()
+
+
+class _Reward:
+    def __init__(self, config: RewardConfig):
+        self.config = config
+        self.child: ChildProcess | None = None
+        self._start()
+
+    def __call__(self, completion: str, example: Mapping[str, Any]) -> tuple[float, str]:
+        """Score and error; the error is empty if the call went well."""
+        try:
+            child = self.child or self._start()
+            child.send((completion, dict(example), self.config.options))
+            score, error = child.receive(self.config.time_limit)
+        except TimeoutError:
+            self.stop()
+            return self.config.on_error, f"took longer than time_limit={self.config.time_limit} s"
+        except (ChildEndedError, InputError) as problem:
+            self.stop()
+            return self.config.on_error, str(problem)
+        return (self.config.on_error, error) if score is None else (score, "")
+
+    def _start(self) -> ChildProcess:
+        name = self.config.function
+        self.child = ChildProcess([sys.executable, "-m", "automodel_rl.rollout.rewards.worker", name])
+        try:
+            _, error = self.child.receive(START_SECONDS)
+        except (ChildEndedError, TimeoutError):
+            error = f"rewards.function={name}: its process does not start: import it to see why"
+        if error:
+            self.stop()
+            raise InputError(error)
+        return self.child
+
+    def stop(self) -> None:
+        if self.child is not None:
+            self.child.close()
+            self.child = None

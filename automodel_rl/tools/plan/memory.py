@@ -1,0 +1,197 @@
+"""Memory of every pipeline rank in one training step, from the sizes of tensors and the order of the schedule.
+
+What is counted, in bytes, for the first rank of each FSDP group (no rank has more):
+  weights        master copies of this rank's shards
+  moments        AdamW's two, of the same shards
+  gathered       weights in the compute dtype, whole, from the first forward to the end of the step
+  gradients      sums over microbatches in the master dtype, not yet sharded; a single microbatch reduces at once, and
+                 keeps only shards
+  activations    of the microbatches between forward and backward, at the worst moment of the schedule
+  buffers        boundary activations and gradients of all microbatches, received by this rank's stages
+  head           logits of one chunk, their gradient, and that of the head's weight
+  backward       what one layer's backward needs besides, or the reduction of one layer's gradients
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from transformers import PretrainedConfig
+
+from automodel_rl.config import ParallelConfig
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.model.logprobs import CHUNK
+from automodel_rl.parallel.pipeline.split import layers_per_stage
+from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
+from automodel_rl.tools.plan.activations import LayerActivations, layer_activations
+from automodel_rl.tools.plan.parameter_sizes import ParameterSize, empty_model, parameter_sizes, stage_parameters
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one pipeline rank; see the module's text.
+
+    `shards_at_once`: with a single microbatch, each layer's gradients are reduced at once.
+    """
+
+    weights: int
+    moments: int
+    gathered: int
+    gradients: int
+    activations: int
+    buffers: int
+    head: int
+    backward: int
+    shards_at_once: bool = False
+
+    @property
+    def peak(self) -> int:
+        """The most there is at one time. With one microbatch, gradients appear as activations go."""
+        both = (self.gradients, self.activations)
+        lasting = self.weights + self.moments + self.gathered + self.buffers + self.head + self.backward
+        return lasting + (max(both) if self.shards_at_once else sum(both))
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One layout's step.
+
+    Attributes:
+        layers: of every stage.
+        stage_weights: parameters of every stage, of the whole model.
+        ranks: memory of every pipeline rank.
+        largest_gather: bytes of the largest all-gather.
+        timeline: of the schedule, stages weighed by their work.
+    """
+
+    layers: tuple[int, ...]
+    stage_weights: tuple[int, ...]
+    ranks: tuple[RankMemory, ...]
+    largest_gather: int
+    timeline: Timeline
+
+    @property
+    def peak(self) -> int:
+        """Of the fullest rank."""
+        return max(rank.peak for rank in self.ranks)
+
+
+class MemoryModel:
+    """Plans layouts of one model; what depends on the model alone is worked out once.
+
+    Args:
+        config: of the model.
+        row_tokens: tokens of a microbatch.
+        compute, master: dtypes.
+    """
+
+    def __init__(self, config: PretrainedConfig, row_tokens: int, compute: torch.dtype, master: torch.dtype):
+        self.config, self.row_tokens = config, row_tokens
+        self.compute, self.master = compute.itemsize, master.itemsize
+        self._dtype = compute
+        self._model = empty_model(config, master)
+        # A pipeline gives a tied head a weight of its own.
+        self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
+        self._activations: Callable[..., LayerActivations] = cache(self._measure)
+
+    def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
+        """The step of one layout with so many rows on each data rank."""
+        layers = layers_per_stage(self.config.num_hidden_layers, parallel)
+        stages = stage_parameters(list(parameter_sizes(self._model, parallel)), layers)
+        of_layer = [self._of_layer(layer, parallel, memory) for layer in range(self.config.num_hidden_layers)]
+        held, start = [], 0
+        for count in layers:
+            held.append(float(sum(a.kept for a in of_layer[start : start + count])))
+            start += count
+        whole = stage_parameters(self._whole, layers)
+        work = [float(sum(_active(size, self.config) for size in stage)) for stage in whole]
+        timeline = simulate(parallel, num_microbatches, work, held)
+        most_backward = max(a.backward for a in of_layer)
+        ranks = tuple(
+            self._rank([stages[s] for s in indices], indices, parallel, memory, timeline, rank, most_backward)
+            for rank, indices in enumerate(stages_of_ranks(parallel))
+        )
+        return StepPlan(
+            layers=layers,
+            stage_weights=tuple(sum(size.gathered for size in stage) for stage in whole),
+            ranks=ranks,
+            largest_gather=max(max(_units(stage).values()) for stage in stages) * self.compute,
+            timeline=timeline,
+        )
+
+    def _rank(
+        self,
+        stages: list[list[ParameterSize]],
+        indices: list[int],
+        parallel: ParallelConfig,
+        memory: MemoryConfig,
+        timeline: Timeline,
+        rank: int,
+        most_backward: int,
+    ) -> RankMemory:
+        sizes = [size for stage in stages for size in stage]
+        shards = sum(size.largest_shard for size in sizes)
+        gathered = sum(size.gathered for size in sizes)
+        adds_up = timeline.num_microbatches > 1 or parallel.pp > 1
+        reduction = 2 * max(max(_units(stage).values()) for stage in stages) * self.master
+        return RankMemory(
+            weights=shards * self.master,
+            moments=0 if memory.offload_optimizer else 2 * shards * self.master,
+            gathered=gathered * self.compute,
+            gradients=(gathered if adds_up else shards) * self.master,
+            activations=round(timeline.most_held[rank]),
+            buffers=self._buffers(indices, parallel, timeline.num_microbatches),
+            head=self._head(parallel) if parallel.num_stages - 1 in indices else 0,
+            backward=max(most_backward, reduction if parallel.pp == 1 else 0),
+            shards_at_once=not adds_up,
+        )
+
+    def _buffers(self, indices: list[int], parallel: ParallelConfig, num_microbatches: int) -> int:
+        tokens = self._tokens(parallel) // (parallel.tp if parallel.sequence_parallel else 1)
+        received = sum((stage > 0) + (stage < parallel.num_stages - 1) for stage in indices)
+        return received * num_microbatches * tokens * self.config.hidden_size * self.compute
+
+    def _head(self, parallel: ParallelConfig) -> int:
+        vocab, hidden = self.config.vocab_size // parallel.tp, self.config.hidden_size
+        logits = CHUNK * vocab * (self.master + self.compute)
+        gradient = vocab * hidden * (self.master + self.compute)
+        states = 4 * self._tokens(parallel) * hidden * self.compute  # into and out of the final norm, and gradients
+        return logits + gradient + states
+
+    def _tokens(self, parallel: ParallelConfig) -> int:
+        return -(-self.row_tokens // parallel.cp)
+
+    def _of_layer(self, layer: int, parallel: ParallelConfig, memory: MemoryConfig) -> LayerActivations:
+        """Layers of the same kind are measured once."""
+        first_mixture = self.config.to_dict().get("first_k_dense_replace") or 0
+        like = first_mixture if layer >= first_mixture else 0
+        return self._activations(
+            like, self._tokens(parallel), parallel.cp, parallel.tp, parallel.ep, parallel.sequence_parallel,
+            memory.activation_checkpointing,
+        )  # fmt: skip
+
+    def _measure(
+        self, layer: int, tokens: int, cp: int, tp: int, ep: int, sequence: bool, mode: str
+    ) -> LayerActivations:
+        parallel = ParallelConfig(cp=cp, tp=tp, ep=ep, sequence_parallel=sequence)
+        return layer_activations(self.config, layer, tokens, parallel, mode, self._dtype)  # type: ignore[arg-type]
+
+
+def _units(stage: list[ParameterSize]) -> dict[object, int]:
+    """Gathered elements of every FSDP unit: a layer, its experts where they have their own, and the rest."""
+    units: dict[object, int] = {}
+    layer_fsdp = max(size.fsdp_size for size in stage)
+    for size in stage:
+        unit = (size.layer, size.fsdp_size != layer_fsdp)
+        units[unit] = units.get(unit, 0) + size.gathered
+    return units
+
+
+def _active(size: ParameterSize, config: PretrainedConfig) -> float:
+    """Weights of a parameter that one token meets."""
+    if size.name.startswith("model.embed_tokens"):
+        return 0.0
+    if ".experts." in size.name:
+        return size.gathered * config.num_experts_per_tok / size.shape[0]
+    return float(size.gathered)

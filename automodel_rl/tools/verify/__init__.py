@@ -1,0 +1,1 @@
+"""`automodel-rl verify`: a layout against one process of plain transformers."""

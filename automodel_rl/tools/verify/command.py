@@ -1,0 +1,137 @@
+"""`automodel-rl verify`: a config's layout against one process, on a small model of the same architecture."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig
+from automodel_rl.config.families import FAMILIES
+from automodel_rl.config.model import Dtype
+from automodel_rl.errors import VerificationError
+from automodel_rl.launch.process_group import join_process_group
+from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
+from automodel_rl.parallel.combinations import check_supported
+from automodel_rl.tools.verify.comparison import Case, Differences, compare
+from automodel_rl.tools.verify.layout import layout_to_verify
+from automodel_rl.tools.verify.small_model import save_random_model, shrink
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Largest differences that count as equal. `weights` is None where rounding grows too much over updates."""
+
+    numbers: float
+    weights: float | None
+
+
+FLOAT64 = Tolerances(numbers=1e-9, weights=1e-8)
+FLOAT32 = Tolerances(numbers=1e-5, weights=None)
+"""For classes that compute parts in fp32: the first step is judged alone."""
+
+ABSOLUTE = ("weights", "exported tensors")
+
+
+def verify(config: RunConfig, as_json: bool, say: Callable[[str], None] = print) -> None:
+    """Compares and prints a verdict. A collective of the layout's ranks.
+
+    Raises:
+        InputError: the layout is not supported, or the model cannot be read.
+        VerificationError: the layout does not compute the numbers of one process.
+    """
+    parallel = layout_to_verify(config.parallel)
+    full = read_config(resolve_checkpoint(config.model.path))
+    check_supported(describe_model(full), config.model, config.parallel, config.memory)
+    join_process_group(parallel.world_size)
+    dtype, tolerances = precision(config.model, full.model_type)
+    is_first = dist.get_rank() == 0
+    with tempfile.TemporaryDirectory(prefix="automodel_rl_verify_") as own_folder:
+        folder = Path(_from_first_rank(own_folder))
+        if is_first:
+            if not as_json:
+                say(f"small {full.model_type}, {full.num_hidden_layers} layers, {describe_layout(parallel)}, {dtype}")
+            save_random_model(shrink(full, parallel), folder / "model", getattr(torch, dtype))
+        dist.barrier()
+        case = Case(parallel, dtype=dtype, implementation=config.model.implementation)
+        found = _over_ranks(compare(case, folder / "model", folder))
+        dist.barrier()
+    rows = judge(found, tolerances)
+    if is_first:
+        say(json.dumps(as_record(parallel, dtype, rows)) if as_json else format_table(rows))
+    failed = [row.kind for row in rows if not row.is_equal]
+    if failed:
+        raise VerificationError(f"verdict: DIFFERENT from one process in {', '.join(failed)}")
+    if is_first and not as_json:
+        say("verdict: equal to one process")
+
+
+def precision(model: ModelConfig, family: str) -> tuple[Dtype, Tolerances]:
+    """In which dtype a model is compared, and how closely."""
+    if model.implementation == "nemo_automodel":
+        return "float32", FLOAT32
+    return "float64", FLOAT32 if FAMILIES[family].computes_in_fp32 else FLOAT64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    kind: str
+    difference: float
+    tolerance: float | None
+
+    @property
+    def is_equal(self) -> bool:
+        return self.tolerance is None or self.difference <= self.tolerance
+
+
+def judge(found: Differences, tolerances: Tolerances) -> list[Row]:
+    """Every kind of difference with its tolerance; only those of the first step where rounding would grow."""
+    rows = []
+    for kind, difference in found.all.items():
+        if kind in ABSOLUTE:
+            rows.append(Row(kind, difference, tolerances.weights if kind == "weights" else tolerances.numbers))
+        elif tolerances.weights is None and kind in found.first:
+            rows.append(Row(kind, found.first[kind], tolerances.numbers))
+        else:
+            rows.append(Row(kind, difference, tolerances.numbers))
+    return rows
+
+
+def format_table(rows: list[Row]) -> str:
+    width = max(len(row.kind) for row in rows)
+    lines = [f"{'':<{width}}  largest difference  tolerance"]
+    for row in rows:
+        tolerance = "not judged" if row.tolerance is None else f"{row.tolerance:.0e}"
+        lines.append(f"{row.kind:<{width}}  {row.difference:18.1e}  {tolerance}{'' if row.is_equal else '  DIFFERENT'}")
+    return "\n".join(lines)
+
+
+def as_record(parallel: ParallelConfig, dtype: str, rows: list[Row]) -> dict:
+    return {
+        "layout": parallel.model_dump(),
+        "dtype": dtype,
+        "equal": all(row.is_equal for row in rows),
+        "differences": {row.kind: row.difference for row in rows},
+        "tolerances": {row.kind: row.tolerance for row in rows},
+    }
+
+
+def describe_layout(parallel: ParallelConfig) -> str:
+    return " x ".join(f"{name} {size}" for name, size in parallel.sizes.items()) or "one rank"
+
+
+def _from_first_rank(value: str) -> str:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _over_ranks(found: Differences) -> Differences:
+    everyone: list[Differences] = [found] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return Differences().merge(everyone)

@@ -1,0 +1,25 @@
+"""Which layout is verified. Imports nothing heavy, for the launcher needs to know how many ranks to start."""
+
+from automodel_rl.config import ParallelConfig
+
+MOST_RANKS = 16
+"""Local ranks that verify starts; data ranks beyond two repeat what two show, so they go first."""
+
+
+def layout_to_verify(parallel: ParallelConfig) -> ParallelConfig:
+    """The layout itself, with fewer data ranks where it has more ranks than a machine should start."""
+    while parallel.world_size > MOST_RANKS:
+        smaller = _with_fewer_data_ranks(parallel)
+        if smaller is None:
+            return parallel
+        parallel = smaller
+    return parallel
+
+
+def _with_fewer_data_ranks(parallel: ParallelConfig) -> ParallelConfig | None:
+    for name, size in (("dp_replicate", parallel.dp_replicate), ("dp_shard", parallel.dp_shard)):
+        for fewer in range(size - 1, 1, -1):
+            smaller = parallel.model_copy(update={name: fewer})
+            if smaller.fsdp_size % parallel.ep == 0:
+                return smaller
+    return None

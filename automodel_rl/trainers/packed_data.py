@@ -1,0 +1,77 @@
+"""Training on examples that are there before a run starts, as chats and preference pairs are."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.config import DPOConfig, SFTConfig, SourceConfig
+from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.examples import ExampleDataset
+from automodel_rl.data.loader import PackedLoader, PackedStep
+from automodel_rl.engine import Engine
+from automodel_rl.errors import InputError
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.observe.report import Sample
+from automodel_rl.trainers.samples import greedy_samples
+
+
+class PackedData:
+    """A run's examples as packed steps.
+
+    Args:
+        config: of the run.
+        kind: makes examples of records.
+        chat: makes token sequences of messages.
+        handle: whose layout rows are dealt to.
+
+    Attributes:
+        train: loads the steps of the run, resumable between any two.
+
+    Raises:
+        InputError: the run is shorter than one example.
+    """
+
+    def __init__(
+        self, config: SFTConfig | DPOConfig, kind: type[ExampleDataset], chat: ChatTokenizer, handle: ModelHandle
+    ):
+        self.config, self.kind, self.chat, self.handle = config, kind, chat, handle
+        seed = config.seed if config.data.shuffle else None
+        self.train = self._loader(config.data.train, seed, config.length.epochs)
+        self.total_steps = config.length.steps or len(self.train.sampler)
+        if self.total_steps == 0:
+            raise InputError(f"length.epochs={config.length.epochs} is less than one example: raise it, or give steps")
+
+    def steps(self) -> Iterator[PackedStep]:
+        """The steps that are left. The first is loaded now, so that what is wrong with it comes out before anything is
+        written."""
+        stream = iter(self.train)
+        return itertools.chain([next(stream)], stream)
+
+    def every_record(self, sources: Sequence[SourceConfig]) -> PackedLoader:
+        """One pass over some sources that draws each record once, whatever their weights."""
+        unweighted = [source.model_copy(update={"weight": None}) for source in sources]
+        return self._loader(unweighted, seed=None, epochs=1)
+
+    def samples(self, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        """Greedy completions for the first prompts of the validation data, else of the training data. A collective."""
+        config = self.config
+        dataset = self._dataset(config.data.validation or config.data.train)
+        prompts = [dataset.prompt((0, i)) for i in range(min(config.observe.samples, len(dataset.sources[0])))]
+        # A chat may start with the assistant, and a prompt may be longer than any row that was trained.
+        fitting = [(ids, expected) for ids, expected in prompts if 0 < len(ids) < config.batch.row_tokens]
+        return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens)
+
+    def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
+        return self.kind(sources, self.chat, self.config.batch.row_tokens, self.config.data.overlong)
+
+    def _loader(self, sources: Sequence[SourceConfig], seed: int | None, epochs: float | None) -> PackedLoader:
+        return PackedLoader(
+            self._dataset(sources),
+            self.config.sequences_per_step // self.kind.together,
+            self.handle.layout,
+            self.handle.flops,
+            num_workers=self.config.data.num_workers,
+            seed=seed,
+            epochs=epochs,
+        )

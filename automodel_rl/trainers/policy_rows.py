@@ -1,0 +1,83 @@
+"""From rewarded completions to the packed rows of each update: tokens, masks, log-probabilities, advantages."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from automodel_rl.batch import PackedBatch, TokenSequence, add_values
+from automodel_rl.config import GRPOConfig
+from automodel_rl.data.loader import PackedStep, pack_step
+from automodel_rl.losses.advantages import advantages
+from automodel_rl.losses.terms import kl_estimate
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.rollout.groups import Group
+from automodel_rl.rollout.protocol import Rollout
+
+Rows = list[PackedBatch]
+"""This data rank's, of one update."""
+
+
+def pack_updates(groups: Sequence[Group], config: GRPOConfig, handle: ModelHandle) -> list[PackedStep]:
+    """The global batch of each update: every `batch.updates`-th group. A collective."""
+    count = config.batch.updates
+    return [
+        pack_step(
+            [_to_sequence(group, rollout, config) for group in groups[i::count] for rollout in group.rollouts],
+            config.batch.row_tokens,
+            handle.layout,
+            handle.flops,
+        )
+        for i in range(min(count, len(groups)))
+    ]
+
+
+def with_advantages(groups: Sequence[Group], updates: Sequence[Rows], config: GRPOConfig, layout: Layout) -> list[Rows]:
+    """The rows of every update with `advantages`, which are computed over all groups together. A collective.
+
+    Args:
+        groups: that were packed.
+        updates: their rows, with `old_logprobs` and `ref_logprobs` where the reward has a KL term.
+        config: of the run.
+        layout: this rank's place.
+    """
+    count = len(updates)
+    rewards = torch.stack([group.rewards for group in groups])
+    if config.needs_reference and config.loss.kl.where == "reward":
+        penalties = [_kl_sums(rows, config, layout) for rows in updates]
+        by_group = [penalties[i % count][i // count] for i in range(len(groups))]
+        rewards = rewards - config.loss.kl.coefficient * torch.tensor(by_group, dtype=torch.float64)
+    values = advantages(rewards, config.advantage)
+    return [[_add_by_sequence(row, values[i::count].flatten()) for row in rows] for i, rows in enumerate(updates)]
+
+
+def _to_sequence(group: Group, rollout: Rollout, config: GRPOConfig) -> TokenSequence:
+    """Prompt and completion; the completion's tokens count in the loss."""
+    prompt, completion = group.prompt.token_ids, rollout.completion
+    counts = not (config.filter.mask_overlong and completion.finish == "length")
+    return TokenSequence(
+        torch.tensor([*prompt, *completion.token_ids]),
+        torch.tensor([False] * len(prompt) + [counts] * len(completion.token_ids)),
+        {"rollout_logprobs": torch.tensor([0.0] * len(prompt) + completion.logprobs, dtype=torch.float64)},
+    )
+
+
+def _add_by_sequence(row: PackedBatch, values: torch.Tensor) -> PackedBatch:
+    """Gives all tokens of a sequence its entry of the global batch's [N]."""
+    pieces = [values[place].expand(length) for place, length in zip(row.order, row.lengths, strict=False)]
+    return add_values(row, "advantages", pieces)
+
+
+def _kl_sums(rows: Rows, config: GRPOConfig, layout: Layout) -> list[list[float]]:
+    """For each group of an update, the divergence from the reference summed over each completion."""
+    own: dict[int, float] = {}
+    for row in rows:
+        old, ref = row.values["old_logprobs"], row.values["ref_logprobs"]
+        kl = torch.where(row.loss_mask, kl_estimate(old, ref, config.loss.kl.estimator), 0.0)
+        own |= zip(row.order, (piece.sum().item() for piece in kl.split(row.lengths)), strict=False)
+    shares: list[dict[int, float]] = [{}] * layout.parallel.num_data_ranks
+    dist.all_gather_object(shares, own, group=layout.data_control)
+    flat = {place: total for share in shares for place, total in share.items()}
+    size = config.rollout.group_size
+    return [[flat[start + i] for i in range(size)] for start in range(0, len(flat), size)]

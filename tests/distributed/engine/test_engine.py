@@ -1,0 +1,170 @@
+"""The engine and the handle beyond parity: export, forward-only work, bad numbers, bad weights."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from automodel_rl import Engine, LossOutput, ModelHandle, OptimizerConfig, PackedBatch, ParallelConfig, TokenOutputs
+from automodel_rl import sft_loss as plain_sft_loss
+from automodel_rl.batch import pack_row
+from automodel_rl.config import ModelConfig
+from automodel_rl.errors import InputError, TrainingDivergedError
+from automodel_rl.tools.verify.one_process import OneProcess
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_model
+
+Ranks = Callable[[int], RankPool]
+CPU = torch.device("cpu")
+
+
+def make_engine(folder: Path, parallel: ParallelConfig, **optimizer: object) -> Engine:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), parallel)
+    return Engine(handle, OptimizerConfig(decay="constant", **optimizer))
+
+
+def rows_of(engine: Engine) -> list[PackedBatch]:
+    rank = engine.handle.layout.data_rank
+    return [pack_row(make_sequences(2 + i, seed=10 * rank + i)) for i in range(3)]
+
+
+def train_and_save(folder: Path, parallel: ParallelConfig) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-probabilities of every sequence and logits of every row, after training."""
+    engine = make_engine(folder, parallel, lr=1e-2)
+    for _ in range(3):
+        engine.train_step(rows_of(engine), plain_sft_loss)
+    engine.handle.save_pretrained(folder / "final")
+    rows = rows_of(engine)
+    return engine.logprobs(rows), engine.handle.forward(rows, lambda hidden, head, _: hidden @ head.weight.t())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("parallel", [ParallelConfig(pp=2), ParallelConfig(pp=2, dp_shard=2)], ids=["pp2", "pp2 dp2"])
+def test_what_is_saved_gives_the_logits_of_the_trained_handle(
+    ranks: Ranks, tmp_path: Path, parallel: ParallelConfig, tied: bool
+) -> None:
+    save_tiny_model(tmp_path, tied=tied)
+    trained, logits = ranks(parallel.world_size).run(train_and_save, tmp_path, parallel)[0]
+    saved = OneProcess(tmp_path / "final", torch.float64, 0.0, 1.0, CPU)
+    sequences = [s for i in range(3) for s in make_sequences(2 + i, seed=i)]
+    for actual, sequence in zip(trained, sequences, strict=True):
+        assert (actual - saved.logprobs(sequence)).abs().max() < 1e-10
+    expected = torch.cat([saved.model(sequence.input_ids[None]).logits[0] for sequence in sequences])
+    assert (torch.cat(logits) - expected).abs().max() < 1e-10
+    original = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).named_parameters())
+    assert all(not torch.equal(p, original[name]) for name, p in saved.model.named_parameters())
+
+
+def forward_only(folder: Path, parallel: ParallelConfig) -> tuple[float, float, list[int], list[torch.Tensor]]:
+    engine = make_engine(folder, parallel)
+    rows = rows_of(engine)
+    before, _ = engine.evaluate(rows, plain_sft_loss)
+    trained = engine.train_step(rows, plain_sft_loss).loss
+    return before, trained, engine.next_tokens(rows).tolist(), engine.logprobs(rows)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(pp=2), ParallelConfig(dp_shard=2)], ids=["pp2", "dp2"])
+def test_forward_only_work_sees_the_weights_of_its_time(ranks: Ranks, tmp_path: Path, parallel: ParallelConfig) -> None:
+    save_tiny_model(tmp_path)
+    results = ranks(2).run(forward_only, tmp_path, parallel)
+    for before, trained, _, _ in results:
+        assert before == pytest.approx(trained, rel=1e-12)
+    if parallel.pp == 2:
+        assert results[0][2] == results[1][2]
+        assert all(torch.equal(a, b) for a, b in zip(results[0][3], results[1][3], strict=True))
+
+
+def likeliest(folder: Path) -> list[int]:
+    engine = make_engine(folder, ParallelConfig(pp=2))
+    return engine.next_tokens(rows_of(engine)).tolist()
+
+
+def test_next_tokens_are_the_likeliest(ranks: Ranks, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    expected = [
+        int(model(s.input_ids[None]).logits[0, -1].argmax()) for i in range(3) for s in make_sequences(2 + i, seed=i)
+    ]
+    assert ranks(2).run(likeliest, tmp_path) == [expected, expected]
+
+
+def bad_loss_on_one_rank(folder: Path, parallel: ParallelConfig) -> tuple[list[bool], bool, str]:
+    engine = make_engine(folder, parallel, max_skipped_steps=2)
+    rank = engine.handle.layout.data_rank
+
+    def loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+        factor = math.nan if rank == 1 else 1.0
+        return LossOutput({"tokens": plain_sft_loss(outputs, batch).sums["tokens"] * factor})
+
+    def weights() -> list[torch.Tensor]:
+        return [(p.to_local() if isinstance(p, DTensor) else p).clone() for _, p in engine.handle.named_parameters()]
+
+    skipped = [engine.train_step(rows_of(engine), f).skipped for f in (loss, plain_sft_loss, loss)]
+    engine = make_engine(folder, parallel, max_skipped_steps=2)
+    before = weights()
+    engine.train_step(rows_of(engine), loss)
+    unchanged = all(torch.equal(a, b) for a, b in zip(weights(), before, strict=True))
+    try:
+        engine.train_step(rows_of(engine), loss)
+    except TrainingDivergedError as error:
+        return skipped, unchanged, str(error)
+    return skipped, unchanged, "went on"
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(dp_shard=2), ParallelConfig(pp=2, dp_shard=2)], ids=["dp2", "pp2"])
+def test_a_loss_that_is_not_finite_skips_the_step_on_every_rank(
+    ranks: Ranks, tmp_path: Path, parallel: ParallelConfig
+) -> None:
+    save_tiny_model(tmp_path)
+    for skipped, unchanged, message in ranks(parallel.world_size).run(bad_loss_on_one_rank, tmp_path, parallel):
+        assert skipped == [True, False, True]
+        assert unchanged
+        assert message.startswith("2 steps in a row were skipped, the last with loss nan")
+
+
+def with_metrics(folder: Path, parallel: ParallelConfig) -> tuple[float, dict[str, float]]:
+    engine = make_engine(folder, parallel)
+
+    def loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+        ones = torch.ones((), dtype=torch.float64)
+        metrics = {"length": (ones * batch.num_tokens * (not batch.is_empty), ones * batch.num_sequences)}
+        total = plain_sft_loss(outputs, batch).sums["tokens"]
+        return LossOutput({"tokens": total, "sequences": 0 * total + batch.num_sequences}, metrics)
+
+    output = engine.train_step(rows_of(engine)[:1], loss)
+    return output.loss, output.metrics
+
+
+def test_sums_and_metrics_are_divided_by_global_counts(ranks: Ranks, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    sequences = [make_sequences(2, seed=0), make_sequences(2, seed=10)]
+    lengths = [len(s) for rank in sequences for s in rank]
+    results = ranks(4).run(with_metrics, tmp_path, ParallelConfig(pp=2, dp_shard=2))
+    reference = OneProcess(tmp_path, torch.float64, 0.0, 1.0, CPU).backward([s for rank in sequences for s in rank])
+    for loss, metrics in results:
+        assert loss == pytest.approx(reference + 1.0, rel=1e-12)
+        assert metrics == {"length": pytest.approx(sum(lengths) / 4)}
+
+
+def load_error(folder: Path) -> str:
+    try:
+        make_engine(folder, ParallelConfig(pp=2))
+    except InputError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_weights_with_nan_are_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.3.mlp.up_proj.weight"][1, 2] = math.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for message in ranks(2).run(load_error, tmp_path):
+        assert message.endswith(
+            "tensor model.layers.3.mlp.up_proj.weight holds NaN or infinite weights: use an intact checkpoint"
+        )

@@ -1,0 +1,67 @@
+"""A job of two stages in which one rank fails in the middle of a step; started as a process of its own.
+
+python -m tests.distributed.launch.failing_job MODEL_FOLDER WAY        WAY: loss | forward | abort | killed | sleep
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+from automodel_rl import Engine, ModelHandle, OptimizerConfig, ParallelConfig, sft_loss
+from automodel_rl.batch import PackedBatch, pack_row
+from automodel_rl.config import ModelConfig
+from automodel_rl.launch.failure import guard
+from automodel_rl.launch.local import is_rank, run_local_ranks
+from automodel_rl.launch.quiet import quiet_libraries
+from automodel_rl.losses import LossOutput, TokenOutputs
+from automodel_rl.model import attention
+from tests.tiny import make_sequences
+
+
+def work() -> None:
+    quiet_libraries()
+    folder, way = sys.argv[1:]
+    handle = ModelHandle.from_pretrained(ModelConfig(path=folder, dtype="float32"), ParallelConfig(pp=2))
+    engine = Engine(handle, OptimizerConfig(decay="constant"))
+    rows = [pack_row(make_sequences(2, seed=i)) for i in range(4)]
+    engine.train_step(rows, sft_loss)
+    calls = 0
+
+    def failing_loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            Path(folder, "failed_at").write_text(str(time.time()))
+        if way == "killed" and calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == "loss" and calls == 3:
+            raise ValueError("planted in the loss")
+        return sft_loss(outputs, batch)
+
+    def failing_attention(*_: object, **__: object) -> None:
+        Path(folder, "failed_at").write_text(str(time.time()))
+        raise ValueError("planted in attention")
+
+    if way == "sleep":
+        with Path(folder, "pids").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(60)
+    if way == "abort":  # the peer of a failed rank may crash without a word
+        Path(folder, "failed_at").write_text(str(time.time()))
+        if handle.layout.pp_rank == 0:
+            raise ValueError("the real cause")
+        time.sleep(0.8)
+        os.abort()
+    if way == "forward" and handle.layout.pp_rank == 0:
+        with mock.patch.dict(attention.AttentionInterface._global_mapping, {"automodel_rl_sdpa": failing_attention}):
+            engine.train_step(rows, sft_loss)
+    engine.train_step(rows, failing_loss)
+
+
+if __name__ == "__main__":
+    if is_rank():
+        sys.exit(guard(work))
+    sys.exit(run_local_ranks([sys.executable, "-m", "tests.distributed.launch.failing_job", *sys.argv[1:]], 2))

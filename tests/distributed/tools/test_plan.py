@@ -1,0 +1,150 @@
+"""`plan`: its bytes are those of a real run, it is quick at any size, and it says what would fit."""
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig
+
+from automodel_rl.batch import pack_row
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.engine import Engine
+from automodel_rl.losses import sft_loss
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.hf_read import read_config
+from automodel_rl.parallel.pipeline.timeline import simulate
+from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.tools.plan.memory import MemoryModel
+from tests.distributed.tools.test_verify import config_of
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_model
+
+
+@dataclass(frozen=True)
+class Allocated:
+    pp_rank: int
+    weights: int
+    gradients: int
+    moments: int
+
+
+def allocate(folder: Path, parallel: ParallelConfig) -> Allocated:
+    """Bytes of this rank's shards after a step."""
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32"), parallel)
+    engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
+    rows = [pack_row(make_sequences(2, m)) for m in range(3)]
+    gradients: list[int] = []
+    update = engine._update
+
+    def watch(lr: float, norm: float) -> None:
+        gradients.append(sum(local_tensor(p.grad).nbytes for part in handle.parts for p in part.parameters()))
+        update(lr, norm)
+
+    engine._update = watch
+    engine.train_step(rows, sft_loss)
+    states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
+    return Allocated(
+        handle.layout.pp_rank,
+        sum(local_tensor(p.detach()).nbytes for part in handle.parts for p in part.parameters()),
+        gradients[0],
+        sum(local_tensor(state[name]).nbytes for state in states for name in ("exp_avg", "exp_avg_sq")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "sizes"),
+    [
+        ("qwen3", False, {}),
+        ("qwen3", True, {"pp": 2}),
+        ("qwen3", False, {"tp": 2, "dp_shard": 2}),
+        ("qwen3", True, {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2, "cp": 2}),
+        ("deepseek_v3", False, {"pp": 2, "cp": 2, "ep": 2}),
+    ],
+)
+def test_bytes_are_those_of_a_run(
+    ranks: Callable[[int], RankPool], tmp_path: Path, family: str, tied: bool, sizes: dict
+) -> None:
+    save_tiny_model(tmp_path, family, tied=tied)
+    parallel = ParallelConfig(**sizes)
+    model = MemoryModel(read_config(tmp_path), 64, torch.float32, torch.float32)
+    planned = model.plan(parallel, MemoryConfig(), 3).ranks
+    runs = ranks(parallel.world_size).run(allocate, tmp_path, parallel)
+    for rank, plan in enumerate(planned):
+        real = [run for run in runs if run.pp_rank == rank]
+        assert max(run.weights for run in real) == plan.weights
+        assert max(run.gradients for run in real) == plan.weights  # once they are reduced
+        assert max(run.moments for run in real) == plan.moments
+
+
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2)])
+@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 8), (4, 8), (4, 32)])
+def test_the_bubble_is_the_textbooks(schedule: str, virtual_stages: int, pp: int, num_microbatches: int) -> None:
+    parallel = ParallelConfig(pp=pp, schedule=schedule, virtual_stages=virtual_stages)
+    costs = [1.0] * parallel.num_stages
+    timeline = simulate(parallel, num_microbatches, costs, costs)
+    assert timeline.bubble == pytest.approx((pp - 1) / (num_microbatches * virtual_stages + pp - 1))
+
+
+def run_plan(folder: Path, model: Path, sizes: dict, *arguments: str) -> subprocess.CompletedProcess:
+    config = config_of(model, {}, dtype="bfloat16").model_dump(mode="json") | {"parallel": sizes}
+    config["batch"] = {"sequences": 1024, "row_tokens": 8192}
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "automodel_rl", "plan", str(file), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def llama_70b(folder: Path) -> Path:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    AutoConfig.for_model("llama", **sizes, **heads).save_pretrained(folder / "llama")
+    return folder / "llama"
+
+
+def test_a_thousand_ranks_take_seconds(tmp_path: Path) -> None:
+    AutoConfig.for_model("deepseek_v3").save_pretrained(tmp_path / "deepseek")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cases = [
+        (llama_70b(tmp_path), {"pp": 4, "tp": 8, "sequence_parallel": True}, 70.6),
+        (tmp_path / "deepseek", {"pp": 16, "dp_shard": 64, "ep": 64}, 671.0),
+    ]
+    for model, sizes, billions in cases:
+        full = ["--memory.activation_checkpointing", "full"]
+        done = run_plan(tmp_path, model, sizes, "--gpus", "1024", "--json", *full)
+        assert done.returncode == 0, done.stderr
+        plan = json.loads(done.stdout)
+        assert plan["world_size"] == 1024
+        assert sum(plan["parameters_per_stage"]) / 1e9 == pytest.approx(billions, rel=0.01)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 10
+
+
+def test_what_does_not_fit_names_layouts_that_do(tmp_path: Path) -> None:
+    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4, "dp_shard": 8}, "--gpus", "32")
+    assert done.returncode == 1
+    assert "verdict: does not fit" in done.stderr
+    assert done.stdout.count("would fit: ") >= 1, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "7"], "--gpus 7: must be a multiple of parallel.pp x tp x cp x dp_replicate = 2"),
+        (["--gpus", "many"], "--gpus many: must be a whole number"),
+        (["--device", "H300"], "--device H300: known devices are A100, H100, H200, B200"),
+        (["--parallel.tp", "3"], "parallel.tp=3 must divide the 64 attention heads"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 2}, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,111 @@
+"""`verify` says that layouts are equal to one process, and that they are not when a bug is planted."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from automodel_rl.config import ParallelConfig, SFTConfig
+from automodel_rl.errors import VerificationError
+from automodel_rl.tools.verify.command import verify
+from automodel_rl.tools.verify.layout import MOST_RANKS, layout_to_verify
+from tests.distributed.faults import planted
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_model
+
+
+def config_of(folder: Path, sizes: dict, dtype: str = "float32") -> SFTConfig:
+    return SFTConfig.model_validate(
+        {
+            "output": "never",
+            "model": {"path": str(folder), "dtype": dtype},
+            "data": {"train": [{"path": "none.jsonl"}]},
+            "batch": {"sequences": 8, "row_tokens": 64},
+            "length": {"steps": 1},
+            "parallel": sizes,
+        }
+    )
+
+
+def verdict(config: SFTConfig, fault: str | None) -> str:
+    try:
+        with planted(fault):
+            verify(config, as_json=False)
+    except VerificationError as error:
+        return str(error)
+    return "equal"
+
+
+INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("fault", "family", "sizes"),
+    [
+        ("documents see each other", "qwen3", {}),
+        ("documents see each other", "qwen3", {"pp": 2}),
+        ("documents see each other", "mistral", {"cp": 2}),
+        ("tied gradient counted once", "qwen3", {"pp": 2}),
+        ("mean over data ranks", "qwen3", {"pp": 2, "dp_shard": 2}),
+        ("mean over cp", "qwen3", {"cp": 2}),
+        ("local token counts", "qwen3", {"pp": 2, "dp_shard": 2}),
+        ("norm of one stage", "qwen3", {"pp": 2}),
+        ("expert gradients scaled twice", "qwen3_moe", {"cp": 2, "ep": 2}),
+        ("reference swap of one part", "qwen3", INTERLEAVED),
+        ("partial gradients of tp left alone", "qwen3", {"tp": 2}),
+        ("partial gradients of tp left alone", "llama", {"tp": 2, "sequence_parallel": True}),
+    ],
+)
+def test_planted_bugs_turn_the_verdict(
+    ranks: Callable[[int], RankPool], tmp_path: Path, fault: str, family: str, sizes: dict
+) -> None:
+    save_tiny_model(tmp_path, family, tied="tied" in fault)
+    config = config_of(tmp_path, sizes)
+    for text in ranks(config.parallel.world_size).run(verdict, config, fault):
+        assert text.startswith("verdict: DIFFERENT from one process in "), text
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("gemma2", {"pp": 2}), ("deepseek_v3", {"cp": 2, "ep": 2}), ("qwen3", {"tp": 2, "dp_shard": 2})],
+)
+def test_sound_layouts_are_equal(ranks: Callable[[int], RankPool], tmp_path: Path, family: str, sizes: dict) -> None:
+    save_tiny_model(tmp_path, family)
+    config = config_of(tmp_path, sizes)
+    assert set(ranks(config.parallel.world_size).run(verdict, config, None)) == {"equal"}
+
+
+def run_verify(file: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "automodel_rl", "verify", str(file), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_the_command_starts_ranks_and_reports(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config_of(tmp_path, {"pp": 2}).model_dump(mode="json")))
+    done = run_verify(file, "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record["equal"] is True
+    assert {"loss", "gradient of self_attn.q_proj.weight", "exported tensors"} <= record["differences"].keys()
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config_of(tmp_path, {}).model_dump(mode="json")))
+    done = run_verify(file, "--parallel.ep", "2")
+    assert done.returncode == 2
+    assert "parallel.ep=2: a 'qwen3' model has no experts: use ep=1" in done.stderr
+
+
+def test_many_data_ranks_shrink_to_what_shows_the_same() -> None:
+    small = layout_to_verify(ParallelConfig(pp=2, cp=2, dp_shard=64, dp_replicate=4, ep=4))
+    assert small.world_size <= MOST_RANKS
+    assert (small.pp, small.cp, small.ep) == (2, 2, 4)
+    assert small.dp_shard > 1

@@ -1,0 +1,91 @@
+"""Configs: every shipped one is read, every mistake is named with its key."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from automodel_rl.config import dump_config, load_config
+from automodel_rl.errors import InputError
+
+SHIPPED = sorted((Path(__file__).parents[3] / "configs").glob("**/*.yaml"))
+
+MINIMAL = """
+output: out
+model: {path: m}
+data: {train: [{path: a.jsonl}]}
+batch: {sequences: 8, row_tokens: 64}
+length: {steps: 3}
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "sft.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_shipped_configs_are_valid(path: Path) -> None:
+    load_config(path)
+
+
+def test_the_resolved_config_reads_back_as_itself(minimal: Path, tmp_path: Path) -> None:
+    config = load_config(minimal, ["--parallel.layers_per_stage", "[1, 2]", "--parallel.pp=2"])
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_overrides_reach_sections_lists_and_missing_sections(minimal: Path) -> None:
+    arguments = ["--optimizer.lr", "3e-6", "--data.train.0.path", "b.jsonl", "--parallel.dp-shard=2"]
+    config = load_config(minimal, arguments)
+    assert config.optimizer.lr == 3e-6
+    assert config.data.train[0].path == "b.jsonl"
+    assert config.parallel.dp_shard == 2
+
+
+def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
+    values = yaml.safe_load(MINIMAL) | {"optimizer": {"lr": "3e-6"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(values).replace("'3e-6'", "3e-6"))
+    assert load_config(tmp_path / "c.yaml").optimizer.lr == 3e-6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--optimizer.learning_rate", "1"], "optimizer.learning_rate: unknown key; did you mean lr?"),
+        (["--paralel.pp", "2"], "paralel: unknown key; did you mean parallel?"),
+        (["--learning_rate", "1"], "learning_rate: unknown key; did you mean optimizer.lr?"),
+        (["--data.train.0.pth", "x"], "data.train.0.pth: unknown key; did you mean path?"),
+        (["--optimizer.lr", "fast"], "optimizer.lr: Input should be a valid number, unable to parse .*, not 'fast'"),
+        (["--parallel.pp", "0"], "parallel.pp: Input should be greater than 0, not 0"),
+        (["--length.epochs", "1"], "length: give exactly one of steps and epochs"),
+        (["--parallel.dp_shard", "9"], "batch.sequences=8 must be at least the 9 data ranks"),
+        (["--data.train.7.path", "x"], "7 is not a place in a list of 1"),
+        (["--output.folder", "x"], "output is a value, not a section"),
+        (["--optimizer.lr"], "--optimizer.lr has no value"),
+        (["lr=3"], "unexpected argument 'lr=3'"),
+    ],
+)
+def test_mistakes_are_named_with_key_rule_and_remedy(minimal: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        load_config(minimal, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("output: x")
+    with pytest.raises(InputError, match=r"model: this key is required"):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_malformed_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("output: x\nmodel: [1\n")
+    with pytest.raises(InputError, match=r"c.yaml:3: not valid YAML"):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(InputError, match=r"nowhere.yaml: cannot read the config file"):
+        load_config("nowhere.yaml")

@@ -1,0 +1,214 @@
+"""Losses on packed rows against the same on padded tensors, for random inputs over all options."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from automodel_rl.batch import PackedBatch, TokenSequence, empty_row, pack, unpack
+from automodel_rl.config.losses import AdvantageConfig, DPOLossConfig, PolicyLossConfig
+from automodel_rl.losses import LossOutput, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss
+from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty
+from tests.unit.losses import padded_losses
+
+NAMES = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
+SEEDS = st.integers(0, 10_000)
+
+
+def random_sequences(seed: int, num_sequences: int) -> list[TokenSequence]:
+    """Prompt, then a completion that counts; every per-token value is random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def sequence() -> TokenSequence:
+        prompt, completion = (int(torch.randint(1, 7, (), generator=generator)) for _ in range(2))
+        n = prompt + completion
+        mask = torch.arange(n) >= prompt
+        values = {
+            name: torch.randn(n, generator=generator, dtype=torch.float64) * 0.5 - float(name != "advantages")
+            for name in NAMES
+        }
+        return TokenSequence(torch.randint(0, 9, (n,), generator=generator), mask, values)
+
+    return [sequence() for _ in range(num_sequences)]
+
+
+def random_outputs(batches: list[PackedBatch], seed: int) -> list[TokenOutputs]:
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def tensor(batch: PackedBatch) -> Tensor:
+        return torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
+
+    return [TokenOutputs((tensor(b) * 0.5 - 1).requires_grad_(), tensor(b).abs().requires_grad_()) for b in batches]
+
+
+def total_loss(batches: list[PackedBatch], outputs: list[TokenOutputs], loss: Any) -> tuple[Tensor, dict[str, float]]:
+    """As the engine adds it up: sums over rows by global counts."""
+    results: list[LossOutput] = [loss(o, b) for o, b in zip(outputs, batches, strict=True)]
+    counts = count(batches)
+    value = sum(total / max(counts[name], 1) for result in results for name, total in result.sums.items())
+    names = results[0].metrics
+    metrics = {n: sum(r.metrics[n][0] for r in results) / sum(r.metrics[n][1] for r in results) for n in names}
+    return value, {name: float(metric) for name, metric in metrics.items()}
+
+
+def padded(pieces: list[tuple[int, Tensor]]) -> Tensor:
+    """[B, S] of (place, values aligned with tokens), in the order of the places."""
+    tensors = [tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0])]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+
+
+def unpacked(batches: list[PackedBatch], values: list[Tensor]) -> Tensor:
+    pieces = [piece for b, v in zip(batches, values, strict=True) for piece in zip(b.order, unpack(v, b), strict=False)]
+    return padded(pieces)
+
+
+def compare(batches: list[PackedBatch], outputs: list[TokenOutputs], ours: Tensor, theirs: Tensor) -> None:
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-9, abs=1e-12)
+    leaves = [leaf for o in outputs for leaf in (o.logprobs, o.entropy)]
+    actual = torch.autograd.grad(ours, leaves, allow_unused=True, retain_graph=True)
+    expected = torch.autograd.grad(theirs, leaves, allow_unused=True)
+    for one, other, leaf in zip(actual, expected, leaves, strict=True):
+        zero = torch.zeros_like(leaf)
+        torch.testing.assert_close(
+            zero if one is None else one, zero if other is None else other, rtol=1e-9, atol=1e-12
+        )
+
+
+dpo_options = st.fixed_dictionaries(
+    {
+        "variant": st.sampled_from(["dpo", "ipo", "simpo"]),
+        "beta": st.sampled_from([0.05, 0.5, 2.0]),
+        "label_smoothing": st.sampled_from([0.0, 0.2]),
+        "length_normalised": st.booleans(),
+        "gamma": st.sampled_from([0.0, 0.7]),
+        "sft_weight": st.sampled_from([0.0, 0.3]),
+    }
+).map(lambda c: c | {"label_smoothing": c["label_smoothing"] if c["variant"] == "dpo" else 0.0})
+
+
+@settings(max_examples=60, deadline=None)
+@given(dpo_options, SEEDS, st.integers(1, 4))
+def test_dpo_equals_the_padded_formula(options: dict, seed: int, num_pairs: int) -> None:
+    batches = [*pack(random_sequences(seed, 2 * num_pairs), 40, together=2), empty_row(None)]
+    batches[-1].values["ref_logprobs"] = torch.zeros(2)
+    outputs = random_outputs(batches, seed)
+    config = DPOLossConfig(**options)
+    ours, metrics = total_loss(batches, outputs, lambda o, b: dpo_loss(o, b, config))
+    logprobs = unpacked(batches, [o.logprobs for o in outputs])
+    ref = unpacked(batches, [b.values["ref_logprobs"] for b in batches])
+    mask = unpacked(batches, [b.loss_mask for b in batches])
+    theirs, expected = padded_losses.dpo(logprobs, ref, mask, options)
+    compare(batches, outputs, ours, theirs)
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value)
+
+
+policy_options = st.fixed_dictionaries(
+    {
+        "surrogate": st.sampled_from(["clip", "clip", "cispo"]),
+        "ratio": st.sampled_from(["token", "sequence"]),
+        "clip_low": st.sampled_from([0.1, 0.3]),
+        "clip_high": st.sampled_from([0.1, 0.4]),
+        "dual_clip": st.sampled_from([None, 1.5]),
+        "normalise": st.sampled_from(["token", "sequence", "constant"]),
+        "on_policy": st.booleans(),
+        "entropy": st.sampled_from([0.0, 0.1]),
+        "kl": st.sampled_from(["k1", "k2", "k3"]),
+        "kl_coefficient": st.sampled_from([0.0, 0.2]),
+        "correction": st.sampled_from(
+            [("none", 0.0, 2.0), ("truncate", 0.5, 1.5), ("icepop", 0.6, 1.4), ("sequence_mask", 0.8, 1.2)]
+        ),
+        "longest": st.just(7),
+    }
+).map(lambda c: c | ({"ratio": "token", "dual_clip": None} if c["surrogate"] == "cispo" else {}))
+
+
+def policy_config(c: dict) -> PolicyLossConfig:
+    kind, low, high = c["correction"]
+    own = ("surrogate", "ratio", "clip_low", "clip_high", "dual_clip", "normalise", "on_policy", "entropy")
+    return PolicyLossConfig.model_validate(
+        {name: c[name] for name in own}
+        | {"kl": {"coefficient": c["kl_coefficient"], "estimator": c["kl"]}}
+        | {"correction": {"kind": kind, "low": low, "high": high}, "max_completion_tokens": c["longest"]}
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(policy_options, SEEDS, st.integers(1, 5))
+def test_policy_gradient_equals_the_padded_formula(options: dict, seed: int, num_sequences: int) -> None:
+    batches = pack(random_sequences(seed, num_sequences), 25, min_bin_count=2)
+    batches.append(empty_row(batches[0]))
+    outputs = random_outputs(batches, seed)
+    config = policy_config(options)
+    ours, metrics = total_loss(batches, outputs, lambda o, b: grpo_loss(o, b, config))
+    logprobs = unpacked(batches, [o.logprobs for o in outputs])
+    entropy = unpacked(batches, [o.entropy for o in outputs])
+    values = [unpacked(batches, [b.values[name] for b in batches]) for name in NAMES]
+    mask = unpacked(batches, [b.loss_mask for b in batches])
+    compare(batches, outputs, ours, padded_losses.policy_gradient(logprobs, entropy, *values, mask, options))
+    assert metrics["train/entropy"] == pytest.approx(entropy[mask.bool()].mean().item())
+
+
+def test_sft_equals_the_padded_formula() -> None:
+    batches = pack(random_sequences(3, 5), 25)
+    outputs = random_outputs(batches, 3)
+    ours, _ = total_loss(batches, outputs, sft_loss)
+    logprobs = unpacked(batches, [o.logprobs for o in outputs])
+    compare(batches, outputs, ours, padded_losses.nll(logprobs, unpacked(batches, [b.loss_mask for b in batches])))
+
+
+def test_a_first_update_has_ratio_1_and_no_clipping() -> None:
+    batches = pack(random_sequences(5, 4), 50)
+    outputs = random_outputs(batches, 5)
+    for batch, output in zip(batches, outputs, strict=True):
+        batch.values["old_logprobs"] = output.logprobs.detach()
+    _, metrics = total_loss(batches, outputs, lambda o, b: grpo_loss(o, b, PolicyLossConfig()))
+    assert metrics["train/ratio_mean"] == 1
+    assert metrics["train/clip_fraction"] == 0
+
+
+def test_overflowing_ratios_outside_of_the_mask_spoil_no_gradient() -> None:
+    (batch,) = pack(random_sequences(5, 2), 50)
+    (output,) = random_outputs([batch], 5)
+    batch.values["old_logprobs"][~batch.loss_mask] = -1e6
+    batch.values["ref_logprobs"][~batch.loss_mask] = 1e6
+    config = PolicyLossConfig.model_validate({"kl": {"coefficient": 0.1}})
+    (total,) = grpo_loss(output, batch, config).sums.values()
+    (gradient,) = torch.autograd.grad(total, output.logprobs)
+    assert gradient.isfinite().all()
+
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce"])
+def test_advantages_equal_their_formulas(kind: str) -> None:
+    result = advantages(REWARDS, AdvantageConfig.model_validate({"kind": kind}))
+    every_centred = [r - sum(row) / 4 for row in REWARDS.tolist() for r in row]
+    for p, row in enumerate(REWARDS.tolist()):
+        mean = sum(row) / 4
+        std = (sum((r - mean) ** 2 for r in row) / 3) ** 0.5
+        for g, reward in enumerate(row):
+            expected = {
+                "grpo": (reward - mean) / (std + 1e-6),
+                "dr_grpo": reward - mean,
+                "rloo": reward - (sum(row) - reward) / 3,
+                "reinforce": (reward - mean) / ((sum(x**2 for x in every_centred) / 11) ** 0.5 + 1e-6),
+            }[kind]
+            assert result[p, g].item() == pytest.approx(expected)
+
+
+def test_advantages_are_clipped() -> None:
+    result = advantages(REWARDS, AdvantageConfig(kind="dr_grpo", clip=0.4))
+    assert result.abs().max() == 0.4
+
+
+def test_groups_without_signal_are_known() -> None:
+    assert has_signal(REWARDS).tolist() == [True, False, True]
+
+
+def test_the_overlong_penalty_rises_over_the_buffer() -> None:
+    assert overlong_penalty(torch.tensor([10, 80, 90, 100]), max_tokens=100, buffer=20).tolist() == [0, 0, 0.5, 1]

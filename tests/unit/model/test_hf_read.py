@@ -1,0 +1,125 @@
+"""Checkpoints on disk: what is wrong with them is known before anything is built."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from automodel_rl.errors import InputError
+from automodel_rl.model.build import build_empty_model
+from automodel_rl.model.flops import StepFlops
+from automodel_rl.model.hf_names import to_hf
+from automodel_rl.model.hf_read import (
+    Checkpoint,
+    describe_model,
+    persistent_tensors,
+    read_config,
+    resolve_checkpoint,
+)
+from tests.tiny import FAMILIES, save_tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path, num_layers=2, dtype=torch.float32)
+    return tmp_path
+
+
+def check(folder: Path) -> None:
+    config = read_config(folder)
+    empty = build_empty_model(config, "transformers", torch.float32, "automodel_rl_sdpa", untie=False)
+    Checkpoint(folder, config.model_type).check(empty)
+
+
+def test_an_intact_checkpoint_passes(folder: Path) -> None:
+    check(folder)
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"no weights: expected model.safetensors"):
+        check(folder)
+
+
+def test_a_truncated_file(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"model.safetensors: damaged or incomplete safetensors file"):
+        check(folder)
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"names model-00001-of-00002.safetensors, which is not there"):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "the checkpoint has no tensor model.norm.weight"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}),
+            r"model.norm.weight has shape \(3,\) in the weights but \(32,\) by config.json",
+        ),
+    ],
+)
+def test_missing_and_misshapen_tensors(folder: Path, change, message: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputError, match=message):
+        check(folder)
+
+
+def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no config.json"):
+        resolve_checkpoint(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config.json is not a model config of transformers"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "num_experts"), [("mixtral", 4), ("deepseek_v3", 8), ("gpt_oss", 4), ("qwen3", 0)])
+def test_the_description_counts_experts(tmp_path: Path, family: str, num_experts: int) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
+    assert describe_model(read_config(tmp_path)).num_experts == num_experts
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
+    config = read_config(tmp_path)
+    model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False)
+    Checkpoint(tmp_path, family).fill(model, torch.device("cpu"))
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, attn_implementation="eager"
+    ).state_dict()
+    actual = model.state_dict()
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_names_and_tensors_of_files_come_back(tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
+    stored = load_file(tmp_path / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    exported = dict(piece for name, t in persistent_tensors(model) for piece in to_hf(name, t.detach(), family))
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(exported[name].to(tensor.dtype), tensor), name
+
+
+def test_flops_count_attention_within_each_sequence(folder: Path) -> None:
+    empty = build_empty_model(read_config(folder), "transformers", torch.float32, "automodel_rl_sdpa", untie=False)
+    flops = StepFlops(empty)
+    attention, mlp, head = 32 * 8 * (2 * 4 + 2 * 2), 3 * 32 * 64, 128 * 32
+    per_token = 6 * (2 * (attention + mlp) + head)
+    assert flops(10) == per_token * 10 + 12 * 2 * 4 * 8 * 55
+    assert flops(10) > 2 * flops(5)

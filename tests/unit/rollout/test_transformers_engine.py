@@ -1,0 +1,114 @@
+"""In-process generation: what it samples, and what it says of it, against transformers one prompt at a time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from automodel_rl.quickstart.model import train_tokenizer
+from automodel_rl.rollout.protocol import Completion, Request
+from automodel_rl.rollout.transformers_engine import TransformersEngine
+from tests.tiny import VOCAB, save_tiny_model
+
+PROMPTS = [[5, 6, 7], [9], [4, 4, 8, 1, 2, 3, 3, 60], [11, 12]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer(["a b c"], 300)
+
+
+@pytest.fixture(params=["qwen3", "qwen3_moe", "gemma2", "gpt_oss"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> PreTrainedModel:
+    # transformers' written-out attention casts to float32, in which float64's mask value is infinite.
+    dtype = torch.float32 if request.param in ("gemma2", "gpt_oss") else torch.float64
+    save_tiny_model(tmp_path, request.param, tied=request.param == "gemma2", dtype=dtype)
+    experts = {"experts_implementation": "eager"} if request.param in ("qwen3_moe", "gpt_oss") else {}
+    return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager", **experts).eval()
+
+
+def weights_on_disk(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors.torch import load_file
+
+    yield from load_file(folder / "model.safetensors").items()
+
+
+def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: object) -> TransformersEngine:
+    settings = {"max_new_tokens": 12, "batch_size": 3, **options}
+    engine = TransformersEngine(model.config, model.dtype, torch.device("cpu"), tokenizer, **settings)
+    engine.load_weights(weights_on_disk(Path(model.config._name_or_path)))
+    return engine
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, prompt: list[int], completion: Completion, temperature: float) -> Tensor:
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
+def test_it_reports_the_logprobs_of_what_it_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = make_engine(model, tokenizer)
+    requests = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
+    tolerance = 2e-6 if model.dtype == torch.float64 else 1e-4  # rotary tables are float32
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert completion.finish == ("length" if len(completion.token_ids) == 12 else "stop")
+        expected = score(model, request.prompt, completion, 0.7)
+        actual = torch.tensor(completion.logprobs, dtype=torch.float64)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> PreTrainedModel:
+    save_tiny_model(tmp_path)
+    return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+
+
+def test_a_completion_depends_on_its_own_seed_only(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = make_engine(dense, tokenizer)
+    requests = [Request(prompt, seed, 1.0) for seed, prompt in enumerate(PROMPTS)]
+    together = engine.generate(requests)
+    alone = [engine.generate([request])[0] for request in reversed(requests)][::-1]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    others = engine.generate([Request(r.prompt, r.seed + 100, 1.0) for r in requests])
+    assert [c.token_ids for c in together] != [c.token_ids for c in others]
+
+
+def test_samples_follow_the_distribution(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = make_engine(dense, tokenizer, max_new_tokens=1, batch_size=4000)
+    drawn = engine.generate([Request([5, 6, 7], seed, 1.5) for seed in range(4000)])
+    with torch.no_grad():
+        expected = (dense(torch.tensor([[5, 6, 7]])).logits[0, -1] / 1.5).softmax(-1)
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in drawn]), minlength=VOCAB)
+    likely = expected * 4000 > 20
+    z = (counts - expected * 4000) / (expected * (1 - expected) * 4000).sqrt()
+    assert z[likely].abs().max() < 4.5
+
+
+def test_temperature_0_takes_the_likeliest_token(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = make_engine(dense, tokenizer)
+    for prompt in PROMPTS:
+        (completion,) = engine.generate([Request(prompt, 0, 0.0)])
+        written = dense.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+        assert completion.token_ids == written.tolist()
+
+
+def test_stop_tokens_and_texts_end_a_completion(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    (free,) = make_engine(dense, tokenizer).generate([Request([5, 6, 7], 1, 1.0)])
+    assert len(free.token_ids) == 12
+    text = tokenizer.decode(free.token_ids[4])
+    (stopped,) = make_engine(dense, tokenizer, stop=[text]).generate([Request([5, 6, 7], 1, 1.0)])
+    assert stopped.finish == "stop"
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert text in tokenizer.decode(stopped.token_ids)
+    assert len(stopped.token_ids) <= 5
+    dense.config.eos_token_id = free.token_ids[2]
+    (ended,) = make_engine(dense, tokenizer).generate([Request([5, 6, 7], 1, 1.0)])
+    assert ended.finish == "stop"
+    assert ended.token_ids[-1] == free.token_ids[2]
+    assert len(ended.token_ids) <= 3

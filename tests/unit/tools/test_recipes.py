@@ -1,0 +1,77 @@
+"""The recipes in configs/ fit the devices they are written for, by `plan`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from automodel_rl.config import load_config
+from automodel_rl.errors import DoesNotFitError
+from automodel_rl.tools.plan.command import GIB, engine_bytes, plan
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "llama3_70b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "qwen3_30b_a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "dapo", "gspo"])
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, algorithm: str) -> None:
+    shape = dict(SHAPES[model])
+    AutoConfig.for_model(shape.pop("model_type"), **shape).save_pretrained(tmp_path)
+    config = load_config(CONFIGS / model / f"{algorithm}.yaml", ["--model.path", str(tmp_path)])
+    try:
+        plan(config, None, "H200", as_json=True)
+    except DoesNotFitError as error:
+        pytest.fail(str(error))
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--rollout.engine", "transformers"], 1000.0),
+        (["--rollout.vllm.memory_fraction", "0.5"], 0.5 * 139.8 * GIB),
+        (["--rollout.vllm.devices", "[1]"], 0.0),
+    ],
+)
+def test_plans_leave_room_for_the_rollout_engine(overrides: list[str], expected: float) -> None:
+    config = load_config(CONFIGS / "qwen3_0.6b" / "grpo.yaml", overrides)
+    assert engine_bytes(config, 1000, "H200") == pytest.approx(expected)
