@@ -7,9 +7,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from automodel_rl.batch import PackedBatch, TokenSequence, pack
-    from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, load_config
+    from automodel_rl.batch import PackedBatch, TokenSequence, pack, unpack
+    from automodel_rl.config import (
+        DPOLossConfig,
+        ModelConfig,
+        OptimizerConfig,
+        ParallelConfig,
+        PolicyLossConfig,
+        load_config,
+    )
     from automodel_rl.engine import Engine, TrainOutput
+    from automodel_rl.errors import InputError
     from automodel_rl.losses import LossOutput, Readout, TokenOutputs, dpo_loss, grpo_loss, sft_loss
     from automodel_rl.model.handle import ModelHandle
     from automodel_rl.trainers.dpo import DPOTrainer
@@ -20,12 +28,16 @@ _HOMES = {
     "PackedBatch": "batch",
     "TokenSequence": "batch",
     "pack": "batch",
+    "unpack": "batch",
+    "DPOLossConfig": "config",
     "ModelConfig": "config",
     "OptimizerConfig": "config",
     "ParallelConfig": "config",
+    "PolicyLossConfig": "config",
     "load_config": "config",
     "Engine": "engine",
     "TrainOutput": "engine",
+    "InputError": "errors",
     "LossOutput": "losses",
     "Readout": "losses",
     "TokenOutputs": "losses",
@@ -39,15 +51,18 @@ _HOMES = {
 }
 
 __all__ = [
+    "DPOLossConfig",
     "DPOTrainer",
     "Engine",
     "GRPOTrainer",
+    "InputError",
     "LossOutput",
     "ModelConfig",
     "ModelHandle",
     "OptimizerConfig",
     "PackedBatch",
     "ParallelConfig",
+    "PolicyLossConfig",
     "Readout",
     "SFTTrainer",
     "TokenOutputs",
@@ -58,6 +73,7 @@ __all__ = [
     "load_config",
     "pack",
     "sft_loss",
+    "unpack",
 ]
 
 
@@ -65,3 +81,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'automodel_rl' has no attribute {name!r}")
     return getattr(importlib.import_module(f"automodel_rl.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

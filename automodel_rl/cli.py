@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import automodel_rl
-from automodel_rl.config import ALGORITHMS, describe_keys, load_config
+from automodel_rl.config import ALGORITHMS, GRPOConfig, describe_keys, load_config
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError
 from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, guard
 from automodel_rl.launch.local import is_rank, run_local_ranks
@@ -76,12 +76,15 @@ def _train(algorithm: str, arguments: list[str]) -> int:
     if resume not in (None, "auto"):
         raise InputError(f"--resume {resume}: takes one value: --resume auto")
     config = load_config(path, overrides, algorithm)
-    if RECORD_FOLDER_VARIABLE not in os.environ:  # not a rank that we have started
-        # Here, so that it is done once for all ranks and before they import anything heavy.
+    # Once for all ranks: in the launcher, before they import anything heavy, or in torchrun's first rank.
+    if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
         from automodel_rl.data.records import check_data
+        from automodel_rl.rollout.rewards.scorer import check_rewards
 
         RunDirectory(config, config.output, resume is not None)
         check_data(config)
+        if isinstance(config, GRPOConfig):
+            check_rewards(config.rewards)
     if not is_rank() and config.parallel.world_size > 1:
         command = [sys.executable, "-m", "automodel_rl", algorithm, *arguments]
         return run_local_ranks(command, config.parallel.world_size)

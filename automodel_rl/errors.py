@@ -6,7 +6,13 @@ EXIT_BAD_INPUT = 2
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong. The message is one line: what was given, the rule, the remedy."""
+    """Something the user gave is wrong. The message is one line: what was given, the rule, the remedy.
+
+    Example:
+        >>> load_config("nowhere.yaml")
+        Traceback (most recent call last):
+        automodel_rl.errors.InputError: nowhere.yaml: cannot read the config file (No such file or directory)
+    """
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.split()))  # parts of it may come from libraries
@@ -19,11 +25,15 @@ class MicrobatchError(RuntimeError):
         super().__init__(f"{phase} of microbatch {microbatch} on stage {stage} failed: {innermost(cause)}")
 
 
-class StoppedError(RuntimeError):
+class JobEndedError(RuntimeError):
+    """The job ends, and its message says all that the user needs: no traceback is shown."""
+
+
+class StoppedError(JobEndedError):
     """The run was asked to stop and has saved a checkpoint."""
 
 
-class VerificationError(RuntimeError):
+class VerificationError(JobEndedError):
     """A layout does not compute the numbers of one process."""
 
 
@@ -31,11 +41,11 @@ class DoesNotFitError(RuntimeError):
     """A layout needs more memory than the device has."""
 
 
-class TrainingDivergedError(RuntimeError):
+class TrainingDivergedError(JobEndedError):
     """Too many steps in a row had a loss or a gradient that is not finite."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(JobEndedError):
     """Completions could not be generated, or teach nothing."""
 
 

@@ -29,7 +29,7 @@ from automodel_rl.model.hf_read import describe_model, read_config
 from automodel_rl.parallel.combinations import check_supported
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
-from automodel_rl.tools.verify.comparison import Case, Differences, compare
+from automodel_rl.tools.verify.comparison import Case, compare
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -71,9 +71,8 @@ def cells() -> Iterator[Cell]:
     yield Cell("deepseek_v3", ParallelConfig(pp=2, cp=2, ep=4, dp_shard=2))
 
 
-def run(cell: Cell, pools: dict[int, RankPool]) -> str:
+def run(cell: Cell, ranks: RankPool) -> str:
     """The row of the table."""
-    size = cell.parallel.world_size
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tiny_model(folder, cell.family, tied=cell.tied, num_layers=max(4, cell.parallel.num_stages))
@@ -82,10 +81,7 @@ def run(cell: Cell, pools: dict[int, RankPool]) -> str:
             check_supported(describe_model(read_config(folder)), model, cell.parallel, MemoryConfig())
         except InputError as error:
             return f"| refused | {error} |"
-        for idle in [count for count in pools if count != size]:
-            pools.pop(idle).stop()  # live ranks of other sizes would only take memory
-        pool = pools.setdefault(size, RankPool(size))
-        found = Differences().merge(pool.run(compare, Case(cell.parallel, rows=(3, 1, 2)), folder, folder))
+        found = ranks(cell.parallel.world_size).run(compare, Case(cell.parallel, rows=(3, 1, 2)), folder, folder)[0]
     in_fp32 = FAMILIES[cell.family].computes_in_fp32
     rows = judge(found, FLOAT32 if in_fp32 else FLOAT64)
     verdict = "equal" if all(row.is_equal for row in rows) else "DIFFERENT"
@@ -100,14 +96,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a cell's name")
     options = parser.parse_args()
     chosen = [cell for cell in cells() if options.only in f"{cell.family}: {cell.name}"]
-    pools: dict[int, RankPool] = {}
+    ranks = RankPool()
     lines, started = [], time.monotonic()
     for number, cell in enumerate(sorted(chosen, key=lambda c: c.parallel.world_size), start=1):
-        row = run(cell, pools)
+        row = run(cell, ranks)
         lines.append(f"| {cell.family} | {cell.name} {row}")
         print(f"{number}/{len(chosen)} {time.monotonic() - started:.0f} s {lines[-1]}", flush=True)
-    for pool in pools.values():
-        pool.stop()
+    ranks.stop()
     different = sum("DIFFERENT" in line for line in lines)
     if not options.only:
         head = (

@@ -119,7 +119,7 @@ def rows_of(
         row,
         num_data_ranks=parallel.num_data_ranks,
         data_rank=handle.layout.data_rank,
-        min_bin_count=parallel.pp * parallel.num_data_ranks if len(sequences) > 1 else 1,
+        min_rows=parallel.pp if len(sequences) > 1 else 1,
         cost=handle.flops,
     )
 

@@ -1,6 +1,6 @@
 """Fixtures shared by all tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,13 +16,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """`ranks(n)` is a pool of n live ranks, the same for all tests."""
-    pools: dict[int, RankPool] = {}
-
-    def pool_of(num_ranks: int) -> RankPool:
-        return pools.setdefault(num_ranks, RankPool(num_ranks))
-
-    yield pool_of
-    for pool in pools.values():
-        pool.stop()
+def ranks() -> Iterator[RankPool]:
+    """`ranks(n).run(function, *args)` runs on n live ranks, the same for all tests."""
+    pool = RankPool()
+    yield pool
+    pool.stop()

@@ -1,74 +1,149 @@
 """Ranks that stay alive over many tests, for importing the package takes seconds a process; groups are made anew."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import shutil
+import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+from automodel_rl.launch.failure import LOST_PEER
 from automodel_rl.launch.local import free_port
 
 TIMEOUT_SECONDS = 300.0
 
+GRACE_SECONDS = 1.0
+"""How long the other ranks may take to say what they know once one has failed."""
+
+
+@dataclass
+class _Rank:
+    process: Any
+    pipe: Connection
+    stacks: Path
+    """Where it writes the stacks of its threads on SIGUSR1."""
+
 
 class RankPool:
-    """`pool.run(function, *args)` calls a module-level function on every rank and returns the results in rank order.
+    """`ranks(n).run(function, *args)` calls a module-level function on n ranks and returns the results in rank order.
 
-    A failing rank's traceback is what the test shows. The ranks are then ended, for their peers may be waiting inside a
-    collective, and new ones start with the next test.
+    A failing rank's traceback is what the test shows first. The ranks are then ended, for their peers may be waiting
+    inside a collective, and new ones start with the next test.
     """
 
-    def __init__(self, num_ranks: int):
-        self.num_ranks = num_ranks
-        self.processes: list[Any] = []
-        self.pipes: list[Connection] = []
+    def __init__(self) -> None:
+        self.ranks: list[_Rank] = []
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        if not self.processes:
-            self._start()
+    def __call__(self, num_ranks: int) -> "Ranks":
+        return Ranks(self, num_ranks)
+
+    def run(self, num_ranks: int, function: Callable[..., Any], args: tuple) -> list[Any]:
+        __tracebackhide__ = True
+        if not all(rank.process.is_alive() for rank in self.ranks):
+            self.stop()
+        while len(self.ranks) < num_ranks:
+            self.ranks.append(self._start(len(self.ranks)))
         port = free_port()
-        for pipe in self.pipes:
-            pipe.send((function, args, port))
-        results: dict[int, Any] = {}
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while len(results) < self.num_ranks:
-            ready = wait([p for r, p in enumerate(self.pipes) if r not in results], max(0, deadline - time.monotonic()))
-            if not ready:
-                self.stop()
-                raise TimeoutError(f"ranks {sorted(set(range(self.num_ranks)) - set(results))} did not answer")
-            for pipe in ready:
-                rank = self.pipes.index(pipe)
-                try:
-                    error, results[rank] = pipe.recv()
-                except EOFError:
-                    error = f"rank {rank} died"
-                if error is not None:
-                    self.stop()
-                    raise AssertionError(f"rank {rank} failed:\n{error}")
-        return [results[rank] for rank in range(self.num_ranks)]
+        for rank in self.ranks[:num_ranks]:
+            rank.pipe.send((function, args, num_ranks, port))
+        try:
+            results, errors = self._collect(num_ranks)
+        except BaseException:  # Ctrl-C, too: what they would answer later must not meet the next test
+            self.stop()
+            raise
+        if errors:
+            self.stop()
+            raise AssertionError(_describe(errors)) from None
+        return [results[rank] for rank in range(num_ranks)]
 
-    def _start(self) -> None:
+    def _collect(self, num_ranks: int) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while len(results) + len(errors) < num_ranks:
+            left = [n for n in range(num_ranks) if n not in results and n not in errors]
+            ready = wait([self.ranks[n].pipe for n in left], max(0.0, deadline - time.monotonic()))
+            if not ready and errors:
+                break  # the others wait for those that failed
+            if not ready:
+                raise TimeoutError("\n".join(f"rank {n} did not answer; it is at\n{self._stacks(n)}" for n in left))
+            for n in left:
+                if self.ranks[n].pipe in ready:
+                    self._receive(n, results, errors)
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return results, errors
+
+    def _receive(self, n: int, results: dict[int, Any], errors: dict[int, str]) -> None:
+        try:
+            error, result = self.ranks[n].pipe.recv()
+        except (EOFError, OSError):
+            self.ranks[n].process.join(GRACE_SECONDS)
+            error, result = f"it ended with exit code {self.ranks[n].process.exitcode}", None
+        if error is None:
+            results[n] = result
+        else:
+            errors[n] = error
+
+    def _stacks(self, n: int) -> str:
+        os.kill(self.ranks[n].process.pid, signal.SIGUSR1)
+        time.sleep(GRACE_SECONDS)
+        return self.ranks[n].stacks.read_text()
+
+    def _start(self, number: int) -> _Rank:
         context = multiprocessing.get_context("spawn")
-        for rank in range(self.num_ranks):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.num_ranks), daemon=True)
-            process.start()
-            there.close()
-            self.pipes.append(here)
-            self.processes.append(process)
+        here, there = context.Pipe()
+        stacks = Path(tempfile.mkdtemp(), "stacks")
+        process = context.Process(target=_serve, args=(there, number, str(stacks)), daemon=True)
+        process.start()
+        there.close()
+        return _Rank(process, here, stacks)
 
     def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self.processes, self.pipes = [], []
+        for rank in self.ranks:
+            rank.process.kill()
+            rank.process.join()
+            rank.pipe.close()
+            shutil.rmtree(rank.stacks.parent)
+        self.ranks = []
 
 
-def _serve(pipe: Connection, rank: int, num_ranks: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="localhost")
+@dataclass(frozen=True)
+class Ranks:
+    """The first ranks of a pool."""
+
+    pool: RankPool
+    num_ranks: int
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        __tracebackhide__ = True
+        return self.pool.run(self.num_ranks, function, args)
+
+
+def _describe(errors: dict[int, str]) -> str:
+    """The last line of the cause first, then its traceback, then those of ranks that only lost a peer."""
+    order = sorted(errors, key=lambda n: LOST_PEER.search(errors[n]) is not None)
+    cause = errors[order[0]].strip().splitlines()[-1]
+    return "\n".join([f"rank {order[0]}: {cause}", *(f"--- rank {n}\n{errors[n]}" for n in order)])
+
+
+def _serve(pipe: Connection, rank: int, stacks: str) -> None:
+    # Without stacks of C++ when a peer has gone: they say nothing of the cause.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", TORCH_CPP_LOG_LEVEL="ERROR")
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        _answer(pipe)
+
+
+def _answer(pipe: Connection) -> None:
     import torch
 
     from automodel_rl.launch.process_group import leave_process_group
@@ -78,10 +153,10 @@ def _serve(pipe: Connection, rank: int, num_ranks: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, args, port = pipe.recv()
+            function, args, num_ranks, port = pipe.recv()
         except EOFError:
             return
-        os.environ["MASTER_PORT"] = str(port)
+        os.environ.update(WORLD_SIZE=str(num_ranks), MASTER_PORT=str(port))
         try:
             result = function(*args)
             # Every gloo group has threads that wake up; over many tests they would add up.

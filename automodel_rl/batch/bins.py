@@ -11,9 +11,7 @@ Bin = list[int]
 """Places of the sequences of one row."""
 
 
-def assign_bins(
-    lengths: Sequence[int], capacity: int, *, min_bin_count: int = 1, bin_count_multiple: int = 1
-) -> list[Bin]:
+def assign_bins(lengths: Sequence[int], capacity: int, *, min_count: int = 1, multiple: int = 1) -> list[Bin]:
     """Puts sequences into as few bins as best-fit decreasing finds, then splits bins up to the count asked for.
 
     Best-fit decreasing needs at most 11/9 of the fewest bins possible, plus one (Johnson et al., 1974, "Worst-case
@@ -22,8 +20,8 @@ def assign_bins(
     Args:
         lengths: tokens of every sequence, each at most `capacity`.
         capacity: most tokens of a bin.
-        min_bin_count: fewest bins returned.
-        bin_count_multiple: the number of bins is a multiple of this.
+        min_count: fewest bins returned.
+        multiple: the number of bins is a multiple of this.
 
     Returns:
         Bins of places in `lengths`. Bins are empty only when there are fewer sequences than bins.
@@ -35,8 +33,7 @@ def assign_bins(
                 "or raise the capacity"
             )
     bins = _best_fit_decreasing(lengths, capacity)
-    count = max(len(bins), min_bin_count, 1)
-    count = -(-count // bin_count_multiple) * bin_count_multiple
+    count = -(-max(len(bins), min_count) // multiple) * multiple
     return _split_up_to(bins, lengths, count)
 
 
@@ -105,7 +102,7 @@ def pack(
     *,
     num_data_ranks: int = 1,
     data_rank: int = 0,
-    min_bin_count: int = 1,
+    min_rows: int = 1,
     together: int = 1,
     cost: Callable[[int], float] = float,
 ) -> list[PackedBatch]:
@@ -118,17 +115,26 @@ def pack(
         sequences: the global batch.
         capacity: most tokens of a row.
         num_data_ranks, data_rank: over how many ranks the rows are dealt, and whose are returned.
-        min_bin_count: fewest rows over all data ranks.
+        min_rows: fewest rows of each data rank; with as many as stages, every stage of a pipeline has work.
         together: so many consecutive sequences, such as the two of a pair, share a row and stay next to each other.
         cost: work of a sequence by its length, by which data ranks are balanced.
+
+    Raises:
+        InputError: a sequence, or a group of sequences that stay together, is longer than a row.
+        ValueError: the sequences are not whole groups of `together`.
+
+    Example:
+        >>> import torch
+        >>> ids, mask = torch.arange(6), torch.tensor([False, False, False, True, True, True])
+        >>> rows = pack([TokenSequence(ids, mask), TokenSequence(ids[:3], mask[3:])], capacity=16)
+        >>> [row.lengths for row in rows]
+        [(6, 3)]
     """
     if len(sequences) % together:
         raise ValueError(f"{len(sequences)} sequences are not whole groups of {together}")
     groups = [sequences[start : start + together] for start in range(0, len(sequences), together)]
     lengths = [sum(map(len, group)) for group in groups]
-    bins = assign_bins(
-        lengths, capacity, min_bin_count=max(min_bin_count, num_data_ranks), bin_count_multiple=num_data_ranks
-    )
+    bins = assign_bins(lengths, capacity, min_count=min_rows * num_data_ranks, multiple=num_data_ranks)
     costs = [sum(cost(len(sequence)) for group in b for sequence in groups[group]) for b in bins]
     mine = [bins[place] for place in share_bins(costs, num_data_ranks)[data_rank]]
     like = pack_row([sequences[0]]) if sequences else None

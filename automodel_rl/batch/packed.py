@@ -2,7 +2,7 @@
 
 Alignment. Outside, a per-token value belongs to the token it describes. Inside a row, everything is aligned with the
 position that *predicts*: `loss_mask[t]` and `values[name][t]` describe `targets[t]`, the token after `input_ids[t]`.
-`pack_row` shifts one way, `unpack` the other; nothing else in the package shifts.
+`pack_row` and `add_values` shift one way, `unpack` the other; nothing else in the package shifts.
 
 Shape letters: T tokens of a row, N its sequences, n the tokens of one sequence.
 """
@@ -32,6 +32,14 @@ class TokenSequence:
         loss_mask: True for the tokens that count in the loss, bool [n]. The first token is never predicted, so its
             entry has no effect.
         values: further per-token tensors by name, each [n].
+
+    Raises:
+        ValueError: a tensor has another shape than `input_ids`.
+
+    Example:
+        >>> import torch
+        >>> len(TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True])))
+        3
     """
 
     input_ids: Tensor
@@ -66,6 +74,13 @@ class PackedBatch:
         order: for every sequence, its place in the list that was packed.
         values: further per-token tensors [T] by name.
         is_empty: True for a row that only keeps collectives in step and counts for nothing.
+
+    Example:
+        >>> import torch
+        >>> mask = torch.tensor([False, True, True])
+        >>> (row,) = pack([TokenSequence(torch.tensor([5, 6, 7]), mask)], capacity=8)
+        >>> row.targets.tolist(), row.loss_mask.tolist()  # the last position predicts nothing
+        ([6, 7, -100], [True, True, False])
     """
 
     input_ids: Tensor
@@ -80,6 +95,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
+        """T, also of an empty row."""
         return sum(self.lengths)
 
     @property
@@ -88,16 +104,16 @@ class PackedBatch:
         return 0 if self.is_empty else len(self.lengths)
 
     @property
-    def max_seqlen(self) -> int:
-        return max(self.lengths)
-
-    @property
     def sequence_ids(self) -> Tensor:
-        """Which sequence of the row each token belongs to, int64 [T]."""
+        """Which sequence of the row each token belongs to, int64 [T]; on the row's device."""
         return torch.zeros_like(self.input_ids).index_fill_(0, self.cu_seqlens[1:-1].long(), 1).cumsum(0)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """The same row with its tensors on `device`."""
+        """The same row with its tensors on another device.
+
+        Args:
+            device: from the host to CUDA without waiting.
+        """
         tensors: dict[str, Any] = {
             f.name: move(getattr(self, f.name), device)
             for f in dataclasses.fields(self)
@@ -113,6 +129,9 @@ def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = N
     Args:
         sequences: at least one; each at least one token long, all with the same names in `values`.
         order: places of the sequences in the list they come from; by default 0, 1, 2, ...
+
+    Raises:
+        ValueError: no sequences.
     """
     if not sequences:
         raise ValueError("pack_row needs at least one sequence; use empty_row() for a row without any")
@@ -148,14 +167,26 @@ def unpack(values: Tensor, batch: PackedBatch) -> list[Tensor]:
 
     Returns:
         One tensor [n, ...] for each real sequence; its first entry, which nothing predicts, is 0.
+
+    Example:
+        >>> import torch
+        >>> sequences = [TokenSequence(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in (3, 2)]
+        >>> (row,) = pack(sequences, capacity=8)
+        >>> [piece.tolist() for piece in unpack(torch.tensor([0.1, 0.2, 0.0, 0.3, 0.0]), row)]
+        [[0.0, 0.10000000149011612, 0.20000000298023224], [0.0, 0.30000001192092896]]
     """
     if batch.is_empty:
         return []
     return [_to_token(piece) for piece in values.split(batch.lengths)]
 
 
+def set_values(batch: PackedBatch, name: str, values: Tensor) -> PackedBatch:
+    """The row with one more per-token tensor [T], which is aligned with predicting positions already."""
+    return dataclasses.replace(batch, values={**batch.values, name: values})
+
+
 def add_values(batch: PackedBatch, name: str, pieces: Sequence[Tensor]) -> PackedBatch:
-    """The row with one more per-token tensor.
+    """The row with one more per-token tensor, of pieces that are aligned with tokens.
 
     Args:
         batch: the row; an empty one takes no pieces and gets zeros.
@@ -163,12 +194,11 @@ def add_values(batch: PackedBatch, name: str, pieces: Sequence[Tensor]) -> Packe
         pieces: for each real sequence [n], aligned with its tokens, as `unpack` gives them.
     """
     shifted = [_to_predictor(piece) for piece in pieces]
-    value = torch.zeros(batch.num_tokens) if batch.is_empty else torch.cat(shifted)
-    return dataclasses.replace(batch, values={**batch.values, name: value})
+    return set_values(batch, name, torch.zeros(batch.num_tokens) if batch.is_empty else torch.cat(shifted))
 
 
 def sum_by_sequence(values: Tensor, batch: PackedBatch) -> Tensor:
-    """Sums [T] over the tokens of each sequence: [N]. Always in the same order, unlike an index_add on CUDA."""
+    """Sums [T] over the tokens of each sequence: [N], same dtype. In a fixed order, unlike an index_add on CUDA."""
     # unsafe: the check of the lengths would wait for the device.
     return torch.segment_reduce(values, "sum", lengths=batch.cu_seqlens.diff().long(), unsafe=True)
 

@@ -11,4 +11,4 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept."""
 
     keep_best: bool = True
-    """Also keep the one with the lowest val/loss, of those written at a step that validates."""
+    """Also keep the best one of those written at a step that validates: by val/loss, of grpo by val/reward_mean."""

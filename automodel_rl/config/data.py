@@ -41,7 +41,8 @@ class ExamplesConfig(SourcesConfig):
     """Of records that are whole before a run starts."""
 
     overlong: Literal["truncate", "drop"] = "truncate"
-    """What happens to an example longer than a row: cut at the end, or left out. Both are counted in the metrics."""
+    """What happens to an example longer than a row or the model's context: cut at the end, or left out. Both are
+    counted in the metrics."""
 
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that tokenise ahead of training, on each rank."""

@@ -16,6 +16,8 @@ from automodel_rl.config.run import RunConfig
 from automodel_rl.config.sft import SFTConfig
 from automodel_rl.errors import InputError
 
+Checked = typing.TypeVar("Checked", bound=RunConfig)
+
 ALGORITHMS: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
 
 ALIASES = {"learning_rate": "lr", "max_length": "row_tokens", "max_seq_length": "row_tokens", "batch_size": "sequences"}
@@ -36,16 +38,29 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
 
     Raises:
         InputError: the file is missing or malformed, or a key or value is wrong.
+
+    Example:
+        >>> config = load_config("configs/qwen3_0.6b/sft.yaml", ["--optimizer.lr", "1e-5"])
+        >>> config.algorithm, config.optimizer.lr
+        ('sft', 1e-05)
     """
     values = _read_yaml(Path(path))
     for key, text in parse_overrides(overrides):
         _assign(values, key, _parse_value(key, text))
     given = values.get("algorithm", algorithm or "sft")
-    if given not in ALGORITHMS:
+    if not isinstance(given, str) or given not in ALGORITHMS:
         raise InputError(f"{path}: algorithm: {given!r} is not one of {', '.join(ALGORITHMS)}")
     if algorithm not in (None, given):
         raise InputError(f"{path}: is a config for {given}, not {algorithm}: run automodel-rl {given}")
-    kind = ALGORITHMS[given]
+    return check_config(ALGORITHMS[given], values)
+
+
+def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
+    """A config of plain values.
+
+    Raises:
+        InputError: a key or value is wrong.
+    """
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -89,7 +104,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(f"{path}{line}: not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a config is a mapping of keys to values, this is {type(values).__name__}")
@@ -99,7 +114,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _parse_value(key: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # the latter of dates that do not exist
         raise InputError(f"--{key}: {text!r} is not a YAML value; quote it") from None
 
 
@@ -177,9 +192,11 @@ def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, st
     """(dotted key, default, meaning) of every key, for the command line's help."""
     rows = []
     for name, info in kind.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            rows += describe_keys(info.annotation, f"{prefix}{name}.")
-        else:
-            default = "required" if info.is_required() else str(info.default)
+        section = _inner_section(info.annotation)
+        if section is None or section is not info.annotation:
+            default = "required" if info.is_required() else str(info.get_default(call_default_factory=True))
             rows.append((f"{prefix}{name}", default, info.description or ""))
+        if section is not None:
+            item = ".0" if typing.get_origin(info.annotation) is tuple else ""
+            rows += describe_keys(section, f"{prefix}{name}{item}.")
     return rows

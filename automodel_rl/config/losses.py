@@ -8,7 +8,12 @@ from automodel_rl.config.base import Positive, Section
 
 
 class DPOLossConfig(Section):
-    """Of a pair, m = l(chosen) - l(rejected), where l is a completion's log-probability less the reference's."""
+    """Of a pair, m = l(chosen) - l(rejected), where l is a completion's log-probability less the reference's.
+
+    Example:
+        >>> DPOLossConfig(variant="simpo", beta=2.0).needs_reference
+        False
+    """
 
     variant: Literal["dpo", "ipo", "simpo"] = "dpo"
     """dpo: -log sigmoid(beta m), l summed over tokens (Rafailov et al., arXiv:2305.18290, eq. 7).
@@ -32,6 +37,7 @@ class DPOLossConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
+        """Whether batches need `ref_logprobs`."""
         return self.variant != "simpo"
 
     @model_validator(mode="after")
@@ -78,7 +84,12 @@ class KLConfig(Section):
 
 class PolicyLossConfig(Section):
     """A policy-gradient loss. With A a token's advantage and q = exp(logprobs - old_logprobs), the default is PPO's
-    -min(q A, clip(q) A) (Schulman et al., arXiv:1707.06347, eq. 7), as in GRPO (Shao et al., arXiv:2402.03300)."""
+    -min(q A, clip(q) A) (Schulman et al., arXiv:1707.06347, eq. 7), as in GRPO (Shao et al., arXiv:2402.03300).
+
+    Example:
+        >>> PolicyLossConfig(clip_high=0.28, ratio="sequence").normalise
+        'token'
+    """
 
     surrogate: Literal["clip", "cispo"] = "clip"
     """clip: PPO's. cispo: -A stop_gradient(clip(q)) logprobs, where clipped tokens still learn (MiniMax,

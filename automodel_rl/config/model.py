@@ -37,7 +37,12 @@ class MoEConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which checkpoint is trained, by whose classes, and in which precision."""
+    """Which checkpoint is trained, by whose classes, and in which precision.
+
+    Example:
+        >>> ModelConfig(path="Qwen/Qwen3-0.6B", dtype="float32").attention
+        'auto'
+    """
 
     path: str
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a hub id."""

@@ -8,7 +8,12 @@ from automodel_rl.config.base import Fraction, Positive, Section
 
 
 class OptimizerConfig(Section):
-    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101) on master weights."""
+    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101) on master weights.
+
+    Example:
+        >>> OptimizerConfig(lr=3e-6, decay="constant").betas
+        (0.9, 0.95)
+    """
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""

@@ -10,7 +10,13 @@ Schedule = Literal[
 
 
 class ParallelConfig(Section):
-    """Sizes of the mesh axes. The world size is their product."""
+    """Sizes of the mesh axes. The world size is their product, without ep.
+
+    Example:
+        >>> parallel = ParallelConfig(pp=2, tp=2, dp_shard=4)
+        >>> str(parallel), parallel.world_size
+        ('pp 2 x dp_shard 4 x tp 2', 16)
+    """
 
     pp: Positive = 1
     """Pipeline parallel: stages the layers are split into."""
@@ -47,8 +53,12 @@ class ParallelConfig(Section):
         """The axes and counts that are above one, for messages."""
         return {name: size for name, size in self.model_dump().items() if isinstance(size, int) and size > 1}
 
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items()) or "one rank"
+
     @property
     def num_data_ranks(self) -> int:
+        """Ranks with data of their own."""
         return self.dp_shard * self.dp_replicate
 
     @property
@@ -58,8 +68,10 @@ class ParallelConfig(Section):
 
     @property
     def num_stages(self) -> int:
+        """Pipeline stages of all ranks."""
         return self.pp * self.virtual_stages
 
     @property
     def world_size(self) -> int:
+        """Ranks of the job."""
         return self.pp * self.num_data_ranks * self.tp * self.cp

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import Dataset
 
@@ -37,6 +37,7 @@ class ExampleDataset(Dataset):
         sources: where records come from.
         chat: makes sequences of messages.
         row_tokens: most tokens of an example.
+        context: most tokens of a sequence, by the model; None for any.
         overlong: "truncate" or "drop", what happens to a longer one.
     """
 
@@ -45,8 +46,16 @@ class ExampleDataset(Dataset):
 
     read: Reader
 
-    def __init__(self, sources: Sequence[SourceConfig], chat: ChatTokenizer, row_tokens: int, overlong: str):
+    def __init__(
+        self,
+        sources: Sequence[SourceConfig],
+        chat: ChatTokenizer,
+        row_tokens: int,
+        context: int | None,
+        overlong: Literal["truncate", "drop"],
+    ):
         self.configs, self.chat, self.row_tokens, self.overlong = sources, chat, row_tokens, overlong
+        self.context = row_tokens if context is None else min(context, row_tokens)
         self.sources = [open_source(config) for config in sources]
 
     def _record(self, draw: Draw) -> tuple[Any, str]:
@@ -71,9 +80,10 @@ class ExampleDataset(Dataset):
 
     def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...]) -> Example:
         """Cuts the longest sequences until all fit a row together, or drops the example."""
-        if sum(map(len, sequences)) <= self.row_tokens:
+        lengths = [len(sequence) for sequence in sequences]
+        if sum(lengths) <= self.row_tokens and max(lengths) <= self.context:
             return Example(draw, sequences)
-        limit = _common_limit([len(sequence) for sequence in sequences], self.row_tokens)
+        limit = min(_common_limit(lengths, self.row_tokens), self.context)
         cut = tuple(TokenSequence(s.input_ids[:limit], s.loss_mask[:limit]) for s in sequences)
         if self.overlong == "drop" or not all(sequence.loss_mask[1:].any() for sequence in cut):
             return Example(draw, ())
@@ -117,10 +127,10 @@ def _last_text(messages: list[Message]) -> str:
 
 def _common_limit(lengths: list[int], capacity: int) -> int:
     """The largest number of tokens to which sequences can be cut so that all of them fit."""
-    left, limit = capacity, 0
+    left = capacity
     for done, length in enumerate(sorted(lengths)):
         limit = left // (len(lengths) - done)
         if length >= limit:
             return limit
         left -= length
-    return limit
+    return capacity

@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_rl.batch import PackedBatch, TokenSequence, pack
 from automodel_rl.data.draws import Draw, GlobalBatches
 from automodel_rl.data.examples import Example, ExampleDataset
 from automodel_rl.errors import InputError
+from automodel_rl.parallel.host_collectives import gather_objects, interleave
 from automodel_rl.parallel.layout import Layout
 
 
@@ -110,12 +109,7 @@ class PackedLoader:
 
     def _exchange(self, share: list[Example]) -> list[Example]:
         """The global batch, in the order in which it was drawn."""
-        num_ranks = self.layout.parallel.num_data_ranks
-        if num_ranks == 1:
-            return share
-        shares: list[list[Example]] = [[] for _ in range(num_ranks)]
-        dist.all_gather_object(shares, share, group=self.layout.data_control)
-        return [shares[i % num_ranks][i // num_ranks] for i in range(sum(map(len, shares)))]
+        return interleave(gather_objects(share, self.layout.data_control))
 
     def _pack(self, examples: list[Example]) -> PackedStep:
         sequences = [sequence for example in examples for sequence in example.sequences]
@@ -140,7 +134,7 @@ def pack_step(
     cost: Callable[[int], float],
     together: int = 1,
 ) -> PackedStep:
-    """Rows of a global batch that every rank holds. A collective of the data ranks.
+    """This data rank's rows of a global batch, of which every rank holds all sequences.
 
     Args:
         sequences: the global batch.
@@ -154,12 +148,13 @@ def pack_step(
         row_tokens,
         num_data_ranks=layout.parallel.num_data_ranks,
         data_rank=layout.data_rank,
+        min_rows=layout.parallel.pp,
         together=together,
         cost=cost,
     )
-    rows = torch.tensor(sum(not batch.is_empty for batch in batches))
-    dist.all_reduce(rows, group=layout.data_control)
+    # Rows are empty only where there are fewer groups of sequences than rows.
+    num_rows = min(len(batches) * layout.parallel.num_data_ranks, len(sequences) // together)
     size = StepSize(
-        len(sequences), sum(map(len, sequences)), int(rows), sum(cost(len(sequence)) for sequence in sequences)
+        len(sequences), sum(map(len, sequences)), num_rows, sum(cost(len(sequence)) for sequence in sequences)
     )
     return PackedStep(batches, size)

@@ -18,7 +18,7 @@ from automodel_rl.engine.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import InputError
 from automodel_rl.files import complete_folder
-from automodel_rl.model.hf_read import stored_buffers
+from automodel_rl.model.hf_read import EMBEDDING, stored_buffers
 
 
 def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> None:
@@ -31,8 +31,7 @@ def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank
         rank_state: what each rank needs for itself, such as its data loader's state.
     """
     layout = engine.handle.layout
-    engine.bring_back_moments()
-    with complete_folder(folder, layout.world_control) as unfinished:
+    with engine.moments_on_device(), complete_folder(folder, layout.world_control) as unfinished:
         parameters = _trained(engine.handle.named_parameters())
         dcp.save(_tensors(engine, parameters), checkpoint_id=unfinished / "tensors", process_group=layout.world_control)
         torch.save({"random": _random_state(layout.device), **rank_state}, _rank_file(unfinished))
@@ -56,14 +55,18 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
             f"{dist.get_world_size()}: resume with the same layout"
         )
     handle = engine.handle
-    engine.bring_back_moments()
     parameters = _trained(handle.named_parameters())
-    tied = handle.tied
-    if tied is not None and tied.copy is not None and tied.copy.requires_grad:
-        parameters["model.embed_tokens.weight"] = tied.copy  # the copy is restored from the weight it copies
-    state = _tensors(engine, parameters)
-    dcp.load(state, checkpoint_id=folder / "tensors", process_group=handle.layout.world_control)
-    _restore_moments(engine, parameters, state)
+    copy = None if handle.tied is None else handle.tied.trained_copy
+    if copy is not None:  # restored from the weight it copies, which with V placement is on the same rank
+        parameters.setdefault(EMBEDDING, copy)
+    with engine.moments_on_device():
+        state = _tensors(engine, parameters)
+        dcp.load(state, checkpoint_id=folder / "tensors", process_group=handle.layout.world_control)
+        names = {parameter: name for name, parameter in parameters.items()}
+        if copy is not None and copy not in names:
+            names[copy] = EMBEDDING
+            copy.detach().copy_(parameters[EMBEDDING].detach())
+        _restore_moments(engine, names, state)
     rank_state = torch.load(_rank_file(folder), weights_only=False)
     _set_random_state(rank_state.pop("random"), handle.layout.device)
     progress = json.loads((folder / "progress.json").read_text())
@@ -92,17 +95,23 @@ def _tensors(engine: Engine, parameters: dict[str, nn.Parameter]) -> dict[str, d
     return state
 
 
-def _restore_moments(engine: Engine, parameters: dict[str, nn.Parameter], state: dict[str, dict[str, Tensor]]) -> None:
-    names = {parameter: name for name, parameter in parameters.items()}
+def _restore_moments(engine: Engine, names: dict[nn.Parameter, str], state: dict[str, dict[str, Tensor]]) -> None:
     for optimizer in engine.optimizers:
         for parameter in _parameters(optimizer):
             name = names[parameter]
-            step = state["updates"][name]
+            step = _own(state["updates"], name)
             optimizer.state[parameter] = {
                 # A fused optimizer counts on the device.
                 "step": step.to(parameter.device) if optimizer.defaults["fused"] else step.cpu(),
-                **{moment: state[moment][name] for moment in MOMENTS},
+                **{moment: _own(state[moment], name) for moment in MOMENTS},
             }
+
+
+def _own(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """A tensor, or a copy of it where it is taken a second time, as that of a tied embedding may be."""
+    tensor = tensors[name]
+    tensors[name] = tensor.clone() if name == EMBEDDING else tensor
+    return tensor
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -1,13 +1,14 @@
 """Engine: optimizer steps and forward-only work on a ModelHandle, the same on every layout."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import LocalRow, PackedBatch, add_values, sum_by_sequence, unpack
+from automodel_rl.batch import LocalRow, PackedBatch, set_values, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.offload import Offloaded
 from automodel_rl.engine.optimizer import MOMENTS, build_optimizer, learning_rate
@@ -16,7 +17,7 @@ from automodel_rl.losses import Denominator, LossFn, Readout, TokenOutputs, coun
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import Head, read_targets, top_logits
 from automodel_rl.parallel.gradients import local_square_norm
-from automodel_rl.parallel.host_reduce import GlobalTotals, share_totals, sum_over_data_ranks
+from automodel_rl.parallel.host_collectives import GlobalTotals, share_totals, sum_over_data_ranks
 from automodel_rl.parallel.last_stage import LossTotals
 from automodel_rl.parallel.sharding import by_mesh
 
@@ -34,6 +35,10 @@ class TrainOutput:
         lr: learning rate of the step.
         skipped: True when loss or gradient were not finite and no weight changed.
         metrics: the loss's own metrics.
+
+    Example:
+        >>> TrainOutput(loss=0.5, grad_norm=1.0, num_tokens=2, lr=1e-5, skipped=False).metrics
+        {}
     """
 
     loss: float
@@ -51,13 +56,31 @@ class Engine:
         handle: the model.
         optimizer: AdamW and its schedule.
         total_steps: length of the run, for a decaying learning rate.
+
+    Raises:
+        InputError: the learning rate decays and there are no `total_steps`.
+
+    Example:
+        >>> import torch
+        >>> engine = Engine(ModelHandle.from_pretrained(checkpoint), OptimizerConfig(lr=1e-4, decay="constant"))
+        >>> sequence = TokenSequence(torch.tensor([5, 6, 7, 8]), torch.tensor([False, False, True, True]))
+        >>> rows = pack([sequence], capacity=16)
+        >>> out = engine.train_step(rows, sft_loss)
+        >>> out.num_tokens, out.skipped
+        (2, False)
+        >>> (logprobs,) = engine.logprobs(rows)
+        >>> logprobs.shape, logprobs.dtype, logprobs[0].item()
+        (torch.Size([4]), torch.float32, 0.0)
     """
 
     def __init__(self, handle: ModelHandle, optimizer: OptimizerConfig | None = None, total_steps: int | None = None):
         self.handle = handle
         self.config = optimizer or OptimizerConfig(decay="constant")
+        learning_rate(self.config, self.config.warmup_steps, total_steps)  # refuses a decay without an end
         self.total_steps = total_steps
-        self.optimizers = [build_optimizer(part, self.config) for part in handle.parts]
+        # A stage may have no adapter.
+        trained = [part for part in handle.parts if any(p.requires_grad for p in part.parameters())]
+        self.optimizers = [build_optimizer(part, self.config) for part in trained]
         self._offloaded: Offloaded | None = None
         self.step = 0
         self.skipped_in_a_row = 0
@@ -69,6 +92,9 @@ class Engine:
             batches: this data rank's rows; every data rank has equally many (see `pack`).
             loss_fn: gives sums over a row; `PPLossAdapter` divides them by the counts of the global batch.
             readout: what the loss gets of every token.
+
+        Returns:
+            Loss, gradient norm and metrics, equal on every rank.
 
         Raises:
             TrainingDivergedError: too many steps in a row were not finite.
@@ -91,12 +117,21 @@ class Engine:
     def evaluate(
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout = LOGPROBS
     ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics over the global batch, without gradients or updates."""
+        """Loss and metrics over the global batch, without gradients or updates.
+
+        Args:
+            batches: this data rank's rows; every data rank has equally many.
+            loss_fn: gives sums over a row.
+            readout: what the loss gets of every token.
+
+        Returns:
+            The loss and its metrics, equal on every rank.
+        """
         counts = self._global_counts(batches)
         totals = LossTotals()
         for batch, columns in zip(batches, self.handle.forward(batches, read_targets(readout)), strict=True):
             totals.add(loss_fn(TokenOutputs.from_columns(columns), batch.to(columns.device)))
-        nothing = torch.zeros((), dtype=torch.float64)
+        nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
         shared = share_totals(totals, nothing, self.handle.layout)
         return _mean_loss(shared, counts), _metrics(shared)
 
@@ -115,25 +150,44 @@ class Engine:
         return [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output[:, 0], batch)]
 
     def add_logprobs(self, batches: Sequence[PackedBatch], name: str, temperature: float = 1.0) -> list[PackedBatch]:
-        """This data rank's rows with the log-probabilities of their tokens under the model as `values[name]`."""
-        logprobs = iter(self.logprobs(batches, temperature))
-        return [add_values(batch, name, [next(logprobs).cpu() for _ in batch.order]) for batch in batches]
+        """This data rank's rows with the log-probabilities of their tokens under the model.
+
+        Args:
+            batches: this data rank's rows.
+            name: in `values`, of a tensor [T] on the host, fp32 or float64, aligned with predicting positions.
+            temperature: the logits are divided by it.
+        """
+        outputs = self.handle.forward(batches, read_targets(Readout(temperature)))
+        return [set_values(row, name, output[:, 0].cpu()) for row, output in zip(batches, outputs, strict=True)]
 
     def sequence_scores(self, batches: Sequence[PackedBatch]) -> Tensor:
-        """Summed log-probability of the tokens in `loss_mask` of each sequence, [N], in the order rows hold them."""
+        """Summed log-probability of the tokens in `loss_mask` of each sequence.
+
+        Args:
+            batches: this data rank's rows.
+
+        Returns:
+            [N], fp32 or float64, in the order in which rows hold the sequences.
+        """
         outputs = self.handle.forward(batches, read_targets(LOGPROBS))
-        sums = [
-            sum_by_sequence(torch.where(row.loss_mask, output[:, 0], 0.0), row)[: row.num_sequences]
-            for output, row in zip(outputs, (batch.to(self.handle.layout.device) for batch in batches), strict=True)
-        ]
-        return torch.cat(sums)
+        rows = [batch.to(self.handle.layout.device) for batch in batches]
+        return torch.cat(
+            [
+                sum_by_sequence(torch.where(row.loss_mask, output[:, 0], 0.0), row)[: row.num_sequences]
+                for row, output in zip(rows, outputs, strict=True)
+            ]
+        )
 
     def top_logits(self, batches: Sequence[PackedBatch], k: int) -> list[tuple[Tensor, Tensor]]:
         """The k largest logits for each token and their ids, largest first.
 
+        Args:
+            batches: this data rank's rows.
+            k: how many.
+
         Returns:
-            For each sequence, in the order in which rows hold them, two tensors [n, k] aligned with its tokens: entry i
-            is what the model says of token i; the first entry, which nothing predicts, is 0.
+            For each sequence, in the order in which rows hold them, two tensors [n, k] aligned with its tokens, fp32 or
+            float64 and int64: entry i is what the model says of token i; the first entry, which nothing predicts, is 0.
         """
 
         def both(hidden: Tensor, head: Head, row: LocalRow) -> Tensor:
@@ -145,7 +199,14 @@ class Engine:
         return [(piece[:, 0], piece[:, 1].long()) for piece in pieces]
 
     def next_tokens(self, batches: Sequence[PackedBatch]) -> Tensor:
-        """The likeliest token after each sequence, int64 [N], in the order in which rows hold them."""
+        """The likeliest token after each sequence.
+
+        Args:
+            batches: this data rank's rows.
+
+        Returns:
+            int64 [N], in the order in which rows hold the sequences.
+        """
         outputs = self.handle.forward(batches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
         ends = [batch.cu_seqlens[1:].to(output.device) - 1 for output, batch in zip(outputs, batches, strict=True)]
         return torch.cat([output[end] for output, end in zip(outputs, ends, strict=True)])
@@ -154,15 +215,16 @@ class Engine:
         local = count(batches)
         return dict(zip(local, sum_over_data_ranks(list(local.values()), self.handle.layout), strict=True))
 
-    def bring_back_moments(self) -> None:
-        """Puts the optimizer's moments on the device, if they wait on the host."""
+    @contextlib.contextmanager
+    def moments_on_device(self) -> Iterator[None]:
+        """Within this block the optimizer's moments are on the device; else they wait on the host, if so configured."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
-
-    def _offload_moments(self) -> None:
-        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-        self._offloaded = Offloaded(state[moment] for state in states for moment in MOMENTS)
+        yield
+        if self.handle.memory.offload_optimizer:
+            states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+            self._offloaded = Offloaded(state[moment] for state in states for moment in MOMENTS)
 
     def _update(self, lr: float, grad_norm: float) -> None:
         if self.config.max_grad_norm is not None:
@@ -170,13 +232,11 @@ class Engine:
             norm = torch.tensor(grad_norm, dtype=torch.float64, device=self.handle.layout.device)
             for parameters in by_mesh(every_copy):
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
-        self.bring_back_moments()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-        if self.handle.memory.offload_optimizer:
-            self._offload_moments()
+        with self.moments_on_device():
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
 
     def _count_skipped(self, skipped: bool, loss: float, grad_norm: float) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

@@ -14,10 +14,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(part: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW: matrices and embeddings with weight decay, biases and norm weights without."""
-    parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters if parameter.ndim < 2]
+    """AdamW: matrices and embeddings with weight decay; biases, also of experts, and norm weights without."""
+    named = [(name, parameter) for name, parameter in part.named_parameters() if parameter.requires_grad]
+    parameters = [parameter for _, parameter in named]
+    decayed = [parameter for name, parameter in named if parameter.ndim >= 2 and not name.endswith("bias")]
+    others = [parameter for name, parameter in named if parameter.ndim < 2 or name.endswith("bias")]
     groups = [
         {"params": group, "weight_decay": decay}
         for members, decay in ((decayed, config.weight_decay), (others, 0.0))

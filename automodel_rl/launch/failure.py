@@ -15,9 +15,8 @@ from automodel_rl.errors import (
     EXIT_FAILURE,
     EXIT_OK,
     InputError,
+    JobEndedError,
     MicrobatchError,
-    StoppedError,
-    VerificationError,
     innermost,
 )
 from automodel_rl.files import write_complete
@@ -70,7 +69,7 @@ def _run(work: Callable[[], None]) -> int:
         work()
     except InputError as error:
         return _report(EXIT_BAD_INPUT, f"error: {error}", "")
-    except (StoppedError, VerificationError) as error:
+    except JobEndedError as error:
         return _report(EXIT_FAILURE, str(error), "")
     except KeyboardInterrupt:
         return _report(EXIT_FAILURE, "interrupted", "")

@@ -1,5 +1,6 @@
 """Starts the ranks of a layout as processes of this machine and ends them together."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -70,15 +71,15 @@ class _Ranks:
             LIFELINE_VARIABLE: str(their_end),
         }
         for rank in range(num_ranks):
-            log = None if rank == 0 else self._log(rank).open("w")
-            process = subprocess.Popen(
-                command,
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=log,
-                stderr=log,
-                pass_fds=[their_end],
-                start_new_session=True,  # a terminal's Ctrl-C reaches only us, and we pass it on once
-            )
+            with contextlib.nullcontext() if rank == 0 else self._log(rank).open("w") as log:
+                process = subprocess.Popen(
+                    command,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[their_end],
+                    start_new_session=True,  # a terminal's Ctrl-C reaches only us, and we pass it on once
+                )
             self.processes.append(process)
         os.close(their_end)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_rl.errors import InputError
-from automodel_rl.launch.local import free_port
+from automodel_rl.launch.local import is_rank
 from automodel_rl.launch.peers import watch_peers
 
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -37,13 +37,9 @@ def join_process_group(world_size: int) -> torch.device:
 
 
 def _initialise() -> None:
-    if "RANK" not in os.environ:  # nobody launched us: a job of one rank
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port())
-        )
     backend = "gloo"
     if torch.cuda.is_available():
-        local_rank = int(os.environ["LOCAL_RANK"])
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():
             raise InputError(
                 f"this machine has {torch.cuda.device_count()} GPUs but was asked for at least {local_rank + 1} ranks: "
@@ -51,12 +47,16 @@ def _initialise() -> None:
             )
         torch.cuda.set_device(local_rank)
         backend = "nccl"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    if is_rank():
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:  # nobody launched us: a job of one rank, of which the environment shall not tell others
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() > 1:
         watch_peers()
     atexit.register(leave_process_group)
 
 
 def leave_process_group() -> None:
+    """Takes down the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

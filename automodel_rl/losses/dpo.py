@@ -20,6 +20,18 @@ def dpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: DPOLossConfig) -
     Returns:
         A sum over pairs. Metrics: train/accuracy, train/margin, train/reward_chosen, train/reward_rejected, means over
         pairs; rewards are beta times l.
+
+    Raises:
+        KeyError: the variant compares with a reference and the batch has no `ref_logprobs`.
+
+    Example:
+        >>> import torch
+        >>> values = {"ref_logprobs": torch.zeros(3)}
+        >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]), values)
+        >>> (row,) = pack([sequence, sequence], capacity=8, together=2)
+        >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0, -0.5, -1.5, 0.0]))
+        >>> round(dpo_loss(outputs, row, DPOLossConfig()).sums["pairs"].item(), 4)  # log 2: no preference yet
+        0.6931
     """
     ours = _by_pair(outputs.logprobs, batch)
     lengths = _by_pair(torch.ones_like(outputs.logprobs), batch).clamp_min(1)

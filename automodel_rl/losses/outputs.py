@@ -20,6 +20,10 @@ class Readout:
     Attributes:
         temperature: the logits are divided by it before the softmax.
         entropy: whether the softmax's entropy is wanted, too.
+
+    Example:
+        >>> Readout(temperature=0.7, entropy=True)
+        Readout(temperature=0.7, entropy=True)
     """
 
     temperature: float = 1.0
@@ -34,6 +38,11 @@ class TokenOutputs:
         logprobs: log-probability of every target under the model, [T], fp32 or float64; 0 where there is no target.
         entropy: of the model's distribution over the target, in nats, [T], 0 where there is no target; None if it was
             not asked for.
+
+    Example:
+        >>> import torch
+        >>> TokenOutputs(logprobs=torch.tensor([-0.5, -1.5, 0.0])).entropy is None
+        True
     """
 
     logprobs: Tensor
@@ -41,7 +50,11 @@ class TokenOutputs:
 
     @classmethod
     def from_columns(cls, columns: Tensor) -> "TokenOutputs":
-        """Of a readout's columns [T, 1 or 2]."""
+        """Of what a `Readout` gives.
+
+        Args:
+            columns: [T, 1], or [T, 2] with entropies.
+        """
         return cls(*columns.unbind(1))
 
 
@@ -52,6 +65,12 @@ class LossOutput:
     Attributes:
         sums: scalar tensors that carry gradients; the loss is the total of each divided by its global count.
         metrics: name -> (sum, denominator), scalar tensors without gradient; reported as total / total.
+
+    Example:
+        >>> import torch
+        >>> def length_loss(outputs, batch):  # a loss of one's own: the mean length of sequences, and no gradient
+        ...     total = 0 * outputs.logprobs.sum() + batch.num_tokens
+        ...     return LossOutput(sums={"sequences": total}, metrics={"rows": (torch.ones(()), torch.ones(()))})
     """
 
     sums: dict[Denominator, Tensor]

@@ -21,7 +21,24 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
     Returns:
         A sum over tokens, or over sequences. Metrics, means over tokens: train/ratio_mean, train/clip_fraction,
         train/logprob_error, train/entropy, train/kl_ref, train/correction_weight.
+
+    Raises:
+        ValueError: the config has a term whose input is missing, or normalises by a constant without saying which.
+        KeyError: the batch lacks advantages or log-probabilities that every config needs.
+
+    Example:
+        >>> import torch
+        >>> values = {"advantages": torch.ones(3), "rollout_logprobs": torch.zeros(3)}
+        >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]), values)
+        >>> (row,) = pack([sequence], capacity=8)
+        >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0]))
+        >>> grpo_loss(outputs, row, PolicyLossConfig(on_policy=True)).sums["tokens"].item()  # ratio 1, advantage 1
+        -2.0
     """
+    if config.entropy and outputs.entropy is None:
+        raise ValueError(f"entropy={config.entropy} needs the policy's entropy: read it with Readout(entropy=True)")
+    if config.kl.coefficient and "ref_logprobs" not in batch.values:
+        raise ValueError(f"kl.coefficient={config.kl.coefficient} needs values['ref_logprobs'] in the batch")
     values = {name: value.to(outputs.logprobs.dtype) for name, value in batch.values.items()}
     old = outputs.logprobs.detach() if config.on_policy else values["old_logprobs"]
     # Masked before exp, for what overflows outside of the mask would still spoil gradients.

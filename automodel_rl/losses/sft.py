@@ -7,5 +7,21 @@ from automodel_rl.losses.outputs import LossOutput, TokenOutputs
 
 
 def sft_loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
-    """-sum of log p(target) over the tokens in `loss_mask`; divided by their global number it is the token mean."""
+    """-sum of log p(target) over the tokens in `loss_mask`; divided by their global number it is the token mean.
+
+    Args:
+        outputs: log-probabilities under the model.
+        batch: the row they are of.
+
+    Returns:
+        A sum over tokens.
+
+    Example:
+        >>> import torch
+        >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]))
+        >>> (row,) = pack([sequence], capacity=8)
+        >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0]))
+        >>> sft_loss(outputs, row).sums["tokens"].item()
+        2.0
+    """
     return LossOutput(sums={"tokens": -torch.where(batch.loss_mask, outputs.logprobs, 0.0).sum()})

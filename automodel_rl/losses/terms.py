@@ -37,9 +37,9 @@ def correction_weights(
 ) -> Tensor:
     """What tokens weigh for the difference between rollout engine and policy, [T], without gradient."""
     log_weight = torch.where(batch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
-    weight = log_weight.exp().nan_to_num(0.0, posinf=0.0)
     if config.kind == "truncate":
-        return weight.clamp(config.low, config.high)
+        return log_weight.exp().clamp(config.low, config.high)
+    weight = log_weight.exp().nan_to_num(0.0, posinf=0.0)
     of_what = weight
     if config.kind == "sequence_mask":
         of_what = spread_over_tokens(mean_by_sequence(log_weight, batch).exp(), batch)

@@ -8,7 +8,8 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 class StepFlops:
-    """FLOPs of forward and backward: 6 per active matrix weight and token, and causal attention within each sequence.
+    """FLOPs of forward and backward: 6 per active matrix weight and token, 4 if it is frozen, and causal attention
+    within each sequence.
 
     The embedding table is a look-up and left out; the head counts; of experts count as many as a token visits.
     Recomputation is not counted (PaLM, arXiv:2204.02311, appendix B).
@@ -19,7 +20,7 @@ class StepFlops:
 
     def __init__(self, model: PreTrainedModel):
         config = model.config
-        self.per_token = 6 * active_weights(model)
+        self.per_token = 6 * active_weights(model, trained=True) + 4 * active_weights(model, trained=False)
         values = config.to_dict()
         head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
         qk_dim = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0) or head_dim
@@ -31,17 +32,18 @@ class StepFlops:
         return self.per_token * length + self.per_pair * sum(_pairs(length, window) for window in self.windows)
 
 
-def active_weights(model: PreTrainedModel) -> float:
-    """Matrix weights that one token meets."""
+def active_weights(model: PreTrainedModel, trained: bool) -> float:
+    """Matrix weights that one token meets, of those that are trained or of those that are frozen."""
     values = model.config.to_dict()
     total = 0.0
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or name.endswith("embed_tokens.weight"):
+        if parameter.ndim < 2 or name.endswith("embed_tokens.weight") or parameter.requires_grad != trained:
             continue
         share = values["num_experts_per_tok"] / len(parameter) if ".experts." in name else 1.0
         total += share * parameter.numel()
-    if model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight:
-        total += model.lm_head.weight.numel()
+    head = model.lm_head.weight
+    if head is model.model.embed_tokens.weight and head.requires_grad == trained:
+        total += head.numel()
     return total
 
 

@@ -3,6 +3,7 @@
 The fused kernel rounds once where the chain rounds twice. In fp32 and float64 the chain stays, for its exact results.
 """
 
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -15,9 +16,15 @@ def install_fused_norms(part: nn.Module, device: torch.device, dtype: torch.dtyp
     """Replaces the forward of a part's norms, which compute weight * x / rms(x), where that pays: 16 bits on CUDA."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return
+    for module in plain_norms(part):
+        module.forward = MethodType(_fused_forward, module)
+
+
+def plain_norms(part: nn.Module) -> Iterator[Any]:
+    """The norms that transformers writes out. torch's own, which nemo_automodel's classes have, are fused already."""
     for module in part.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(_fused_forward, module)
+        if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
+            yield module
 
 
 def _fused_forward(norm: Any, hidden: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from nemo_automodel.components.distributed.pipelining import AutoPipeline
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -38,10 +37,13 @@ from automodel_rl.model.routers import global_loads, load_metric
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.parallel.drivers import Driver, PipelineDriver, SequentialDriver
 from automodel_rl.parallel.gradients import TiedEmbedding, sum_partial_gradients
-from automodel_rl.parallel.host_reduce import tensor_from_last_stage
+from automodel_rl.parallel.host_collectives import gather_objects, tensor_from_last_stage
 from automodel_rl.parallel.last_stage import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
 from automodel_rl.parallel.layout import Layout, build_layout
 from automodel_rl.parallel.sharding import gather_whole, local_tensor
+
+FORWARD_ROWS = 64
+"""Rows of one pass without gradients; enough that a pipeline is full most of the time."""
 
 
 class ModelHandle:
@@ -54,6 +56,7 @@ class ModelHandle:
         memory: what is recomputed, offloaded or compiled.
         layout: this rank's place among all ranks.
         flops: of a sequence in a training step, by its length.
+        extras: of every part.
         tied: the two copies of a tied embedding, where a pipeline has split them.
 
     Example:
@@ -72,8 +75,9 @@ class ModelHandle:
         layout: Layout,
         flops: StepFlops,
     ):
-        """Wraps a built model whose parts have the packed forward; `from_pretrained` builds one."""
+        """Lays out the parts of a split model that has no storage yet; `from_pretrained` gives it some."""
         self.parts = parts_of(built)
+        self.extras = [parallelise(part, layout, model, memory) for part in self.parts]
         self.config, self.model, self.memory, self.layout, self.flops = config, model, memory, layout, flops
         self.tied = (
             _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
@@ -111,15 +115,14 @@ class ModelHandle:
         compute, master = dtypes_of(model)
         attention = choose_attention(model.attention, needs_mathematics(description), device, compute)
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
-        flops = StepFlops(empty)
         checkpoint = Checkpoint(folder, config.model_type)
         checkpoint.check(empty)
         lora = None if model.lora is None else add_adapters(empty, model.lora)
+        flops = StepFlops(empty)
         model = model.model_copy(update={"path": str(folder), "lora": lora})
-        built = split_model(empty, layout, lambda part: parallelise(part, layout, model, memory))
-        for part in parts_of(built):
+        handle = cls(split_model(empty, layout), config, model, memory, layout, flops)
+        for part in handle.parts:
             checkpoint.fill(part, device)
-        handle = cls(built, config, model, memory, layout, flops)
         handle._check_finite()
         return handle
 
@@ -142,46 +145,59 @@ class ModelHandle:
             batches: this data rank's rows; every data rank has equally many.
             loss_fn: gives sums over a row.
             readout: what the loss gets of every token.
-            counts: global denominators of those sums.
+            counts: global denominators of those sums, by which gradients are divided.
 
         Returns:
             Undivided sums of this data rank, on ranks with the last stage; empty totals elsewhere.
         """
-        for part in self.parts:
+        for part, extras in zip(self.parts, self.extras, strict=True):
             part.train()
-            part.router_watch.start_step(counts["positions"])
+            extras.router_watch.start_step(counts["positions"])
         batches = self._filled_up(batches)
         # Whole rows are for the loss, which other stages do not compute.
         rows = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
         adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
         self._driver.forward_backward(self._local(batches), adapter, self._whole_rows(read_targets(readout)))
         if self.layout.tp_group is not None:
-            partial = [module.get_parameter(name) for part in self.parts for module, name in part.partial_gradients]
-            sum_partial_gradients(partial, self.layout.tp_group)
+            partial = [pair for extras in self.extras for pair in extras.partial_gradients]
+            sum_partial_gradients([module.get_parameter(name) for module, name in partial], self.layout.tp_group)
         if self.tied is not None:
             self.tied.sum_gradients()
         return adapter.totals
 
     def forward(self, batches: Sequence[PackedBatch], output_fn: OutputFn) -> list[Tensor]:
-        """What `output_fn` makes of every row, without gradients; equal on all stages of this data rank.
+        """What `output_fn` makes of every row, without gradients. A collective.
+
+        Args:
+            batches: this data rank's rows.
+            output_fn: (final hidden states [t, H], `Head`, this rank's `LocalRow`) -> [t, ...]; in chunks, so that
+                [t, V] never exists.
 
         Returns:
-            One tensor [T, ...] for each row.
+            One tensor [T, ...] for each row, of `output_fn`'s dtype; equal on all stages of this data rank.
         """
         for part in self.parts:
             part.eval()
-        capturer = LogitsCapturer(self._whole_rows(output_fn))
-        filled = self._filled_up(batches)
+        results: list[Tensor] = []
         try:
-            self._driver.forward(self._local(filled), capturer)
+            # In blocks, for a pipeline has receive buffers for all rows that it runs at once.
+            for start in range(0, len(batches), FORWARD_ROWS):
+                results += self._forward_block(batches[start : start + FORWARD_ROWS], output_fn)
         finally:
             self._release_gathered_weights()
+        return results
+
+    def _forward_block(self, batches: Sequence[PackedBatch], output_fn: OutputFn) -> list[Tensor]:
+        capturer = LogitsCapturer(self._whole_rows(output_fn))
+        filled = self._filled_up(batches)
+        self._driver.forward(self._local(filled), capturer)
         whole = torch.cat(capturer.outputs) if self.layout.has_last_stage else None
         results = tensor_from_last_stage(whole, self.layout).split([batch.num_tokens for batch in filled])
         return list(results[: len(batches)])
 
     @property
     def is_mixture(self) -> bool:
+        """Whether layers have experts and routers."""
         return FAMILIES[self.config.model_type].is_moe
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -213,17 +229,25 @@ class ModelHandle:
         """Writes a Hugging Face checkpoint in the compute dtype, or PEFT's files if adapters are trained. A collective.
 
         Complete, or not there at all.
+
+        Args:
+            path: a folder, replaced if it exists; on a file system that all ranks share.
+            tokenizer: saved along, if given.
         """
         if self.model.lora is not None:
-            save_adapters(Path(path), self.named_parameters(), self.model.lora, self.source, self.layout)
+            save_adapters(Path(path), self.named_parameters(), self.model.lora, self.source, tokenizer, self.layout)
             return
         config = type(self.config).from_dict(self.config.to_dict())
         config.dtype = self.dtype
         save_hf_checkpoint(Path(path), self.named_hf_tensors(), config, tokenizer, self.source, self.layout)
 
     def balance_routers(self) -> dict[str, float]:
-        """After an update of a mixture: moves the routers' biases, if asked for, and reports load. A collective."""
-        watches = [part.router_watch for part in self.parts]
+        """After an update of a mixture: moves the routers' biases, if asked for. A collective.
+
+        Returns:
+            The load of the step by `LOAD_METRIC`.
+        """
+        watches = [extras.router_watch for extras in self.extras]
         loads = global_loads(watches, self.layout)
         for watch in watches:
             if watch.config.bias_update_rate:
@@ -231,6 +255,7 @@ class ModelHandle:
         return load_metric(loads, self.layout)
 
     def zero_grad(self) -> None:
+        """Lets go of all gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
@@ -258,9 +283,7 @@ class ModelHandle:
 
     def _check_finite(self) -> None:
         bad = next((name for name, p in self.named_parameters() if not local_tensor(p).isfinite().all()), None)
-        found: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, bad, group=self.layout.world_control)
-        for name in found:
+        for name in gather_objects(bad, self.layout.world_control):
             if name is not None:
                 raise InputError(
                     f"{self.source}: tensor {name} holds NaN or infinite weights: use an intact checkpoint"

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from automodel_rl.config.families import FAMILIES
 from automodel_rl.errors import InputError
 from automodel_rl.model.flops import layer_windows
 from automodel_rl.model.hf_names import INDEX, SINGLE, Piece, pieces
@@ -51,7 +52,9 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def describe_model(config: PretrainedConfig) -> ModelDescription:
-    """What the table of supported combinations needs to know."""
+    """What the table of supported combinations needs to know; of a family that it does not know, its name."""
+    if config.model_type not in FAMILIES:  # its config may have other fields
+        return ModelDescription(family=config.model_type, num_layers=0)
     values = config.to_dict()
     return ModelDescription(
         family=config.model_type,
@@ -66,6 +69,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         has_windows=any(layer_windows(config)),
         is_bidirectional=bool(values.get("use_bidirectional_attention")),
         is_quantized=values.get("quantization_config") is not None,
+        context=values.get("max_position_embeddings"),
     )
 
 

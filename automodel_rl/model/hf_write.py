@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.files import complete_folder
 from automodel_rl.model.hf_names import INDEX, SINGLE
+from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 
 GENERATION = "generation_config.json"
@@ -44,8 +45,7 @@ def save_hf_checkpoint(
             name = f"stage-{layout.pp_rank}-{number}.safetensors"
             save_file(tensors, unfinished / name, {"format": "pt"})
             files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
-        of_stages: list = [None] * layout.parallel.pp
-        dist.all_gather_object(of_stages, files, group=layout.pp_control)
+        of_stages = gather_objects(files, layout.pp_control)
         if dist.get_rank() == 0:
             _name_files(unfinished, [file for stage in of_stages for file in stage])
             config.save_pretrained(unfinished)

@@ -4,6 +4,7 @@ Shape letters: T tokens, H hidden, V vocabulary (this rank's part of it under te
 K what is read of a token.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +43,7 @@ class Head:
 
 def read_targets(readout: Readout) -> OutputFn:
     """An output function: of every token what `readout` asks for."""
-
-    def read(hidden: Tensor, head: Head, row: LocalRow) -> Tensor:
-        return target_readout(hidden, head, row, readout)
-
-    return read
+    return functools.partial(target_readout, readout=readout)
 
 
 def target_readout(hidden: Tensor, head: Head, row: LocalRow, readout: Readout) -> Tensor:
@@ -88,12 +85,14 @@ class _TargetReadout(torch.autograd.Function):
         return torch.stack([torch.where(is_target, column, 0.0) for column in columns], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
         gradient = torch.where((targets >= 0)[:, None], gradients[0], 0.0)
         places = targets - ctx.first_token
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=_accurate(weight.dtype), device=weight.device)
+        d_weight = None
+        if ctx.needs_input_grad[1]:  # not where only adapters are trained
+            d_weight = torch.zeros(weight.shape, dtype=_accurate(weight.dtype), device=weight.device)
         for chunk in _chunks(len(targets)):
             d_logits = ctx.softmax.gradient(
                 hidden[chunk],
@@ -103,9 +102,10 @@ class _TargetReadout(torch.autograd.Function):
                 None if entropy is None else entropy[chunk],
             )
             d_hidden[chunk] = d_logits @ weight
-            _add_matmul(d_weight, d_logits.t(), hidden[chunk])
+            if d_weight is not None:
+                _add_matmul(d_weight, d_logits.t(), hidden[chunk])
             del d_logits  # before the next chunk's
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.files import complete_folder
+from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import gather_whole, local_box, local_tensor
 
@@ -33,6 +35,10 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     Returns:
         The config with those targets only that the model has.
     """
+    if "lm_head" in config.targets:
+        raise InputError(
+            "model.lora.targets: lm_head cannot have adapters, for log-probabilities read its weight: remove it"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -115,7 +121,12 @@ def initialise(name: str, parameter: Tensor) -> None:
 
 
 def save_adapters(
-    folder: Path, parameters: Iterator[tuple[str, nn.Parameter]], config: LoraConfig, base: Path, layout: Layout
+    folder: Path,
+    parameters: Iterator[tuple[str, nn.Parameter]],
+    config: LoraConfig,
+    base: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    layout: Layout,
 ) -> None:
     """Writes adapter_model.safetensors and adapter_config.json, which PEFT opens. A collective.
 
@@ -124,16 +135,18 @@ def save_adapters(
         parameters: this rank's, of which adapters are written.
         config: of the adapters.
         base: the checkpoint they belong to.
+        tokenizer: saved along, if given.
         layout: this rank's place.
     """
     own = {f"{PEFT_PREFIX}{name}": gather_whole(p, layout).cpu() for name, p in parameters if is_adapter(name)}
-    of_stages: list[dict[str, Tensor]] = [{}] * layout.parallel.pp
-    dist.all_gather_object(of_stages, own, group=layout.pp_control)
+    of_stages = gather_objects(own, layout.pp_control)
     with complete_folder(folder, layout.world_control) as unfinished:
         if dist.get_rank() == 0:
             tensors = {name: tensor for stage in of_stages for name, tensor in stage.items()}
             save_file(tensors, unfinished / "adapter_model.safetensors", {"format": "pt"})
             (unfinished / "adapter_config.json").write_text(json.dumps(_peft_config(config, base), indent=2))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(unfinished)
 
 
 def _peft_config(config: LoraConfig, base: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Checked with nemo_automodel 0.7.0 and transformers 5.18.0.
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,11 +37,10 @@ def nemo_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
     return getattr(importlib.import_module(module), name)(config, backend=backend).to(dtype)
 
 
-def split_model(model: PreTrainedModel, layout: Layout, parallelise: Callable[[Any], None]) -> nn.Module | AutoPipeline:
-    """Splits an empty model into this rank's parts and lays each out over its ranks."""
+def split_model(model: PreTrainedModel, layout: Layout) -> nn.Module | AutoPipeline:
+    """Splits an empty model into this rank's parts; without a pipeline it is the only one."""
     parallel = layout.parallel
     if parallel.pp == 1:
-        parallelise(model)
         return model
     layers = layers_per_stage(model.config.num_hidden_layers, parallel)
     pipeline = AutoPipeline(
@@ -56,10 +55,11 @@ def split_model(model: PreTrainedModel, layout: Layout, parallelise: Callable[[A
         device=layout.device,
     )
     with _only_errors_logged():
-        return pipeline.build(model, loss_fn=_never_called, parallelize_fn=lambda part, **_: parallelise(part))
+        return pipeline.build(model, loss_fn=_never_called)
 
 
 def parts_of(model: nn.Module | AutoPipeline) -> list[Any]:
+    """This rank's model chunks, first stage first."""
     return model.parts if isinstance(model, AutoPipeline) else [model]
 
 

@@ -1,8 +1,19 @@
-"""A part without storage, laid out over ranks: tensor parallel, experts, forwards, recomputation, FSDP, in order."""
+"""A part without storage, laid out over ranks. What wraps what is decided here, in this order:
 
+1. tensor parallelism cuts weights and sets the forwards of linear layers and embedding (parallel/tensor_parallel.py)
+2. expert parallelism cuts experts; their forward is ours by name (model/experts.py)
+3. adapters set the forwards of their linear layers (model/lora.py)
+4. the part and its head get the packed forward (model/part_forward.py), norms the fused one (model/fused_norm.py)
+5. routers are watched from inside the layers' forwards (model/routers.py)
+6. layers are compiled, then recomputed in the backward (model/activation_checkpointing.py)
+7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from automodel_rl.config import ModelConfig
@@ -25,7 +36,20 @@ def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
     return compute, torch.promote_types(compute, torch.float32)
 
 
-def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig) -> None:
+@dataclass(frozen=True)
+class Extras:
+    """What a step does with a part besides its forward and backward.
+
+    Attributes:
+        router_watch: counts the load of its experts.
+        partial_gradients: parameters, as (module, name), of which each tp rank's gradient is a summand.
+    """
+
+    router_watch: RouterWatch
+    partial_gradients: list[tuple[nn.Module, str]]
+
+
+def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig) -> Extras:
     """Lays out a causal language model, or a part of one, in place.
 
     Args:
@@ -37,11 +61,10 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     family = FAMILIES[part.config.model_type]
     compute, master = dtypes_of(model)
     how = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
-    part.partial_gradients = []
+    partial: list[tuple[nn.Module, str]] = []
     if layout.parallel.tp > 1:
-        part.partial_gradients = split_part(
-            part, part.config.base_model_tp_plan, layout.mesh["tp"], how, family.scales_embedding
-        )
+        plan = part.config.base_model_tp_plan
+        partial = split_part(part, plan, layout.mesh["tp"], how, family.scales_embedding)
     experts = experts_of(part)
     for module in experts:
         _split_experts(module, layout)
@@ -55,7 +78,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     install_part_forward(part, context)
     if family.has_plain_norms:
         install_fused_norms(part, layout.device, compute)
-    part.router_watch = RouterWatch(numbered_layers(part), family, model.moe)
+    watch = RouterWatch(numbered_layers(part), family, model.moe)
     if memory.compile:
         for layer in layers_of(part):
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -63,6 +86,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
     own_units = experts if layout.parallel.ep > 1 else []
     wrap_fsdp(part, layers_of(part), own_units, layout.fsdp_mesh, layout.expert_fsdp_mesh, policy)
+    return Extras(watch, partial)
 
 
 def _split_experts(module: Any, layout: Layout) -> None:

@@ -1,1 +1,1 @@
-"""What a run leaves to be looked at: metrics, console, report, directory."""
+"""What a run leaves to be looked at: metrics, trackers, console, report, rollouts, its directory."""

@@ -1,7 +1,8 @@
-"""metrics.jsonl: one object a step."""
+"""JSON lines: metrics.jsonl, one object a step, and rollouts/step_N.jsonl, one a completion."""
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def save_rollouts(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Writes one object a completion; a file that is there, of a step that runs again, is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_complete(path, "".join(json.dumps(record) + "\n" for record in records))

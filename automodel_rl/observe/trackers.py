@@ -1,5 +1,7 @@
-"""Experiment trackers that get the rows of metrics.jsonl, too. To add one: a class with `write` and `close`, a row in
-`TRACKERS`, and its name in `config/observe.py`."""
+"""Experiment trackers, which get the rows of metrics.jsonl, too.
+
+To add one: a class with `write` and `close`, a row in `TRACKERS`, and its name in `config/observe.py`.
+"""
 
 import importlib
 import importlib.util

@@ -1,0 +1,1 @@
+"""Layouts: meshes, what works together, collectives with a backward, pipelines, gradients over ranks."""

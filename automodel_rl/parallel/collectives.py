@@ -26,10 +26,11 @@ class AllGatherCP(torch.autograd.Function):
 
     Args (of `apply`):
         tensor: this rank's tokens.
-        group: of the ranks that share a row.
+        group: of the ranks that share a row, or, under sequence parallelism, a layer.
         backward: "slice" where every rank computes the same from the result (a loss): each keeps its own rows of the
             gradient, and parameter gradients are summed over the group. "sum" where every rank uses the result
-            differently (keys and values of attention): the gradients of all ranks are added, then cut.
+            differently (keys and values of attention, tokens of split layers): the gradients of all ranks are added,
+            then cut.
     """
 
     @staticmethod
@@ -67,19 +68,6 @@ class SumFromTP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
-
-
-class GatherTokens(torch.autograd.Function):
-    """Entry of a block under sequence parallelism: [t / tp, ...] to [t, ...]; gradients are summed and cut."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_gather(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradients[0], ctx.group), None
 
 
 class ScatterSum(torch.autograd.Function):

@@ -28,6 +28,7 @@ class ModelDescription:
         has_windows: some layers have sliding windows.
         is_bidirectional: attention is not causal.
         is_quantized: the checkpoint's weights are.
+        context: longest sequence in tokens, None where the config does not say.
     """
 
     family: str
@@ -42,6 +43,7 @@ class ModelDescription:
     has_windows: bool = False
     is_bidirectional: bool = False
     is_quantized: bool = False
+    context: int | None = None
 
 
 @dataclass(frozen=True)

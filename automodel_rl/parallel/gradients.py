@@ -46,6 +46,11 @@ class TiedEmbedding:
         self.weights = [weight for weight in (embedding, copy) if weight is not None]
         self.group = layout.ends_group
 
+    @property
+    def trained_copy(self) -> nn.Parameter | None:
+        """The head's weight, where this rank has it and trains it."""
+        return self.copy if self.copy is not None and self.copy.requires_grad else None
+
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """A collective of the ranks that hold either weight; others return at once."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from automodel_rl.parallel.collectives import CopyToTP, GatherTokens, ScatterSum, SumFromTP
+from automodel_rl.parallel.collectives import AllGatherCP, CopyToTP, ScatterSum, SumFromTP
 from automodel_rl.parallel.sharding import local_tensor, shard_parameter
 
 COLUMNS, ROWS, REPLICATED = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -40,7 +40,7 @@ class TensorParallel:
         if self.group is None:
             return hidden
         if self.sequence_parallel:
-            return GatherTokens.apply(hidden.squeeze(0), self.group).unsqueeze(0)
+            return AllGatherCP.apply(hidden.squeeze(0), self.group, "sum").unsqueeze(0)
         return CopyToTP.apply(hidden, self.group)
 
     def leave(self, partial: Tensor) -> Tensor:

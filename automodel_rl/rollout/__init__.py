@@ -1,1 +1,1 @@
-"""Generation."""
+"""Completions: engines that write them, rewards that score them, and the weights that engines get."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.config import RolloutConfig
 from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.host_collectives import gather_objects, interleave
 from automodel_rl.rollout.protocol import Completion, Promptlike, Request, Rollout, RolloutEngine
 from automodel_rl.rollout.rewards.scorer import Scorer
 from automodel_rl.rollout.weights import whole_weights
@@ -69,8 +70,7 @@ class RolloutCollector:
             RolloutError: an engine failed more often than `rollout.retries` allows.
         """
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
-        rank, size = dist.get_rank(), dist.get_world_size()
-        mine = asked[rank::size]
+        mine = asked[dist.get_rank() :: dist.get_world_size()]
         requests = [Request(prompt.token_ids, self._seed(prompt, sample), temperature) for prompt, sample in mine]
         completions = self._generate(requests)
         texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
@@ -78,9 +78,7 @@ class RolloutCollector:
             Rollout(completion, text, self.scorer(text, prompt.example))
             for completion, text, (prompt, _) in zip(completions, texts, mine, strict=True)
         ]
-        shares: list[list[Rollout]] = [[] for _ in range(size)]
-        dist.all_gather_object(shares, rollouts, group=self.world)
-        flat = [shares[i % size][i // size] for i in range(len(asked))]
+        flat = interleave(gather_objects(rollouts, self.world))
         return [flat[start : start + group_size] for start in range(0, len(flat), group_size)]
 
     def close(self) -> None:
@@ -98,8 +96,7 @@ class RolloutCollector:
                     completions = self.engine.generate(requests)
                 except Exception as problem:
                     error = innermost(problem)
-            errors = [""] * dist.get_world_size()
-            dist.all_gather_object(errors, error, group=self.world)
+            errors = gather_objects(error, self.world)
             failed = next((rank for rank, text in enumerate(errors) if text), None)
             if failed is None and completions is not None:
                 return completions

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RolloutConfig
+from automodel_rl.errors import InputError
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.rollout.protocol import RolloutEngine
 from automodel_rl.rollout.transformers_engine import TransformersEngine, stop_ids
@@ -45,16 +46,28 @@ def make_engine(config: RolloutConfig, handle: ModelHandle, tokenizer: PreTraine
         "skip_tokenizer_init": not config.stop,
         **config.vllm.options,
     }
-    return VllmProcess(config.vllm.python or sys.executable, options, sampling, _device(config, handle), folder)
+    return VllmProcess(
+        config.vllm.python or sys.executable, options, sampling, device_of_vllm(config, handle.layout.device), folder
+    )
 
 
-def _device(config: RolloutConfig, handle: ModelHandle) -> str | None:
-    """What CUDA_VISIBLE_DEVICES is to be for this rank's vLLM; None to leave it."""
+def device_of_vllm(config: RolloutConfig, device: torch.device) -> str | None:
+    """What CUDA_VISIBLE_DEVICES is to be for the vLLM of this rank, which computes on `device`; None to leave it.
+
+    Raises:
+        InputError: there are fewer devices for engines than ranks.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if config.vllm.devices:
-        return str(config.vllm.devices[local_rank % len(config.vllm.devices)])
-    if handle.layout.device.type != "cuda":
+    devices = config.vllm.devices
+    if devices:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if len(devices) < local_ranks:
+            raise InputError(
+                f"rollout.vllm.devices={list(devices)}: each of the {local_ranks} ranks on a machine needs one: list "
+                f"{local_ranks}"
+            )
+        return str(devices[local_rank])
+    if device.type != "cuda":
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    index = handle.layout.device.index or torch.cuda.current_device()
-    return visible.split(",")[index] if visible else str(index)
+    return visible.split(",")[device.index] if visible else str(device.index)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, P
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.errors import InputError
 from automodel_rl.model.hf_names import to_hf
-from automodel_rl.model.hf_read import describe_model, persistent_tensors
+from automodel_rl.model.hf_read import TIED_HEAD, describe_model, persistent_tensors
 from automodel_rl.parallel.combinations import needs_mathematics
 from automodel_rl.rollout.protocol import Completion, Request
 
@@ -39,8 +39,8 @@ class TransformersEngine:
         device: torch.device,
         tokenizer: PreTrainedTokenizerBase,
         max_new_tokens: int,
-        stop: Sequence[str] = (),
-        batch_size: int = 64,
+        stop: Sequence[str],
+        batch_size: int,
     ):
         self.tokenizer, self.device = tokenizer, device
         self.max_new_tokens, self.stop, self.batch_size = max_new_tokens, tuple(stop), batch_size
@@ -65,9 +65,12 @@ class TransformersEngine:
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         missing = set(self._homes)
         for name, tensor in tensors:
-            if name in self._homes:  # a tied head has none of its own
-                self._homes[name].copy_(tensor)
-                missing.remove(name)
+            if name == TIED_HEAD and name not in self._homes:
+                continue
+            if name not in missing:
+                raise ValueError(f"weights came with {name}, which the model does not have or has already")
+            self._homes[name].copy_(tensor)
+            missing.remove(name)
         if missing:
             raise ValueError(f"weights came without {min(missing)}, and {len(missing) - 1} more")
 

@@ -75,7 +75,7 @@ class VllmProcess:
         if not requests:
             return []
         asked = [(request.prompt, request.seed, request.temperature) for request in requests]
-        return [Completion(*parts) for parts in self._ask({"generate": asked, "sampling": self.sampling})]
+        return [_completion(*parts) for parts in self._ask({"generate": asked, "sampling": self.sampling})]
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with weights_folder(tensors, self.folder) as folder:
@@ -142,10 +142,9 @@ class VllmServers:
         }
         try:
             choice = self._post(f"{url}/v1/completions", body)["choices"][0]
-        except (OSError, ValueError, KeyError) as error:
+            return _completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
             return Completion([], [], "error", f"{url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-        is_whole = choice["finish_reason"] == "stop"
-        return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], "stop" if is_whole else "length")
 
     def _check(self, url: str) -> None:
         try:
@@ -170,6 +169,15 @@ class VllmServers:
         with urllib.request.urlopen(request, timeout=SERVER_SECONDS) as response:
             text = response.read()
         return json.loads(text) if text else None
+
+
+def _completion(token_ids: list[int], logprobs: list[float], finish_reason: str) -> Completion:
+    """vLLM's reasons are stop, length and others, such as abort, which are failures."""
+    if finish_reason == "stop":
+        return Completion(token_ids, logprobs, "stop")
+    if finish_reason == "length":
+        return Completion(token_ids, logprobs, "length")
+    return Completion([], [], "error", f"vLLM ended it: {finish_reason}")
 
 
 _OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")

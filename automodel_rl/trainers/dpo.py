@@ -3,7 +3,6 @@
 import functools
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import PackedBatch, add_values
@@ -15,6 +14,7 @@ from automodel_rl.data.loader import PackedStep
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import dpo_loss
+from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.trainers.packed_data import PackedData
 from automodel_rl.trainers.run import Run, choose_loss, layout_summary, open_run
 
@@ -31,15 +31,20 @@ class DPOTrainer:
 
     Raises:
         InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
+
+    Example:
+        >>> DPOTrainer(load_config("my_dpo.yaml")).train().name  # doctest: +ELLIPSIS
+        1 steps: ...
+        'final'
     """
 
     def __init__(self, config: DPOConfig, resume: bool = False):
         self.config = config
+        self.loss = choose_loss(config, functools.partial(dpo_loss, config=config.loss))
         directory, self.handle, self.tokenizer = open_run(config, resume)
         # What the assistant said within the prompt is no part of either completion.
         chat = ChatTokenizer(self.tokenizer, train_on="last")
         self.data = PackedData(config, PairDataset, chat, self.handle)
-        self.loss = choose_loss(config, functools.partial(dpo_loss, config=config.loss))
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
         # All of these before a checkpoint takes the place of the weights that training starts from.
         self.reference, self.precomputed = self._make_reference()
@@ -90,8 +95,7 @@ class DPOTrainer:
             logprobs = iter(self.engine.logprobs(packed.batches))
             for batch in packed.batches:
                 own |= {_key(packed, place): next(logprobs).cpu() for place in batch.order}
-        shares: list[Precomputed] = [{}] * config.parallel.num_data_ranks
-        dist.all_gather_object(shares, own, group=self.handle.layout.data_control)
+        shares = gather_objects(own, self.handle.layout.data_control)
         return None, {key: logprobs for share in shares for key, logprobs in share.items()}
 
     def _with_reference(self, packed: PackedStep) -> list[PackedBatch]:

@@ -1,7 +1,9 @@
 """Reinforcement learning on prompts with rewards: rollouts, advantages, updates, and again."""
 
+import contextlib
 import functools
 import operator
+from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_rl.config import GRPOConfig
@@ -12,9 +14,9 @@ from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.losses import LossFn, Readout, grpo_loss
-from automodel_rl.model.hf_read import read_config, resolve_checkpoint
+from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
+from automodel_rl.observe.metrics import save_rollouts
 from automodel_rl.observe.report import Sample
-from automodel_rl.observe.rollouts import save_rollouts
 from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.rollout.groups import Group, rollout_metrics, rollout_records, shaped_rewards
 from automodel_rl.rollout.make_engine import make_engine
@@ -35,11 +37,17 @@ class GRPOTrainer:
 
     Raises:
         InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
+
+    Example:
+        >>> GRPOTrainer(load_config("my_grpo.yaml")).train().name  # doctest: +ELLIPSIS
+        1 steps: ...
+        'final'
     """
 
     def __init__(self, config: GRPOConfig, resume: bool = False):
         self.config = config
         _check_context(config)
+        self.loss = choose_loss(config, _own_loss(config))
         directory, self.handle, self.tokenizer = open_run(config, resume)
         chat = ChatTokenizer(self.tokenizer, train_on="last")
         seed = config.seed if config.data.shuffle else None
@@ -48,7 +56,6 @@ class GRPOTrainer:
         self.validation = PromptStream(
             config.data.validation, chat, config.rollout.max_prompt_tokens, seed=None
         ).every_prompt()
-        self.loss = choose_loss(config, _own_loss(config))
         self.readout = Readout(config.rollout.temperature, entropy=True)
         total_steps = config.length.steps or _steps_of_epochs(config, self.prompts)
         self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.updates)
@@ -104,7 +111,7 @@ class GRPOTrainer:
             step.record(outputs, functools.reduce(operator.add, (packed.size for packed in updates)))
             self._warn(step)
             if self.validation and self.run.validates:
-                with step.time("validate"):
+                with step.time("validate"), self._saving_progress():
                     step.row |= self._validate()
         self.rollouts.close()
         self.handle.save_pretrained(self.run.directory.final, self.tokenizer)
@@ -196,6 +203,15 @@ class GRPOTrainer:
                 "completions and the model that learns from them disagree"
             )
 
+    @contextlib.contextmanager
+    def _saving_progress(self) -> Iterator[None]:
+        """Saves what is trained when rollouts of a validation cannot be had."""
+        try:
+            yield
+        except RolloutError:
+            self.run.save_checkpoint()
+            raise
+
     def _validate(self) -> dict[str, float]:
         """Mean reward and pass@1 of a completion of each held-out prompt."""
         temperature = self.config.rollout.validation_temperature
@@ -229,7 +245,7 @@ def _own_loss(config: GRPOConfig) -> LossFn:
 
 def _check_context(config: GRPOConfig) -> None:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    context = read_config(resolve_checkpoint(config.model.path)).to_dict().get("max_position_embeddings")
+    context = describe_model(read_config(resolve_checkpoint(config.model.path))).context
     if context is not None and longest > context:
         raise InputError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than the model's context of "

@@ -12,6 +12,7 @@ from automodel_rl.data.loader import PackedLoader, PackedStep
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.hf_read import describe_model
 from automodel_rl.observe.report import Sample
 from automodel_rl.trainers.samples import greedy_samples
 
@@ -63,7 +64,8 @@ class PackedData:
         return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens)
 
     def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
-        return self.kind(sources, self.chat, self.config.batch.row_tokens, self.config.data.overlong)
+        context = describe_model(self.handle.config).context
+        return self.kind(sources, self.chat, self.config.batch.row_tokens, context, self.config.data.overlong)
 
     def _loader(self, sources: Sequence[SourceConfig], seed: int | None, epochs: float | None) -> PackedLoader:
         return PackedLoader(

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from automodel_rl.batch import PackedBatch, TokenSequence, add_values
 from automodel_rl.config import GRPOConfig
@@ -11,6 +10,7 @@ from automodel_rl.data.loader import PackedStep, pack_step
 from automodel_rl.losses.advantages import advantages
 from automodel_rl.losses.terms import kl_estimate
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
@@ -76,8 +76,7 @@ def _kl_sums(rows: Rows, config: GRPOConfig, layout: Layout) -> list[list[float]
         old, ref = row.values["old_logprobs"], row.values["ref_logprobs"]
         kl = torch.where(row.loss_mask, kl_estimate(old, ref, config.loss.kl.estimator), 0.0)
         own |= zip(row.order, (piece.sum().item() for piece in kl.split(row.lengths)), strict=False)
-    shares: list[dict[int, float]] = [{}] * layout.parallel.num_data_ranks
-    dist.all_gather_object(shares, own, group=layout.data_control)
+    shares = gather_objects(own, layout.data_control)
     flat = {place: total for share in shares for place, total in share.items()}
     size = config.rollout.group_size
     return [[flat[start + i] for i in range(size)] for start in range(0, len(flat), size)]

@@ -27,7 +27,7 @@ from automodel_rl.observe.metrics import MetricsFile, read_metrics
 from automodel_rl.observe.report import Sample, write_report
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import Tracker, check_trackers, make_trackers
-from automodel_rl.parallel.host_reduce import any_rank
+from automodel_rl.parallel.host_collectives import any_rank
 
 
 class Resumable(Protocol):
@@ -227,8 +227,8 @@ class Step:
         self.run.mentioned_overlong = True
         self.run.say(
             f"warning: in a step, {packed.num_truncated} examples were truncated to "
-            f"batch.row_tokens={self.run.config.batch.row_tokens} and {packed.num_dropped} dropped; metrics.jsonl "
-            "counts them in every step"
+            f"batch.row_tokens={self.run.config.batch.row_tokens} or the model's context and {packed.num_dropped} "
+            "dropped; metrics.jsonl counts them in every step"
         )
 
 
@@ -253,8 +253,7 @@ def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
 
 def layout_summary(config: RunConfig, handle: ModelHandle) -> str:
     """Layout, precision, device and folder of a run, for the console."""
-    layout = " x ".join(f"{name} {size}" for name, size in config.parallel.sizes.items()) or "one rank"
-    return f"{layout}, {config.model.dtype} on {handle.layout.device.type}, in {config.output}"
+    return f"{config.parallel}, {config.model.dtype} on {handle.layout.device.type}, in {config.output}"
 
 
 def _peak_memory(device: torch.device) -> int:

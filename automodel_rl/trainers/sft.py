@@ -20,15 +20,20 @@ class SFTTrainer:
 
     Raises:
         InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
+
+    Example:
+        >>> SFTTrainer(load_config("my_sft.yaml")).train().name  # doctest: +ELLIPSIS
+        1 steps: ...
+        'final'
     """
 
     def __init__(self, config: SFTConfig, resume: bool = False):
         self.config = config
+        self.loss = choose_loss(config, sft_loss)
         directory, self.handle, self.tokenizer = open_run(config, resume)
         chat = ChatTokenizer(self.tokenizer, config.data.train_on)
         self.data = PackedData(config, ChatDataset, chat, self.handle)
         self.validation = [row for step in self.data.every_record(config.data.validation) for row in step.batches]
-        self.loss = choose_loss(config, sft_loss)
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
         self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train)
         if resume:

@@ -1,9 +1,12 @@
 """A small chat model with chats, pairs and prompts for whole runs."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from automodel_rl.launch.local import free_port
+from automodel_rl.launch.process_group import leave_process_group
 from automodel_rl.quickstart.model import train_tokenizer, write_model
 from automodel_rl.quickstart.problems import as_prompt, make_problems, write_jsonl
 
@@ -19,6 +22,16 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_jsonl(folder / f"{name}_pairs.jsonl", [as_pair(problem) for problem in problems])
     write_model(folder / "model", train_tokenizer([m["content"] for r in train for m in r["messages"]], 300), seed=0)
     return folder
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is the only rank of a job, as under torchrun; its process group ends with the test."""
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    for name, value in {**variables, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    leave_process_group()
 
 
 def as_pair(problem: dict) -> dict:

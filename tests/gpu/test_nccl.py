@@ -1,6 +1,5 @@
 """Layouts over NCCL against plain transformers, in float64."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +30,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-def test_float64_equals_transformers(
-    ranks: Callable[[int], RankPool], tmp_path: Path, parallel: ParallelConfig, tied: bool
-) -> None:
+def test_float64_equals_transformers(ranks: RankPool, tmp_path: Path, parallel: ParallelConfig, tied: bool) -> None:
     if torch.cuda.device_count() < parallel.world_size:
         pytest.skip(f"needs {parallel.world_size} CUDA devices")
     family = "qwen3_moe" if parallel.ep > 1 else "qwen3"

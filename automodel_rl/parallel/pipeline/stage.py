@@ -66,12 +66,17 @@ class PackedStage(PipelineStage):
             for i, shape in enumerate(shapes)
         }
         self.grad_recv_info = {
-            i: () if self.is_last else (self._receive("gradient", after, shape, dtype, False),)
+            i: () if self.is_last or not train else (self._receive("gradient", after, shape, dtype, False),)
             for i, shape in enumerate(shapes)
         }
         if HAS_TENSOR_META:
             like = () if self.is_first else (_tensor_meta(shapes[0], dtype, train),)
             self._stage_meta.inputs = self._stage_meta.input_grads = like
+
+    def release(self) -> None:
+        """Lets go of a step's activations and receive buffers, which would else live until the next one."""
+        self.clear_runtime_states()
+        self.args_recv_info, self.grad_recv_info = {}, {}
 
     def _receive(self, name: str, source: int, shape: Shape, dtype: torch.dtype, requires_grad: bool) -> Any:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
@@ -173,7 +178,7 @@ def run_schedule(
         for attribute, value in kept.items():
             setattr(schedule, attribute, value)
         for stage in stages:
-            stage.clear_runtime_states()  # else the last step's activations live until the next one
+            stage.release()
 
 
 def stages_of(schedule: Schedule) -> list[Any]:

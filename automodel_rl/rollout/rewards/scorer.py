@@ -28,6 +28,16 @@ class Score:
     errors: tuple[str, ...] = ()
 
 
+def check_rewards(rewards: Sequence[RewardConfig]) -> None:
+    """Starts every reward once, to see before anything else that it can be.
+
+    Raises:
+        InputError: one cannot.
+    """
+    for reward in rewards:
+        Scorer([reward]).close()
+
+
 class Scorer:
     """Runs each reward in a process of its own, which is started anew when a call runs out of time.
 

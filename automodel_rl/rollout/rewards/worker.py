@@ -1,4 +1,6 @@
-"""The process that runs reward functions, so that one that never returns can be ended: python -m ... FUNCTION.
+"""The process that runs a reward function, so that one that never returns can be ended.
+
+python -m automodel_rl.rollout.rewards.worker FUNCTION
 
 Pickled (completion, example, options) in on stdin; pickled (score, error) out on what was stdout.
 """

@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
+from automodel_rl.model.fused_norm import plain_norms
 
 STAND_IN = "automodel_rl_plan"
 META = torch.device("meta")
@@ -89,9 +90,8 @@ def _one_layer(config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype
         for name, weight in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, nn.Parameter(weight[: len(weight) // ep]))
     if FAMILIES[config.model_type].has_plain_norms:
-        for part in module.modules():
-            if type(part).__name__.endswith("RMSNorm"):
-                part.forward = MethodType(lambda norm, hidden: _Norm.apply(hidden, norm.weight), part)
+        for norm in plain_norms(module):
+            norm.forward = MethodType(lambda norm, hidden: _Norm.apply(hidden, norm.weight), norm)
     values = config.to_dict()
     rotary = values.get("qk_rope_head_dim") or values.get("head_dim")
     return module, rotary or config.hidden_size // config.num_attention_heads

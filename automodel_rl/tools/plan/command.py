@@ -1,4 +1,4 @@
-"""`automodel-rl plan`: what a config's layout needs, worked out without GPUs and without weights."""
+"""The command: plans a config's layout, prints it, and looks for layouts that would fit where it does not."""
 
 import json
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, RunConfig, SFTConfig
+from automodel_rl.config.load import check_config
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
@@ -15,6 +16,7 @@ from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.combinations import ModelDescription, check_supported
 from automodel_rl.tools.plan.memory import MemoryModel, StepPlan
 
+AnyConfig = SFTConfig | DPOConfig | GRPOConfig
 GIB = 2**30
 DEVICES = {"A100": 79.2, "H100": 79.2, "H200": 139.8, "B200": 178.4}
 """Memory that the driver reports, in GiB."""
@@ -42,7 +44,7 @@ class Packing:
     efficiency: float | None
 
 
-def plan(config: SFTConfig | DPOConfig | GRPOConfig, num_gpus: int | None, device: str, as_json: bool) -> None:
+def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) -> None:
     """Prints the plan.
 
     Args:
@@ -55,12 +57,14 @@ def plan(config: SFTConfig | DPOConfig | GRPOConfig, num_gpus: int | None, devic
         InputError: the layout is not supported, or does not divide the GPUs.
         DoesNotFitError: it needs more memory than the device has.
     """
-    parallel = config.parallel if num_gpus is None else _spread(config.parallel, num_gpus)
+    if num_gpus is not None:
+        config = with_layout(config, _spread(config.parallel, num_gpus), config.memory)
+    parallel = config.parallel
     full = read_config(resolve_checkpoint(config.model.path))
     description = describe_model(full)
     check_supported(description, config.model, parallel, config.memory)
-    compute, master = dtypes_of(config.model)
-    model = MemoryModel(full, config.batch.row_tokens, compute, master)
+    compute, _ = dtypes_of(config.model)
+    model = MemoryModel(full, config.model, config.batch.row_tokens, isinstance(config, GRPOConfig))
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, _microbatches(packing, parallel))
     engine = engine_bytes(config, sum(step.stage_weights) * compute.itemsize, device)
@@ -103,11 +107,22 @@ def _spread(parallel: ParallelConfig, num_gpus: int) -> ParallelConfig:
     return parallel.model_copy(update={"dp_shard": num_gpus // rest})
 
 
+def with_layout(config: AnyConfig, parallel: ParallelConfig, memory: MemoryConfig) -> AnyConfig:
+    """The config with another layout.
+
+    Raises:
+        InputError: the two do not go together.
+    """
+    changed = {"parallel": parallel.model_dump(), "memory": memory.model_dump()}
+    return check_config(type(config), config.model_dump() | changed)
+
+
 def _microbatches(packing: Packing, parallel: ParallelConfig) -> int:
-    return math.ceil(packing.rows / parallel.num_data_ranks)
+    """Rows of a data rank; a pipeline has no fewer than stages."""
+    return max(parallel.pp, math.ceil(packing.rows / parallel.num_data_ranks))
 
 
-def measure_packing(config: SFTConfig | DPOConfig | GRPOConfig) -> Packing:
+def measure_packing(config: AnyConfig) -> Packing:
     """Packs a sample of the training data; where there is none, every sequence is taken to fill a row.
 
     Completions are not there yet when a policy is trained; each is taken to be as long as it may get.
@@ -126,7 +141,8 @@ def measure_packing(config: SFTConfig | DPOConfig | GRPOConfig) -> Packing:
     tokenizer = load_tokenizer(folder, config.data, read_config(folder).vocab_size)
     kind, train_on = (ChatDataset, config.data.train_on) if isinstance(config, SFTConfig) else (PairDataset, "last")
     chat = ChatTokenizer(tokenizer, train_on)
-    dataset = kind(config.data.train, chat, capacity, config.data.overlong)
+    context = describe_model(read_config(folder)).context
+    dataset = kind(config.data.train, chat, capacity, context, config.data.overlong)
     sizes = [len(source) for source in dataset.sources]
     weights = [source.weight for source in config.data.train]
     draws = next(iter(GlobalBatches(sizes, weights, min(count // kind.together, SAMPLE), config.seed)))
@@ -145,7 +161,7 @@ def measure_packing(config: SFTConfig | DPOConfig | GRPOConfig) -> Packing:
 def nearest_that_fit(
     model: MemoryModel,
     description: ModelDescription,
-    config: RunConfig,
+    config: AnyConfig,
     parallel: ParallelConfig,
     packing: Packing,
     capacity: float,
@@ -158,6 +174,7 @@ def nearest_that_fit(
     found: list[str] = []
     for changes, candidate, memory in sorted(candidates, key=lambda c: len(c[0]))[:MOST_TRIED]:
         try:
+            with_layout(config, candidate, memory)
             check_supported(description, config.model, candidate, memory)
         except InputError:
             continue
@@ -202,9 +219,8 @@ def _changes(old: ParallelConfig, new: ParallelConfig, old_memory: MemoryConfig,
 
 
 def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: str) -> str:
-    sizes = ", ".join(f"{name} {size}" for name, size in parallel.sizes.items())
     lines = [
-        f"{parallel.world_size} ranks of {device}: {sizes or 'one rank'}",
+        f"{parallel.world_size} ranks of {device}: {parallel}",
         "mesh (pp, dp_replicate, fsdp, tp) = "
         f"({parallel.pp}, {parallel.dp_replicate}, {parallel.fsdp_size}, {parallel.tp})"
         + (

@@ -2,13 +2,13 @@
 
 What is counted, in bytes, for the first rank of each FSDP group (no rank has more):
   weights        master copies of this rank's shards
-  moments        AdamW's two, of the same shards
+  moments        AdamW's two, of the shards that are trained
   gathered       weights in the compute dtype, whole, from the first forward to the end of the step
   gradients      sums over microbatches in the master dtype, not yet sharded; a single microbatch reduces at once, and
                  keeps only shards
   activations    of the microbatches between forward and backward, at the worst moment of the schedule
   buffers        boundary activations and gradients of all microbatches, received by this rank's stages
-  head           logits of one chunk, their gradient, and that of the head's weight
+  head           logits of one chunk (twice where entropies are read), their gradient, and that of the head's weight
   backward       what one layer's backward needs besides, or the reduction of one layer's gradients
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 from transformers import PretrainedConfig
 
-from automodel_rl.config import ParallelConfig
+from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.model.logprobs import CHUNK
+from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
 from automodel_rl.tools.plan.activations import LayerActivations, layer_activations
@@ -82,15 +82,17 @@ class MemoryModel:
 
     Args:
         config: of the model.
+        model: its precision and adapters.
         row_tokens: tokens of a microbatch.
-        compute, master: dtypes.
+        reads_entropy: whether the loss gets entropies.
     """
 
-    def __init__(self, config: PretrainedConfig, row_tokens: int, compute: torch.dtype, master: torch.dtype):
-        self.config, self.row_tokens = config, row_tokens
-        self.compute, self.master = compute.itemsize, master.itemsize
-        self._dtype = compute
-        self._model = empty_model(config, master)
+    def __init__(self, config: PretrainedConfig, model: ModelConfig, row_tokens: int, reads_entropy: bool):
+        self.config, self.row_tokens, self.reads_entropy = config, row_tokens, reads_entropy
+        self.trains_head = model.lora is None
+        self._dtype, master = dtypes_of(model)
+        self.compute, self.master = self._dtype.itemsize, master.itemsize
+        self._model = empty_model(config, master, model.lora)
         # A pipeline gives a tied head a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
         self._activations: Callable[..., LayerActivations] = cache(self._measure)
@@ -132,14 +134,16 @@ class MemoryModel:
     ) -> RankMemory:
         sizes = [size for stage in stages for size in stage]
         shards = sum(size.largest_shard for size in sizes)
+        trained_shards = sum(size.largest_shard for size in sizes if size.is_trained)
         gathered = sum(size.gathered for size in sizes)
+        trained = sum(size.gathered for size in sizes if size.is_trained)
         adds_up = timeline.num_microbatches > 1 or parallel.pp > 1
-        reduction = 2 * max(max(_units(stage).values()) for stage in stages) * self.master
+        reduction = 2 * max(max(_units(stage, trained_only=True).values()) for stage in stages) * self.master
         return RankMemory(
             weights=shards * self.master,
-            moments=0 if memory.offload_optimizer else 2 * shards * self.master,
+            moments=0 if memory.offload_optimizer else 2 * trained_shards * self.master,
             gathered=gathered * self.compute,
-            gradients=(gathered if adds_up else shards) * self.master,
+            gradients=(trained if adds_up else trained_shards) * self.master,
             activations=round(timeline.most_held[rank]),
             buffers=self._buffers(indices, parallel, timeline.num_microbatches),
             head=self._head(parallel) if parallel.num_stages - 1 in indices else 0,
@@ -154,8 +158,8 @@ class MemoryModel:
 
     def _head(self, parallel: ParallelConfig) -> int:
         vocab, hidden = self.config.vocab_size // parallel.tp, self.config.hidden_size
-        logits = CHUNK * vocab * (self.master + self.compute)
-        gradient = vocab * hidden * (self.master + self.compute)
+        logits = CHUNK * vocab * (self.master * (2 if self.reads_entropy else 1) + self.compute)
+        gradient = vocab * hidden * (self.master + self.compute) if self.trains_head else 0
         states = 4 * self._tokens(parallel) * hidden * self.compute  # into and out of the final norm, and gradients
         return logits + gradient + states
 
@@ -178,13 +182,13 @@ class MemoryModel:
         return layer_activations(self.config, layer, tokens, parallel, mode, self._dtype)  # type: ignore[arg-type]
 
 
-def _units(stage: list[ParameterSize]) -> dict[object, int]:
+def _units(stage: list[ParameterSize], trained_only: bool = False) -> dict[object, int]:
     """Gathered elements of every FSDP unit: a layer, its experts where they have their own, and the rest."""
     units: dict[object, int] = {}
     layer_fsdp = max(size.fsdp_size for size in stage)
     for size in stage:
         unit = (size.layer, size.fsdp_size != layer_fsdp)
-        units[unit] = units.get(unit, 0) + size.gathered
+        units[unit] = units.get(unit, 0) + (size.gathered if size.is_trained or not trained_only else 0)
     return units
 
 

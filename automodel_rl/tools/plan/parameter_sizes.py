@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from automodel_rl.config import ParallelConfig
+from automodel_rl.config.model import LoraConfig
+from automodel_rl.model.lora import add_adapters
 from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -16,12 +18,21 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """One parameter: its layer (None for embedding, final norm and head) and the shape that FSDP shards."""
+    """One parameter.
+
+    Attributes:
+        name: in the model.
+        layer: its number, None for embedding, final norm and head.
+        shape: that FSDP shards.
+        fsdp_size: over how many ranks.
+        is_trained: False for what adapters leave frozen.
+    """
 
     name: str
     layer: int | None
     shape: tuple[int, ...]
     fsdp_size: int
+    is_trained: bool
 
     @property
     def gathered(self) -> int:
@@ -34,9 +45,13 @@ class ParameterSize:
         return -(-self.shape[0] // self.fsdp_size) * prod(self.shape[1:])
 
 
-def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, lora: LoraConfig | None) -> PreTrainedModel:
+    """The model on the meta device, with adapters if there are to be some."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if lora is not None:
+        add_adapters(model, lora)
+    return model
 
 
 def parameter_sizes(model: PreTrainedModel, parallel: ParallelConfig) -> Iterator[ParameterSize]:
@@ -53,7 +68,7 @@ def parameter_sizes(model: PreTrainedModel, parallel: ParallelConfig) -> Iterato
             if dim is not None:
                 shape[dim] //= parallel.tp
         layer = LAYER.match(name)
-        yield ParameterSize(name, int(layer.group(1)) if layer else None, tuple(shape), fsdp)
+        yield ParameterSize(name, int(layer.group(1)) if layer else None, tuple(shape), fsdp, parameter.requires_grad)
 
 
 def _split_dim(name: str, plan: dict[str, str]) -> int | None:

@@ -1,4 +1,4 @@
-"""`automodel-rl verify`: a config's layout against one process, on a small model of the same architecture."""
+"""The command: compares a config's layout on a small model of the same architecture, and prints a verdict."""
 
 import json
 import tempfile
@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig
+from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig, SFTConfig
+from automodel_rl.config.attention import ATTENTION
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import Dtype
 from automodel_rl.errors import VerificationError
@@ -53,11 +54,11 @@ def verify(config: RunConfig, as_json: bool, say: Callable[[str], None] = print)
         folder = Path(_from_first_rank(own_folder))
         if is_first:
             if not as_json:
-                say(f"small {full.model_type}, {full.num_hidden_layers} layers, {describe_layout(parallel)}, {dtype}")
+                say(f"small {full.model_type}, {full.num_hidden_layers} layers, {parallel}, {dtype}")
             save_random_model(shrink(full, parallel), folder / "model", getattr(torch, dtype))
         dist.barrier()
-        case = Case(parallel, dtype=dtype, implementation=config.model.implementation)
-        found = _over_ranks(compare(case, folder / "model", folder))
+        case, left_out = case_of(config, parallel, dtype)
+        found = compare(case, folder / "model", folder)
         dist.barrier()
     rows = judge(found, tolerances)
     if is_first:
@@ -66,7 +67,35 @@ def verify(config: RunConfig, as_json: bool, say: Callable[[str], None] = print)
     if failed:
         raise VerificationError(f"verdict: DIFFERENT from one process in {', '.join(failed)}")
     if is_first and not as_json:
+        if left_out:
+            say(f"not compared: {', '.join(left_out)}")
         say("verdict: equal to one process")
+
+
+def case_of(config: RunConfig, parallel: ParallelConfig, dtype: Dtype) -> tuple[Case, list[str]]:
+    """What is compared of a config, and what is not, for one process of plain transformers has nothing like it."""
+    model, memory = config.model, config.memory
+    left_out = ["weights of the checkpoint", f"model.dtype={model.dtype}"]
+    attention = model.attention
+    if attention != "auto" and ATTENTION[attention].needs_cuda:
+        left_out.append(f"model.attention={attention}")
+        attention = "auto"
+    if memory.compile:
+        left_out.append("memory.compile")
+    if model.lora is not None:
+        left_out.append("model.lora")
+    if model.moe.aux_loss or model.moe.bias_update_rate:
+        left_out.append("model.moe")
+    if not isinstance(config, SFTConfig) or config.loss_function is not None:
+        left_out.append("loss (sft's is compared)")
+    case = Case(
+        parallel,
+        dtype=dtype,
+        implementation=model.implementation,
+        attention=attention,
+        memory=memory.model_copy(update={"compile": False}),
+    )
+    return case, left_out
 
 
 def precision(model: ModelConfig, family: str) -> tuple[Dtype, Tolerances]:
@@ -121,17 +150,7 @@ def as_record(parallel: ParallelConfig, dtype: str, rows: list[Row]) -> dict:
     }
 
 
-def describe_layout(parallel: ParallelConfig) -> str:
-    return " x ".join(f"{name} {size}" for name, size in parallel.sizes.items()) or "one rank"
-
-
 def _from_first_rank(value: str) -> str:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def _over_ranks(found: Differences) -> Differences:
-    everyone: list[Differences] = [found] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return Differences().merge(everyone)

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from automodel_rl.batch import PackedBatch, TokenSequence, empty_row, pack_row
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.attention import Attention
+from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import Dtype, Implementation
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import Readout, count, sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.tools.verify.one_process import OneProcess
 
@@ -28,13 +31,16 @@ class Case:
     Attributes:
         parallel: the layout.
         rows: number of microbatches in each step on every data rank; the last step has an empty row besides.
-        dtype, implementation: of the model.
+        dtype, implementation, attention: of the model.
+        memory: what is recomputed or offloaded.
     """
 
     parallel: ParallelConfig
     rows: tuple[int, ...] = (3, 1, 4)
     dtype: Dtype = "float64"
     implementation: Implementation = "transformers"
+    attention: Attention = "auto"
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
 
 @dataclass
@@ -84,10 +90,12 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
         scratch: a folder that all ranks share, for the export.
 
     Returns:
-        This rank's differences; `merge` them over ranks.
+        The largest differences on any rank.
     """
-    model = ModelConfig(path=str(folder), dtype=case.dtype, implementation=case.implementation)
-    handle = ModelHandle.from_pretrained(model, case.parallel)
+    model = ModelConfig(
+        path=str(folder), dtype=case.dtype, implementation=case.implementation, attention=case.attention
+    )
+    handle = ModelHandle.from_pretrained(model, case.parallel, case.memory)
     engine = Engine(handle, OptimizerConfig(lr=LR, max_grad_norm=MAX_GRAD_NORM, decay="constant"))
     expected = OneProcess(folder, handle.dtype, LR, MAX_GRAD_NORM, handle.layout.device)
     found = Differences()
@@ -97,7 +105,7 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
         _compare_step(step, of_ranks, len(case.rows), engine, expected, found)
     found.note("reference log-probabilities", swap.largest_difference())
     _compare_export(handle, scratch, found)
-    return found
+    return Differences().merge(gather_objects(found, handle.layout.world_control))
 
 
 def _rows_of(step: int, rank: int, num_rows: int, handle: ModelHandle) -> list[list[TokenSequence]]:

@@ -1,7 +1,6 @@
 """Packed loading over data ranks, and resuming between steps."""
 
 import json
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -35,14 +34,14 @@ def load(folder: Path, overlong: str) -> tuple[list[Rows], list[tuple[int, ...]]
     chat = ChatTokenizer(load_tokenizer(folder, data, 10_000), "all")
 
     def make_loader() -> PackedLoader:
-        dataset = ChatDataset((source,), chat, 128, overlong)
+        dataset = ChatDataset((source,), chat, 128, None, overlong)
         return PackedLoader(dataset, 16, layout, float, num_workers=0, seed=1, epochs=1)
 
     def rows(step) -> Rows:
         return [row.input_ids.tolist() for row in step.batches]
 
     steps = list(make_loader())
-    counts = [(s.num_sequences, s.num_tokens, s.num_rows, s.num_truncated, s.num_dropped) for s in steps]
+    counts = [(s.size.num_sequences, s.size.num_tokens, s.size.num_rows, s.num_truncated, s.num_dropped) for s in steps]
     stopped = make_loader()
     list(islice(stopped, 2))
     resumed = make_loader()
@@ -50,9 +49,7 @@ def load(folder: Path, overlong: str) -> tuple[list[Rows], list[tuple[int, ...]]
     return [rows(s) for s in steps], counts, [rows(s) for s in resumed]
 
 
-def test_data_ranks_share_global_batches_and_resume_between_steps(
-    ranks: Callable[[int], RankPool], tmp_path: Path
-) -> None:
+def test_data_ranks_share_global_batches_and_resume_between_steps(ranks: RankPool, tmp_path: Path) -> None:
     write_data(tmp_path)
     (first, counts, first_resumed), (second, other_counts, second_resumed) = ranks(2).run(load, tmp_path, "truncate")
     assert counts == other_counts
@@ -65,7 +62,7 @@ def test_data_ranks_share_global_batches_and_resume_between_steps(
     assert second_resumed == second[2:]
 
 
-def test_overlong_examples_can_be_dropped(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_overlong_examples_can_be_dropped(ranks: RankPool, tmp_path: Path) -> None:
     write_data(tmp_path)
     _, counts, _ = ranks(2).run(load, tmp_path, "drop")[0]
     assert sum(c[0] for c in counts) == 49

@@ -1,7 +1,6 @@
 """Preference and policy-gradient losses compute the same on every layout, with unequal rows on every rank."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from automodel_rl.model.handle import ModelHandle
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
-Ranks = Callable[[int], RankPool]
 Expected = tuple[str, Path, list[TrainOutput]]
 LOSSES: dict[str, LossFn] = {
     "dpo": functools.partial(dpo_loss, config=DPOLossConfig(label_smoothing=0.1, sft_weight=0.2)),
@@ -62,7 +60,7 @@ def train(folder: Path, parallel: ParallelConfig, loss: str) -> list[TrainOutput
 
 
 @pytest.fixture(scope="module", params=list(LOSSES))
-def one_process(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def one_process(request: pytest.FixtureRequest, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Expected:
     """A loss, a model, and what one process makes of them."""
     folder = tmp_path_factory.mktemp("model")
     save_tiny_model(folder)
@@ -71,7 +69,7 @@ def one_process(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: 
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2, "sequence_parallel": True}, {"dp_shard": 2}, {"pp": 2, "cp": 2}], ids=str)
-def test_layouts_compute_the_loss_of_one_process(ranks: Ranks, one_process: Expected, sizes: dict) -> None:
+def test_layouts_compute_the_loss_of_one_process(ranks: RankPool, one_process: Expected, sizes: dict) -> None:
     loss, folder, expected = one_process
     parallel = ParallelConfig(**sizes)
     for actual in ranks(parallel.world_size).run(train, folder, parallel, loss):
@@ -100,7 +98,9 @@ def recompute(folder: Path, parallel: ParallelConfig) -> tuple[dict[str, float],
 
 
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"cp": 2}], ids=str)
-def test_recomputed_logprobs_are_exactly_those_of_the_first_update(ranks: Ranks, tmp_path: Path, sizes: dict) -> None:
+def test_recomputed_logprobs_are_exactly_those_of_the_first_update(
+    ranks: RankPool, tmp_path: Path, sizes: dict
+) -> None:
     save_tiny_model(tmp_path, dtype=torch.float32)
     parallel = ParallelConfig(**sizes)
     for metrics, difference in ranks(parallel.world_size).run(recompute, tmp_path, parallel):
@@ -115,7 +115,7 @@ def read(folder: Path, parallel: ParallelConfig) -> tuple[list[tuple], torch.Ten
     return engine.top_logits(rows, 3), engine.sequence_scores(rows), engine.logprobs(rows)
 
 
-def test_top_logits_and_scores_belong_to_their_tokens(ranks: Ranks, tmp_path: Path) -> None:
+def test_top_logits_and_scores_belong_to_their_tokens(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     (expected,) = ranks(1).run(read, tmp_path, ParallelConfig())
     tops, scores, logprobs = ranks(2).run(read, tmp_path, ParallelConfig(pp=2))[1]

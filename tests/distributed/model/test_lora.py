@@ -1,6 +1,5 @@
 """Adapters against PEFT on plain transformers, in float64."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,9 +63,7 @@ def train_with_peft(folder: Path, data_ranks: int) -> tuple[list[float], dict[st
         ("qwen3_moe", {"cp": 2, "ep": 2}),
     ],
 )
-def test_training_and_files_are_those_of_peft(
-    ranks: Callable[[int], RankPool], tmp_path: Path, family: str, sizes: dict
-) -> None:
+def test_training_and_files_are_those_of_peft(ranks: RankPool, tmp_path: Path, family: str, sizes: dict) -> None:
     save_tiny_model(tmp_path, family)
     parallel = ParallelConfig(**sizes)
     losses = ranks(parallel.world_size).run(train, tmp_path, parallel)[0]

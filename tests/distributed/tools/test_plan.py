@@ -4,12 +4,10 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from transformers import AutoConfig
 
@@ -36,16 +34,17 @@ class Allocated:
     moments: int
 
 
-def allocate(folder: Path, parallel: ParallelConfig) -> Allocated:
+def allocate(model: ModelConfig, parallel: ParallelConfig) -> Allocated:
     """Bytes of this rank's shards after a step."""
-    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32"), parallel)
+    handle = ModelHandle.from_pretrained(model, parallel)
     engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
     rows = [pack_row(make_sequences(2, m)) for m in range(3)]
     gradients: list[int] = []
     update = engine._update
 
     def watch(lr: float, norm: float) -> None:
-        gradients.append(sum(local_tensor(p.grad).nbytes for part in handle.parts for p in part.parameters()))
+        trained = [p for part in handle.parts for p in part.parameters() if p.grad is not None]
+        gradients.append(sum(local_tensor(p.grad).nbytes for p in trained))
         update(lr, norm)
 
     engine._update = watch
@@ -60,27 +59,28 @@ def allocate(folder: Path, parallel: ParallelConfig) -> Allocated:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "sizes"),
+    ("family", "tied", "lora", "sizes"),
     [
-        ("qwen3", False, {}),
-        ("qwen3", True, {"pp": 2}),
-        ("qwen3", False, {"tp": 2, "dp_shard": 2}),
-        ("qwen3", True, {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2, "cp": 2}),
-        ("deepseek_v3", False, {"pp": 2, "cp": 2, "ep": 2}),
+        ("qwen3", False, None, {}),
+        ("qwen3", True, None, {"pp": 2}),
+        ("qwen3", True, {"rank": 4}, {"pp": 2}),
+        ("qwen3", False, None, {"tp": 2, "dp_shard": 2}),
+        ("qwen3", True, None, {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2, "cp": 2}),
+        ("deepseek_v3", False, None, {"pp": 2, "cp": 2, "ep": 2}),
     ],
 )
 def test_bytes_are_those_of_a_run(
-    ranks: Callable[[int], RankPool], tmp_path: Path, family: str, tied: bool, sizes: dict
+    ranks: RankPool, tmp_path: Path, family: str, tied: bool, lora: dict | None, sizes: dict
 ) -> None:
     save_tiny_model(tmp_path, family, tied=tied)
     parallel = ParallelConfig(**sizes)
-    model = MemoryModel(read_config(tmp_path), 64, torch.float32, torch.float32)
-    planned = model.plan(parallel, MemoryConfig(), 3).ranks
-    runs = ranks(parallel.world_size).run(allocate, tmp_path, parallel)
+    model = ModelConfig(path=str(tmp_path), dtype="float32", lora=lora)
+    planned = MemoryModel(read_config(tmp_path), model, 64, reads_entropy=False).plan(parallel, MemoryConfig(), 3).ranks
+    runs = ranks(parallel.world_size).run(allocate, model, parallel)
     for rank, plan in enumerate(planned):
         real = [run for run in runs if run.pp_rank == rank]
         assert max(run.weights for run in real) == plan.weights
-        assert max(run.gradients for run in real) == plan.weights  # once they are reduced
+        assert 2 * max(run.gradients for run in real) == plan.moments  # once they are reduced
         assert max(run.moments for run in real) == plan.moments
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,9 +59,7 @@ INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
         ("partial gradients of tp left alone", "llama", {"tp": 2, "sequence_parallel": True}),
     ],
 )
-def test_planted_bugs_turn_the_verdict(
-    ranks: Callable[[int], RankPool], tmp_path: Path, fault: str, family: str, sizes: dict
-) -> None:
+def test_planted_bugs_turn_the_verdict(ranks: RankPool, tmp_path: Path, fault: str, family: str, sizes: dict) -> None:
     save_tiny_model(tmp_path, family, tied="tied" in fault)
     config = config_of(tmp_path, sizes)
     for text in ranks(config.parallel.world_size).run(verdict, config, fault):
@@ -73,7 +70,7 @@ def test_planted_bugs_turn_the_verdict(
     ("family", "sizes"),
     [("gemma2", {"pp": 2}), ("deepseek_v3", {"cp": 2, "ep": 2}), ("qwen3", {"tp": 2, "dp_shard": 2})],
 )
-def test_sound_layouts_are_equal(ranks: Callable[[int], RankPool], tmp_path: Path, family: str, sizes: dict) -> None:
+def test_sound_layouts_are_equal(ranks: RankPool, tmp_path: Path, family: str, sizes: dict) -> None:
     save_tiny_model(tmp_path, family)
     config = config_of(tmp_path, sizes)
     assert set(ranks(config.parallel.world_size).run(verdict, config, None)) == {"equal"}

@@ -8,42 +8,17 @@ from typing import Any
 
 import pytest
 
-from automodel_rl.cli import main
-from automodel_rl.config import DPOConfig
-from automodel_rl.launch.process_group import leave_process_group
-from automodel_rl.trainers.dpo import DPOTrainer
+from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train
 from tests.rank_pool import RankPool
 
-Ranks = Callable[[int], RankPool]
+
+def values(workspace: Path, output: Path, **changes: Any) -> Settings:
+    return settings_of("dpo", workspace, output, **changes)
 
 
-def values(workspace: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "algorithm": "dpo",
-        "output": str(output),
-        "model": {"path": str(workspace / "model"), "dtype": "float64"},
-        "data": {
-            "train": [{"path": str(workspace / "train_pairs.jsonl")}],
-            "validation": [{"path": str(workspace / "held_out_pairs.jsonl")}],
-        },
-        "batch": {"pairs": 16, "row_tokens": 208},
-        "length": {"steps": 6, "validate_every": 6},
-        "optimizer": {"lr": 3e-4, "decay": "constant"},
-        "checkpoint": {"every": None},
-    } | changes
-
-
-def run(settings: dict[str, Any]) -> None:
-    DPOTrainer(DPOConfig.model_validate(settings)).train()
-
-
-def metrics_of(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_it_starts_at_ln_2_and_learns_the_same_on_a_pipeline(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:
-    ranks(1).run(run, values(workspace, tmp_path / "one"))
-    ranks(2).run(run, values(workspace, tmp_path / "two", parallel={"pp": 2}))
+def test_it_starts_at_ln_2_and_learns_the_same_on_a_pipeline(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    ranks(1).run(train, values(workspace, tmp_path / "one"))
+    ranks(2).run(train, values(workspace, tmp_path / "two", parallel={"pp": 2}))
     one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
     assert one[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-10)
     assert one[0]["train/margin"] == pytest.approx(0, abs=1e-10)
@@ -54,44 +29,44 @@ def test_it_starts_at_ln_2_and_learns_the_same_on_a_pipeline(ranks: Ranks, works
         assert [row[name] for row in one] == pytest.approx([row[name] for row in two], rel=1e-8, abs=1e-12)
 
 
-def test_a_reference_computed_before_is_that_of_every_step(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:
+def test_a_reference_computed_before_is_that_of_every_step(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "each", length={"steps": 8}, parallel={"dp_shard": 2})
     pairs = {"train_pairs": 0.2, "held_out_pairs": 0.8}
     settings["data"]["train"] = [{"path": str(workspace / f"{n}.jsonl"), "weight": w} for n, w in pairs.items()]
-    ranks(2).run(run, settings)
-    ranks(2).run(run, settings | {"output": str(tmp_path / "before"), "precompute_reference": True})
+    ranks(2).run(train, settings)
+    ranks(2).run(train, settings | {"output": str(tmp_path / "before"), "precompute_reference": True})
     each, before = metrics_of(tmp_path / "each"), metrics_of(tmp_path / "before")
     assert [row["train/loss"] for row in each] == pytest.approx([row["train/loss"] for row in before], rel=1e-12)
 
 
 @pytest.mark.parametrize("changes", [{"loss": {"variant": "simpo"}}, {"model": {"lora": {"rank": 2}}}], ids=str)
-def test_losses_without_reference_weights(ranks: Ranks, workspace: Path, tmp_path: Path, changes: dict) -> None:
+def test_losses_without_reference_weights(ranks: RankPool, workspace: Path, tmp_path: Path, changes: dict) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 2})
     settings["model"] |= changes.pop("model", {})
-    ranks(1).run(run, settings | changes)
+    ranks(1).run(train, settings | changes)
     first, last = metrics_of(tmp_path / "run")
     assert last["train/loss"] < first["train/loss"]
     assert "val/loss" in last  # the last step validates, also without validate_every
     assert "val/loss" not in first
 
 
-def test_pairs_that_are_too_long_are_cut_or_left_out(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:
+def test_pairs_that_are_too_long_are_cut_or_left_out(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     for overlong, count in (("truncate", "data/num_truncated"), ("drop", "data/num_dropped")):
         settings = values(workspace, tmp_path / overlong, length={"steps": 1}, batch={"pairs": 16, "row_tokens": 164})
         settings["data"] |= {"overlong": overlong, "validation": []}
-        ranks(1).run(run, settings)
+        ranks(1).run(train, settings)
         (row,) = metrics_of(tmp_path / overlong)
         assert row[count] > 0
 
 
-def spoil(settings: dict[str, Any], folder: Path, **changes: Any) -> None:
+def spoil(settings: Settings, folder: Path, **changes: Any) -> None:
     path = folder / "pairs.jsonl"
     record = {"prompt": "How many?", "chosen": "Two.", "rejected": "Three."} | changes
     path.write_text(json.dumps({k: v for k, v in record.items() if v is not None}) + "\n")
     settings["data"] = {"train": [{"path": str(path)}]}
 
 
-BAD: list[tuple[Callable[[dict[str, Any], Path], None], str]] = [
+BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
     (lambda s, f: spoil(s, f, chosen=None), "pairs.jsonl:1: no column 'chosen', only prompt, rejected"),
     (lambda s, f: spoil(s, f, rejected=3), "pairs.jsonl:1: rejected must be a text or a list of objects"),
     (
@@ -103,18 +78,11 @@ BAD: list[tuple[Callable[[dict[str, Any], Path], None], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:40] for _, message in BAD])
 def test_bad_input_is_one_line_and_writes_nothing(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable, message: str
 ) -> None:
     settings = values(workspace, tmp_path / "run")
     change(settings, tmp_path)
-    path = tmp_path / "dpo.yaml"
-    path.write_text(json.dumps(settings))
-    try:
-        assert main(["dpo", str(path)]) == 2
-    finally:
-        leave_process_group()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not (tmp_path / "run").exists()
+    assert_refused("dpo", settings, message, tmp_path, capsys)

@@ -9,51 +9,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl.cli import main
-from automodel_rl.config import GRPOConfig
 from automodel_rl.errors import RolloutError
-from automodel_rl.launch.process_group import leave_process_group
 from automodel_rl.rollout.protocol import Completion, Request
 from automodel_rl.rollout.transformers_engine import TransformersEngine
 from automodel_rl.trainers import grpo
-from automodel_rl.trainers.grpo import GRPOTrainer
+from tests.distributed.trainers.runs import (
+    Settings,
+    assert_refused,
+    metrics_of,
+    rollouts_of,
+    settings_of,
+    train,
+    trainer_of,
+)
 from tests.rank_pool import RankPool
 
-Ranks = Callable[[int], RankPool]
+
+def values(workspace: Path, output: Path, **changes: Any) -> Settings:
+    return settings_of("grpo", workspace, output, **changes)
 
 
-def values(workspace: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "algorithm": "grpo",
-        "output": str(output),
-        "model": {"path": str(workspace / "model"), "dtype": "float64"},
-        "data": {
-            "train": [{"path": str(workspace / "train_prompts.jsonl")}],
-            "validation": [{"path": str(workspace / "held_out_prompts.jsonl")}],
-        },
-        "batch": {"row_tokens": 128, "updates": 2},
-        "rollout": {"prompts": 4, "group_size": 4, "max_prompt_tokens": 64, "max_new_tokens": 10},
-        "rewards": [{"function": "tests.light_rewards:vowels"}],
-        "loss": {"kl": {"coefficient": 0.05}},
-        "length": {"steps": 5},
-        "optimizer": {"lr": 1e-3, "decay": "constant"},
-        "checkpoint": {"every": None},
-    } | changes
-
-
-def metrics_of(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def run(settings: dict[str, Any]) -> None:
-    GRPOTrainer(GRPOConfig.model_validate(settings)).train()
-
-
-def test_a_pipeline_follows_one_process(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:
+def test_a_pipeline_follows_one_process(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     length = {"steps": 5, "validate_every": 5}
-    ranks(1).run(run, values(workspace, tmp_path / "one", length=length))
+    ranks(1).run(train, values(workspace, tmp_path / "one", length=length))
     parallel = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
-    ranks(2).run(run, values(workspace, tmp_path / "two", length=length, parallel=parallel))
+    ranks(2).run(train, values(workspace, tmp_path / "two", length=length, parallel=parallel))
     (start, *ones), (other_start, *twos) = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
     assert start["step"] == 0
     assert start["val/reward_mean"] == other_start["val/reward_mean"]
@@ -69,10 +49,10 @@ def test_a_pipeline_follows_one_process(ranks: Ranks, workspace: Path, tmp_path:
     assert {"val/reward_mean", "val/pass@1", "time/rollout_s", "time/sync_s"} <= last.keys()
 
 
-def test_adapters_are_trained_against_the_model_without_them(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:
+def test_adapters_are_trained_against_the_model_without_them(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     model = {"path": str(workspace / "model"), "dtype": "float64", "lora": {"rank": 2}}
     settings = values(workspace, tmp_path / "run", model=model, length={"steps": 3}, parallel={"pp": 2})
-    ranks(2).run(run, settings)
+    ranks(2).run(train, settings)
     first, *_, last = metrics_of(tmp_path / "run")
     assert first["train/logprob_error"] == pytest.approx(1, abs=1e-6)
     assert last["train/logprob_error"] == pytest.approx(1, abs=1e-6)  # the engine has the merged weights
@@ -90,20 +70,20 @@ def test_adapters_are_trained_against_the_model_without_them(ranks: Ranks, works
     ],
     ids=["kl in reward, dynamic", "on-policy", "gspo", "dr grpo"],
 )
-def test_variants_run_over_two_ranks(ranks: Ranks, workspace: Path, tmp_path: Path, changes: dict) -> None:
+def test_variants_run_over_two_ranks(ranks: RankPool, workspace: Path, tmp_path: Path, changes: dict) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 2}, parallel={"pp": 2}) | changes
-    ranks(2).run(run, settings)
+    ranks(2).run(train, settings)
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["train/grad_norm"] > 0 for row in rows)
 
 
-def test_completions_that_were_cut_off_may_count_nothing(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:
+def test_completions_that_were_cut_off_may_count_nothing(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 1}, filter={"mask_overlong": True})
-    ranks(1).run(run, settings)
+    ranks(1).run(train, settings)
     (row,) = metrics_of(tmp_path / "run")
     assert row["rollout/truncated"] > 0.8
-    rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    rollouts = rollouts_of(tmp_path / "run", 1)
     assert row["train/num_tokens"] == sum(rollout["tokens"] for rollout in rollouts if rollout["finish"] == "stop")
 
 
@@ -127,10 +107,9 @@ class Flaky(TransformersEngine):
         return super().generate(requests)
 
 
-def run_flaky(settings: dict[str, Any], failures: int, loads: int = -1) -> str:
+def run_flaky(settings: Settings, failures: int, loads: int = -1) -> str:
     """How training ends when the engine fails so often in its third step, and what the weights were then."""
-    config = GRPOConfig.model_validate(settings)
-    trainer = GRPOTrainer(config)
+    trainer = trainer_of(settings)
     collector = trainer.rollouts
     original = collector.engine
 
@@ -158,30 +137,26 @@ def run_flaky(settings: dict[str, Any], failures: int, loads: int = -1) -> str:
 
 @pytest.mark.parametrize(("failures", "loads"), [(2, -1), (0, 3)], ids=["generating", "loading weights"])
 def test_an_engine_that_dies_is_started_again(
-    ranks: Ranks, workspace: Path, tmp_path: Path, failures: int, loads: int
+    ranks: RankPool, workspace: Path, tmp_path: Path, failures: int, loads: int
 ) -> None:
     settings = values(workspace, tmp_path / "flaky", length={"steps": 4}, parallel={"dp_shard": 2})
     assert ranks(2).run(run_flaky, settings, failures, loads) == ["", ""]
-    ranks(2).run(run, settings | {"output": str(tmp_path / "steady")})
+    ranks(2).run(train, settings | {"output": str(tmp_path / "steady")})
     for one, two in zip(metrics_of(tmp_path / "flaky"), metrics_of(tmp_path / "steady"), strict=True):
         assert one["train/loss"] == two["train/loss"]
 
 
 def test_an_engine_that_stays_dead_ends_the_run_with_nothing_lost(
-    ranks: Ranks, workspace: Path, tmp_path: Path
+    ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 4})
     (message,) = ranks(1).run(run_flaky, settings, 99)
     assert message == "the rollout engine of rank 0 failed 3 times: ConnectionError: the engine is gone"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2"]
-    ranks(1).run(resume, settings)
-    ranks(1).run(run, settings | {"output": str(tmp_path / "steady")})
+    ranks(1).run(train, settings, True)
+    ranks(1).run(train, settings | {"output": str(tmp_path / "steady")})
     resumed, steady = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "steady")
     assert [row["train/loss"] for row in resumed] == [row["train/loss"] for row in steady]
-
-
-def resume(settings: dict[str, Any]) -> None:
-    GRPOTrainer(GRPOConfig.model_validate(settings), resume=True).train()
 
 
 class Silent(TransformersEngine):
@@ -192,23 +167,23 @@ class Silent(TransformersEngine):
         return [Completion([], [], "stop") if i % 2 else completion for i, completion in enumerate(written)]
 
 
-def run_silent(settings: dict[str, Any]) -> None:
-    trainer = GRPOTrainer(GRPOConfig.model_validate(settings))
+def run_silent(settings: Settings) -> None:
+    trainer = trainer_of(settings)
     trainer.rollouts.engine.__class__ = Silent
     trainer.train()
 
 
-def test_empty_completions_are_rewarded_and_count_no_tokens(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:
+def test_empty_completions_are_rewarded_and_count_no_tokens(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     ranks(1).run(run_silent, values(workspace, tmp_path / "run", length={"steps": 2}))
     for row in metrics_of(tmp_path / "run"):
         assert row["rollout/completion_tokens_mean"] == pytest.approx(5, abs=0.6)
         assert row["train/grad_norm"] > 0
 
 
-def run_without_signal(settings: dict[str, Any]) -> None:
+def run_without_signal(settings: Settings) -> None:
     grpo.STEPS_WITHOUT_SIGNAL = 3
     try:
-        run(settings)
+        train(settings)
     finally:
         grpo.STEPS_WITHOUT_SIGNAL = 10
 
@@ -221,21 +196,21 @@ def run_without_signal(settings: dict[str, Any]) -> None:
     ],
 )
 def test_rewards_that_teach_nothing_end_the_run(
-    ranks: Ranks, workspace: Path, tmp_path: Path, function: str, message: str
+    ranks: RankPool, workspace: Path, tmp_path: Path, function: str, message: str
 ) -> None:
     rewards = [{"function": f"tests.light_rewards:{function}"}]
     with pytest.raises(AssertionError, match=message):
         ranks(1).run(run_without_signal, values(workspace, tmp_path / "run", rewards=rewards))
 
 
-def drop_answers(settings: dict[str, Any], tmp_path: Path) -> None:
+def drop_answers(settings: Settings, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "How many?"}) + "\n")
     settings["data"] = {"train": [{"path": str(path)}]}
     settings["rewards"] = [{"function": "last_number"}]
 
 
-BAD: list[tuple[Callable[[dict[str, Any], Path], None], str]] = [
+BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
     (drop_answers, "prompts.jsonl:1: no answer, which rewards.function=last_number compares with"),
     (lambda s, _: s["rollout"].update(max_prompt_tokens=4), "all 96 prompts are longer than rollout.max_prompt_tokens"),
     (lambda s, _: s["batch"].update(row_tokens=20), "batch.row_tokens=20 must hold the longest prompt and completion"),
@@ -259,22 +234,14 @@ BAD: list[tuple[Callable[[dict[str, Any], Path], None], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:40] for _, message in BAD])
 def test_bad_input_is_one_line_and_writes_nothing(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable, message: str
 ) -> None:
     settings = values(workspace, tmp_path / "run")
     change(settings, tmp_path)
-    path = tmp_path / "grpo.yaml"
-    path.write_text(json.dumps(settings))
-    try:
-        assert main(["grpo", str(path)]) == 2
-    finally:
-        leave_process_group()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-    assert not (tmp_path / "run").exists()
+    assert_refused("grpo", settings, message, tmp_path, capsys)
 
 
 def constant(outputs: Any, batch: Any) -> Any:
@@ -285,8 +252,8 @@ def constant(outputs: Any, batch: Any) -> Any:
     return LossOutput(sums={"tokens": -total}, metrics={"train/own": (total.detach(), batch.loss_mask.sum())})
 
 
-def test_a_loss_of_ones_own(ranks: Ranks, workspace: Path, tmp_path: Path) -> None:
+def test_a_loss_of_ones_own(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 1})
-    ranks(1).run(run, settings | {"loss_function": "tests.distributed.trainers.test_grpo:constant"})
+    ranks(1).run(train, settings | {"loss_function": "tests.distributed.trainers.test_grpo:constant"})
     (row,) = metrics_of(tmp_path / "run")
     assert row["train/own"] == pytest.approx(-row["train/loss"], rel=0.1)

@@ -1,13 +1,12 @@
 """The command line end to end: a run, stopping and resuming, and all that can be wrong with what a user gives."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,33 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_rl.cli import main
-from automodel_rl.launch.local import free_port
-from automodel_rl.launch.process_group import leave_process_group
+from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, write
 
-Config = dict
-Change = Callable[[Config, Path], None]
+Change = Callable[[Settings, Path], None]
 
 
 @pytest.fixture
-def config(workspace: Path, tmp_path: Path) -> Config:
-    return {
-        "output": str(tmp_path / "run"),
-        "model": {"path": str(workspace / "model"), "dtype": "float32"},
-        "data": {
-            "train": [{"path": str(workspace / "train.jsonl")}],
-            "validation": [{"path": str(workspace / "held_out.jsonl")}],
-        },
-        "batch": {"sequences": 8, "row_tokens": 128},
-        "length": {"steps": 4, "validate_every": 2},
-        "optimizer": {"lr": 1e-3, "warmup_steps": 1},
-        "observe": {"samples": 1, "sample_tokens": 4},
-    }
-
-
-def write(config: Config, tmp_path: Path) -> str:
-    path = tmp_path / "sft.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return str(path)
+def config(workspace: Path, tmp_path: Path) -> Settings:
+    return settings_of("sft", workspace, tmp_path / "run")
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
@@ -51,13 +31,13 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config: Config, tmp_path: Path) -> None:
+def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config: Settings, tmp_path: Path) -> None:
     run = start([write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every", "2"])
     stdout, stderr = run.communicate(timeout=200)
     assert run.returncode == 0, stderr
     assert stderr == ""
     folder = tmp_path / "run"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
     assert [("val/loss" in row) for row in rows] == [False, True, False, True]
@@ -73,7 +53,7 @@ def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config:
     assert AutoTokenizer.from_pretrained(folder / "final").chat_template
 
 
-def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(config: Config, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(config: Settings, tmp_path: Path) -> None:
     config["length"] = {"steps": 60, "validate_every": 50}
     config["data"]["num_workers"] = 1  # its examples are ahead of training
     file = write(config, tmp_path)
@@ -95,8 +75,7 @@ def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(config: Config, t
     resumed = start([file, "--parallel.pp", "2", "--resume", "auto"])
     _, stderr = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, stderr
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 61))
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 61))
     for path in sorted((tmp_path / "whole" / "final").glob("*.safetensors")):
         expected, actual = load_file(path), load_file(tmp_path / "run" / "final" / path.name)
         assert expected.keys() == actual.keys()
@@ -104,7 +83,7 @@ def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(config: Config, t
 
 
 def set_key(dotted: str, value: object) -> Change:
-    def change(config: Config, tmp_path: Path) -> None:
+    def change(config: Settings, tmp_path: Path) -> None:
         *path, last = dotted.split(".")
         for name in path:
             config = config.setdefault(name, {})
@@ -114,7 +93,7 @@ def set_key(dotted: str, value: object) -> Change:
 
 
 def with_data(text: str) -> Change:
-    def change(config: Config, tmp_path: Path) -> None:
+    def change(config: Settings, tmp_path: Path) -> None:
         (tmp_path / "bad.jsonl").write_text(text)
         config["data"]["train"] = [{"path": str(tmp_path / "bad.jsonl")}]
 
@@ -122,7 +101,7 @@ def with_data(text: str) -> Change:
 
 
 def with_model(damage: Callable[[Path], object]) -> Change:
-    def change(config: Config, tmp_path: Path) -> None:
+    def change(config: Settings, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(config["model"]["path"], tmp_path / "bad_model"))
         damage(folder)
         config["model"]["path"] = str(folder)
@@ -141,12 +120,12 @@ def put_nan(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def hold_another_run(config: Config, tmp_path: Path) -> None:
+def hold_another_run(config: Settings, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 7\n")
 
 
-def with_template_error(config: Config, tmp_path: Path) -> None:
+def with_template_error(config: Settings, tmp_path: Path) -> None:
     """Found by a worker process, in tokenising."""
     (tmp_path / "chat.jinja").write_text("{% generation %}{% endgeneration %}{{ raise_exception('no such role') }}")
     config["data"] |= {"chat_template": str(tmp_path / "chat.jinja"), "num_workers": 1, "validation": []}
@@ -194,36 +173,18 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process as the only rank of a job, as under torchrun."""
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    for name, value in {**variables, "MASTER_PORT": str(free_port())}.items():
-        monkeypatch.setenv(name, value)
-    yield
-    leave_process_group()
-
-
-@pytest.mark.usefixtures("as_rank")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("change", "message"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
 def test_bad_input_is_one_line_and_leaves_nothing(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, message: str
+    config: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Change, message: str
 ) -> None:
     change(config, tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    path = write(config, tmp_path)
-    assert main(["sft", path]) == 2
-    stderr = capsys.readouterr().err
-    assert stderr.count("\n") == 1
-    assert stderr.startswith("error: ")
-    assert message in stderr
-    (tmp_path / "sft.yaml").unlink()
-    assert sorted(tmp_path.rglob("*")) == before
+    assert_refused("sft", config, message, tmp_path, capsys)
 
 
-@pytest.mark.usefixtures("as_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_a_run_without_validation_data_and_with_examples_longer_than_a_row(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del config["data"]["validation"]
     config["batch"]["row_tokens"] = 76
@@ -234,30 +195,30 @@ def test_a_run_without_validation_data_and_with_examples_longer_than_a_row(
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
-@pytest.mark.usefixtures("as_rank")
-def test_a_finished_run_goes_on_when_its_limit_is_raised(config: Config, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_finished_run_goes_on_when_its_limit_is_raised(config: Settings, tmp_path: Path) -> None:
     config["length"] = {"steps": 2}
     assert main(["sft", write(config, tmp_path)]) == 0
     config["length"] = {"steps": 3}
     assert main(["sft", write(config, tmp_path), "--resume=auto"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
-@pytest.mark.usefixtures("as_rank")
-def test_the_last_checkpoints_and_the_best_are_kept(config: Config, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_the_last_checkpoints_and_the_best_are_kept(config: Settings, tmp_path: Path) -> None:
     config["length"] = {"steps": 6, "validate_every": 1}
     config["checkpoint"] = {"every": 1, "keep_last": 1}
     config["optimizer"] = {"lr": 0.3, "decay": "constant"}  # so high that later steps are worse
     assert main(["sft", write(config, tmp_path)]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "run")
     best = min(rows, key=lambda row: row["val/loss"])["step"]
     assert best < 6
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == sorted({f"step_{best}", "step_6"})
 
 
-def test_a_job_of_another_size_is_refused(config: Config, tmp_path: Path) -> None:
+def test_a_job_of_another_size_is_refused(config: Settings, tmp_path: Path) -> None:
     config["parallel"] = {"pp": 2}
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "automodel_rl", "sft"]
     result = subprocess.run(
@@ -272,7 +233,7 @@ def test_a_job_of_another_size_is_refused(config: Config, tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_input_that_only_the_ranks_can_see_ends_the_job_with_2(config: Config, tmp_path: Path) -> None:
+def test_bad_input_that_only_the_ranks_can_see_ends_the_job_with_2(config: Settings, tmp_path: Path) -> None:
     with_model(put_nan)(config, tmp_path)
     run = start([write(config, tmp_path), "--parallel.pp", "2"])
     _, stderr = run.communicate(timeout=120)

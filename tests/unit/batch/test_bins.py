@@ -11,13 +11,9 @@ from automodel_rl.batch import TokenSequence, assign_bins, pack, share_bins
 from automodel_rl.errors import InputError
 
 
-@pytest.mark.parametrize(
-    ("min_bin_count", "bin_count_multiple", "expected"), [(1, 1, 2), (6, 1, 6), (1, 4, 4), (5, 4, 8)]
-)
-def test_number_of_bins_of_8_sequences_of_200_tokens(
-    min_bin_count: int, bin_count_multiple: int, expected: int
-) -> None:
-    bins = assign_bins([200] * 8, 1024, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple)
+@pytest.mark.parametrize(("min_count", "multiple", "expected"), [(1, 1, 2), (6, 1, 6), (1, 4, 4), (5, 4, 8)])
+def test_number_of_bins_of_8_sequences_of_200_tokens(min_count: int, multiple: int, expected: int) -> None:
+    bins = assign_bins([200] * 8, 1024, min_count=min_count, multiple=multiple)
     assert len(bins) == expected
     assert all(bins)
 
@@ -25,7 +21,7 @@ def test_number_of_bins_of_8_sequences_of_200_tokens(
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 100), max_size=60), st.integers(1, 9), st.integers(1, 5))
 def test_every_sequence_is_in_one_bin_within_capacity(lengths: list[int], minimum: int, multiple: int) -> None:
-    bins = assign_bins(lengths, 100, min_bin_count=minimum, bin_count_multiple=multiple)
+    bins = assign_bins(lengths, 100, min_count=minimum, multiple=multiple)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in b) <= 100 for b in bins)
     assert len(bins) >= minimum
@@ -41,6 +37,32 @@ def test_best_fit_decreasing_is_near_the_optimum(cuts: list[set[int]]) -> None:
     edges = [[0, *sorted(of_bin), 100] for of_bin in cuts]
     lengths = [b - a for of_bin in edges for a, b in itertools.pairwise(of_bin)]
     assert len(assign_bins(lengths, 100)) <= 11 / 9 * len(cuts) + 6 / 9
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        # First come, first served takes a third bin.
+        ([4, 6, 4, 6], 2),
+        # So does putting the 2 into the emptiest bin that it fits.
+        ([8, 5, 2, 5], 2),
+    ],
+)
+def test_the_fullest_bin_with_room_is_filled_first_longest_sequences_first(lengths: list[int], expected: int) -> None:
+    assert len(assign_bins(lengths, 10)) == expected
+
+
+def test_a_pipeline_gets_a_row_for_every_stage() -> None:
+    rows = pack(sequences(4, 4, 4, 4, 4, 4), 64, min_rows=4)
+    assert [row.is_empty for row in rows] == [False] * 4
+    assert sorted(i for row in rows for i in row.order) == list(range(6))
+
+
+def test_groups_stay_together_and_must_be_whole() -> None:
+    rows = pack(sequences(5, 4, 3, 2, 6, 1), 9, together=2)
+    assert sorted(row.order for row in rows) == [(0, 1), (2, 3), (4, 5)]
+    with pytest.raises(ValueError, match="3 sequences are not whole groups of 2"):
+        pack(sequences(1, 1, 1), 9, together=2)
 
 
 def test_a_sequence_longer_than_a_bin_is_refused() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from automodel_rl.config import dump_config, load_config
+from automodel_rl.config import GRPOConfig, describe_keys, dump_config, load_config
 from automodel_rl.errors import InputError
 
 SHIPPED = sorted((Path(__file__).parents[3] / "configs").glob("**/*.yaml"))
@@ -89,3 +89,26 @@ def test_malformed_yaml_is_named_with_its_line(tmp_path: Path) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(InputError, match=r"nowhere.yaml: cannot read the config file"):
         load_config("nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "message"),
+    [
+        ({"algorithm": ["sft"]}, [], "algorithm: \\['sft'\\] is not one of sft, dpo, grpo"),
+        ({}, ["--output", "2024-13-45"], "--output: '2024-13-45' is not a YAML value; quote it"),
+        ([1, 2], [], "a config is a mapping of keys to values, this is list"),
+    ],
+)
+def test_odd_files_and_values_are_refused(tmp_path: Path, values: object, overrides: list[str], message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(InputError, match=message):
+        load_config(path, overrides)
+
+
+def test_help_lists_keys_of_lists_and_of_optional_sections() -> None:
+    keys = {key: default for key, default, _ in describe_keys(GRPOConfig)}
+    assert keys["data.train.0.path"] == "required"
+    assert keys["rewards.0.time_limit"] == "10.0"
+    assert keys["rewards.0.options"] == "{}"
+    assert keys["model.lora.rank"] == "16"

@@ -16,7 +16,7 @@ def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
 
 def dpo(logprobs: Tensor, ref: Tensor, mask: Tensor, c: dict) -> tuple[Tensor, dict]:
     """Rows 0, 2, 4, ... are chosen, 1, 3, 5, ... rejected."""
-    losses, right, margins = [], [], []
+    losses, right, rewards = [], [], []
     for b in range(0, len(mask), 2):
         scores = []
         for row in (b, b + 1):
@@ -36,17 +36,20 @@ def dpo(logprobs: Tensor, ref: Tensor, mask: Tensor, c: dict) -> tuple[Tensor, d
         loss = loss - c["sft_weight"] * logprobs[b][mask[b].bool()].mean()
         losses.append(loss)
         right.append(float(m > 0))
-        margins.append(c["beta"] * m.item())
+        rewards.append([c["beta"] * score.item() for score in scores])
     return torch.stack(losses).mean(), {
         "train/accuracy": sum(right) / len(right),
-        "train/margin": sum(margins) / len(margins),
+        "train/margin": sum(chosen - rejected for chosen, rejected in rewards) / len(rewards),
+        "train/reward_chosen": sum(chosen for chosen, _ in rewards) / len(rewards),
+        "train/reward_rejected": sum(rejected for _, rejected in rewards) / len(rewards),
     }
 
 
 def policy_gradient(
     logprobs: Tensor, entropy: Tensor, old: Tensor, rollout: Tensor, ref: Tensor, adv: Tensor, mask: Tensor, c: dict
-) -> Tensor:
+) -> tuple[Tensor, dict]:
     per_sequence = []
+    seen: dict[str, list[float]] = {}
     for b in range(len(mask)):
         keep = mask[b].bool()
         new, o, g, r, a, h = (x[b][keep] for x in (logprobs, old, rollout, ref, adv, entropy))
@@ -61,28 +64,36 @@ def policy_gradient(
             q, q_clipped = ratio[t], torch.clip(ratio[t], low, high)
             if c["surrogate"] == "cispo":
                 objective = q_clipped.detach() * a[t] * new[t]
+                is_clipped = q != q_clipped
             else:
                 objective = torch.minimum(q * a[t], q_clipped * a[t])
                 if c["dual_clip"] is not None and a[t] < 0:
                     objective = torch.maximum(objective, c["dual_clip"] * a[t])
+                is_clipped = objective != q * a[t]
             w = torch.exp(o[t] - g[t]).item()
             kind, lowest, highest = c["correction"]
-            if kind == "truncate":
-                objective = objective * min(max(w, lowest), highest)
-            elif kind == "icepop":
-                objective = objective * (w if lowest <= w <= highest else 0.0)
-            elif kind == "sequence_mask":
-                geometric = math.exp((o - g).mean().item())
-                objective = objective * (w if lowest <= geometric <= highest else 0.0)
+            geometric = math.exp((o - g).mean().item())
+            weight = {
+                "none": 1.0,
+                "truncate": min(max(w, lowest), highest),
+                "icepop": w if lowest <= w <= highest else 0.0,
+                "sequence_mask": w if lowest <= geometric <= highest else 0.0,
+            }[kind]
+            objective = objective * weight
             x = r[t] - new[t]
             k = {"k1": -x, "k2": x**2 / 2, "k3": torch.exp(x) - 1 - x}[c["kl"]]
             if c["kl"] != "k2":
                 k = k * torch.exp(new[t] - new[t].detach())
+            metrics = {"ratio_mean": q, "clip_fraction": is_clipped, "logprob_error": max(w, 1 / w), "kl_ref": k}
+            metrics |= {"entropy": h[t]} | ({} if kind == "none" else {"correction_weight": weight})
+            for name, value in metrics.items():
+                seen.setdefault(f"train/{name}", []).append(float(torch.as_tensor(value).detach()))
             terms.append(-objective + c["kl_coefficient"] * k - c["entropy"] * h[t])
         per_sequence.append(terms)
     flat = [term for terms in per_sequence for term in terms]
-    if c["normalise"] == "token":
-        return sum(flat) / len(flat)
-    if c["normalise"] == "sequence":
-        return sum(sum(terms) / max(len(terms), 1) for terms in per_sequence) / len(per_sequence)
-    return sum(flat) / c["longest"] / len(per_sequence)
+    loss = {
+        "token": sum(flat) / len(flat),
+        "sequence": sum(sum(terms) / max(len(terms), 1) for terms in per_sequence) / len(per_sequence),
+        "constant": sum(flat) / c["longest"] / len(per_sequence),
+    }[c["normalise"]]
+    return loss, {name: sum(values) / len(values) for name, values in seen.items()}

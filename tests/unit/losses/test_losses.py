@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from automodel_rl.batch import PackedBatch, TokenSequence, empty_row, pack, unpack
-from automodel_rl.config.losses import AdvantageConfig, DPOLossConfig, PolicyLossConfig
+from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, PolicyLossConfig
 from automodel_rl.losses import LossOutput, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss
 from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty
+from automodel_rl.losses.terms import correction_weights
 from tests.unit.losses import padded_losses
 
 NAMES = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
@@ -139,7 +140,7 @@ def policy_config(c: dict) -> PolicyLossConfig:
 @settings(max_examples=150, deadline=None)
 @given(policy_options, SEEDS, st.integers(1, 5))
 def test_policy_gradient_equals_the_padded_formula(options: dict, seed: int, num_sequences: int) -> None:
-    batches = pack(random_sequences(seed, num_sequences), 25, min_bin_count=2)
+    batches = pack(random_sequences(seed, num_sequences), 25, min_rows=2)
     batches.append(empty_row(batches[0]))
     outputs = random_outputs(batches, seed)
     config = policy_config(options)
@@ -148,8 +149,9 @@ def test_policy_gradient_equals_the_padded_formula(options: dict, seed: int, num
     entropy = unpacked(batches, [o.entropy for o in outputs])
     values = [unpacked(batches, [b.values[name] for b in batches]) for name in NAMES]
     mask = unpacked(batches, [b.loss_mask for b in batches])
-    compare(batches, outputs, ours, padded_losses.policy_gradient(logprobs, entropy, *values, mask, options))
-    assert metrics["train/entropy"] == pytest.approx(entropy[mask.bool()].mean().item())
+    expected, expected_metrics = padded_losses.policy_gradient(logprobs, entropy, *values, mask, options)
+    compare(batches, outputs, ours, expected)
+    assert metrics == pytest.approx(expected_metrics)
 
 
 def test_sft_equals_the_padded_formula() -> None:
@@ -158,6 +160,32 @@ def test_sft_equals_the_padded_formula() -> None:
     ours, _ = total_loss(batches, outputs, sft_loss)
     logprobs = unpacked(batches, [o.logprobs for o in outputs])
     compare(batches, outputs, ours, padded_losses.nll(logprobs, unpacked(batches, [b.loss_mask for b in batches])))
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "message"),
+    [
+        ({"entropy": 0.1}, "entropy", "entropy=0.1 needs the policy's entropy: read it with Readout"),
+        ({"kl": {"coefficient": 0.1}}, "ref_logprobs", "kl.coefficient=0.1 needs values.'ref_logprobs'"),
+    ],
+)
+def test_terms_without_their_input_are_refused(changes: dict, missing: str, message: str) -> None:
+    (batch,) = pack(random_sequences(5, 2), 50)
+    (output,) = random_outputs([batch], 5)
+    if missing == "entropy":
+        output = TokenOutputs(output.logprobs)
+    else:
+        del batch.values[missing]
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(output, batch, PolicyLossConfig.model_validate(changes))
+
+
+def test_a_truncated_correction_that_overflows_is_the_largest_weight() -> None:
+    (batch,) = pack(random_sequences(5, 2), 50)
+    config = CorrectionConfig(kind="truncate", low=0.5, high=2.0)
+    zeros = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    assert set(correction_weights(zeros + 1e4, zeros, batch, config)[batch.loss_mask].tolist()) == {2.0}
+    assert set(correction_weights(zeros - 1e4, zeros, batch, config)[batch.loss_mask].tolist()) == {0.5}
 
 
 def test_a_first_update_has_ratio_1_and_no_clipping() -> None:

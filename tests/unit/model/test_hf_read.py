@@ -6,11 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, MambaConfig, PretrainedConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.model.build import build_empty_model
 from automodel_rl.model.flops import StepFlops
+from automodel_rl.model.fused_norm import plain_norms
 from automodel_rl.model.hf_names import to_hf
 from automodel_rl.model.hf_read import (
     Checkpoint,
@@ -19,6 +25,8 @@ from automodel_rl.model.hf_read import (
     read_config,
     resolve_checkpoint,
 )
+from automodel_rl.model.lora import add_adapters
+from automodel_rl.parallel.combinations import check_supported
 from tests.tiny import FAMILIES, save_tiny_model
 
 
@@ -123,3 +131,28 @@ def test_flops_count_attention_within_each_sequence(folder: Path) -> None:
     per_token = 6 * (2 * (attention + mlp) + head)
     assert flops(10) == per_token * 10 + 12 * 2 * 4 * 8 * 55
     assert flops(10) > 2 * flops(5)
+
+
+@pytest.mark.parametrize("config", [GPT2Config(), MambaConfig(), Gemma3Config()], ids=lambda c: c.model_type)
+def test_models_of_other_families_are_refused_and_not_looked_into(config: PretrainedConfig) -> None:
+    with pytest.raises(InputError, match=f"a '{config.model_type}' model .* is not supported: use one of llama"):
+        check_supported(describe_model(config), ModelConfig(path="m"), ParallelConfig(), MemoryConfig())
+
+
+def test_frozen_weights_cost_no_weight_gradients(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    whole = StepFlops(model).per_token
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert StepFlops(model).per_token == pytest.approx(whole * 4 / 6)
+
+
+def test_norms_of_torch_are_fused_already() -> None:
+    part = nn.ModuleList([nn.RMSNorm(4), Qwen3RMSNorm(4)])
+    assert list(plain_norms(part)) == [part[1]]
+
+
+def test_the_head_has_no_adapter(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(InputError, match="model.lora.targets: lm_head cannot have"):
+        add_adapters(model, LoraConfig(targets=("q_proj", "lm_head")))

@@ -68,6 +68,8 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
         RunDirectory(make_config(tmp_path), str(tmp_path), resume=False)
 
 
-def test_metrics_are_json_lines(tmp_path: Path) -> None:
-    MetricsFile(tmp_path / "m.jsonl", 0).write({"step": 1, "perf/mfu": None})
-    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "perf/mfu": None}
+def test_metrics_are_json_lines_in_which_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    row = {"step": 1, "perf/mfu": None, "train/loss": float("nan"), "train/grad_norm": float("inf")}
+    MetricsFile(tmp_path / "m.jsonl", 0).write(row)
+    written = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=pytest.fail)
+    assert written == {"step": 1, "perf/mfu": None, "train/loss": None, "train/grad_norm": None}

@@ -37,7 +37,7 @@ def weights_on_disk(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: object) -> TransformersEngine:
-    settings = {"max_new_tokens": 12, "batch_size": 3, **options}
+    settings = {"max_new_tokens": 12, "batch_size": 3, "stop": (), **options}
     engine = TransformersEngine(model.config, model.dtype, torch.device("cpu"), tokenizer, **settings)
     engine.load_weights(weights_on_disk(Path(model.config._name_or_path)))
     return engine
@@ -112,3 +112,13 @@ def test_stop_tokens_and_texts_end_a_completion(dense: PreTrainedModel, tokenize
     assert ended.finish == "stop"
     assert ended.token_ids[-1] == free.token_ids[2]
     assert len(ended.token_ids) <= 3
+
+
+def test_weights_of_another_model_are_refused(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    engine = make_engine(dense, tokenizer)
+    tensors = dict(weights_on_disk(Path(dense.config._name_or_path)))
+    with pytest.raises(ValueError, match="weights came with model.layers.9.bias, which the model does not have"):
+        engine.load_weights({**tensors, "model.layers.9.bias": torch.zeros(3)}.items())
+    del tensors["model.norm.weight"]
+    with pytest.raises(ValueError, match="weights came without model.norm.weight, and 0 more"):
+        engine.load_weights(tensors.items())

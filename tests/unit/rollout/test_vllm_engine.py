@@ -25,12 +25,15 @@ STAND_IN = """
 import json, os
 from types import SimpleNamespace as Object
 
-SamplingParams = Object
+class SamplingParams:
+    def __init__(self, *, seed, temperature, logprobs, max_tokens=16, stop_token_ids=None, stop=None):
+        assert logprobs == 0
+        self.seed, self.temperature = seed, temperature
 
 class LLM:
-    def __init__(self, **options):
-        assert options["logprobs_mode"] == "processed_logprobs"
-        if options["model"] == "missing":
+    def __init__(self, model, *, logprobs_mode, dtype="auto"):
+        assert logprobs_mode == "processed_logprobs"
+        if model == "missing":
             raise FileNotFoundError("no such model")
         assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(os.environ)
         self.loaded = 0
@@ -41,7 +44,8 @@ class LLM:
         for prompt, p in zip(prompts, parameters):
             ids = [p.seed % 7, self.loaded, len(prompt["prompt_token_ids"])]
             logprobs = [{i: Object(logprob=-p.temperature)} for i in ids]
-            outputs.append(Object(outputs=[Object(token_ids=ids, logprobs=logprobs, finish_reason="stop")]))
+            reason = {0: "abort", 1: "stop", 2: "length"}[p.seed % 7]
+            outputs.append(Object(outputs=[Object(token_ids=ids, logprobs=logprobs, finish_reason=reason)]))
         return outputs
 
     def collective_rpc(self, method, kwargs):
@@ -74,7 +78,9 @@ def test_a_process_generates_loads_weights_and_says_when_it_is_gone() -> None:
         first, second = engine.generate(requests)
         assert (first.token_ids, second.token_ids) == ([1, 0, 2], [2, 0, 2])
         assert first.logprobs == [-0.5] * 3
-        assert first.finish == "stop"
+        assert (first.finish, second.finish) == ("stop", "length")
+        (aborted,) = engine.generate([Request([1, 2], 7, 0.5)])
+        assert (aborted.finish, aborted.error) == ("error", "vLLM ended it: abort")
         engine.load_weights(iter(WEIGHTS))
         assert engine.generate(requests)[0].token_ids == [1, 1, 2]
         os.kill(engine.child.process.pid, signal.SIGKILL)

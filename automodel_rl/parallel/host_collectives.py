@@ -1,7 +1,8 @@
-"""A step's few numbers over ranks, on the host in float64: one device-to-host copy, then small gloo collectives."""
+"""A step's few numbers and objects over ranks, on the host: one device-to-host copy, then small gloo collectives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from torch import Tensor
 from automodel_rl.losses import Denominator
 from automodel_rl.parallel.last_stage import LossTotals
 from automodel_rl.parallel.layout import Layout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,18 @@ def sum_over_data_ranks(numbers: list[int], layout: Layout) -> list[int]:
     total = torch.tensor(numbers, dtype=torch.int64)
     dist.all_reduce(total, group=layout.data_control)
     return total.tolist()
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Every rank's object, rank 0's first."""
+    gathered = [value] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def interleave(shares: Sequence[Sequence[T]]) -> list[T]:
+    """What was dealt out as `items[rank :: num_ranks]`, in its order again."""
+    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
 
 def any_rank(flag: bool, layout: Layout) -> bool:

@@ -1,0 +1,88 @@
+"""Small whole runs of every algorithm, and what is asked of all of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import automodel_rl
+from automodel_rl.cli import TRAINERS, main
+from automodel_rl.config.load import ALGORITHMS
+
+Settings = dict[str, Any]
+
+OF_ALGORITHM: dict[str, Settings] = {
+    "sft": {
+        "batch": {"sequences": 8, "row_tokens": 128},
+        "length": {"steps": 4, "validate_every": 2},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 1},
+    },
+    "dpo": {
+        "batch": {"pairs": 16, "row_tokens": 208},
+        "length": {"steps": 6, "validate_every": 6},
+        "optimizer": {"lr": 3e-4, "decay": "constant"},
+        "checkpoint": {"every": None},
+    },
+    "grpo": {
+        "batch": {"row_tokens": 128, "updates": 2},
+        "rollout": {"prompts": 4, "group_size": 4, "max_prompt_tokens": 64, "max_new_tokens": 10},
+        "rewards": [{"function": "tests.light_rewards:vowels"}],
+        "loss": {"kl": {"coefficient": 0.05}},
+        "length": {"steps": 5},
+        "optimizer": {"lr": 1e-3, "decay": "constant"},
+        "checkpoint": {"every": None},
+    },
+}
+DATA = {"sft": "", "dpo": "_pairs", "grpo": "_prompts"}
+
+
+def settings_of(algorithm: str, workspace: Path, output: Path, **changes: Any) -> Settings:
+    """A config of a small run, in float64 but for sft."""
+    data = {name: [{"path": str(workspace / f"{file}{DATA[algorithm]}.jsonl")}] for name, file in SPLITS.items()}
+    model = {"path": str(workspace / "model"), "dtype": "float32" if algorithm == "sft" else "float64"}
+    observe = {"samples": 1, "sample_tokens": 4}
+    common = {"algorithm": algorithm, "output": str(output), "model": model, "data": data, "observe": observe}
+    return json.loads(json.dumps(common | OF_ALGORITHM[algorithm])) | changes
+
+
+SPLITS = {"train": "train", "validation": "held_out"}
+
+
+def trainer_of(settings: Settings, resume: bool = False) -> Any:
+    algorithm = settings["algorithm"]
+    config = ALGORITHMS[algorithm].model_validate(settings)
+    return getattr(automodel_rl, TRAINERS[algorithm])(config, resume)
+
+
+def train(settings: Settings, resume: bool = False) -> None:
+    """A run on the ranks that call it."""
+    trainer_of(settings, resume).train()
+
+
+def metrics_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def rollouts_of(output: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+def write(settings: Settings, folder: Path) -> str:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+def assert_refused(
+    algorithm: str, settings: Settings, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command ends with 2 and one line, and leaves nothing behind."""
+    path = write(settings, folder)
+    before = sorted(folder.rglob("*"))
+    assert main([algorithm, path]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert sorted(folder.rglob("*")) == before

@@ -1,0 +1,142 @@
+"""The pages that are made from code: README's tree, import order and table, and API.md.
+
+python -m tests.pages writes them; tests/unit/test_pages.py says when they are out of date.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+import automodel_rl
+from automodel_rl.config import describe_keys
+from automodel_rl.parallel.combinations import table
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+API = ROOT / "automodel_rl" / "API.md"
+
+SECTIONS = ("Args", "Attributes", "Returns", "Raises")
+GROUPS = {
+    "Models and training": ("ModelHandle", "Engine", "TrainOutput"),
+    "Packed batches": ("TokenSequence", "PackedBatch", "pack", "unpack"),
+    "Losses": ("Readout", "TokenOutputs", "LossOutput", "sft_loss", "dpo_loss", "grpo_loss"),
+    "Whole runs": ("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer"),
+    "Configs": ("ModelConfig", "ParallelConfig", "OptimizerConfig", "DPOLossConfig", "PolicyLossConfig"),
+    "Errors": ("InputError",),
+}
+
+
+def generated_parts() -> dict[str, str]:
+    """What README has between `<!-- NAME -->` and `<!-- end of NAME -->`."""
+    return {"tree": f"```\n{tree()}\n```", "import order": import_order(), "table": table()}
+
+
+def with_generated_parts(readme: str) -> str:
+    for name, text in generated_parts().items():
+        pattern = re.compile(f"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)", re.DOTALL)
+        readme, count = pattern.subn(lambda match, text=text: f"{match[1]}{text}{match[2]}", readme)
+        if count != 1:
+            raise ValueError(f"README has {count} parts named {name!r}")
+    return readme
+
+
+def tree() -> str:
+    """Every file of the package with the first sentence of its text."""
+    return "\n".join(["automodel_rl/", *_tree(ROOT / "automodel_rl", "  ")])
+
+
+def _tree(folder: Path, indent: str) -> Iterator[str]:
+    entries = [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    for path in sorted(entries, key=lambda path: (path.is_dir(), path.name)):
+        if path.is_dir():
+            yield _line(f"{indent}{path.name}/", path / "__init__.py")
+            yield from _tree(path, indent + "  ")
+        elif path.name not in ("__init__.py", "__main__.py"):
+            yield _line(f"{indent}{path.name}", path)
+
+
+def _line(name: str, file: Path) -> str:
+    text = (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
+    return f"{name:<32}{text.split('. ')[0].removesuffix('.').removesuffix(':')}"
+
+
+def import_order() -> str:
+    """The layers of import-linter's first contract, the highest first."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [layer.replace("automodel_rl.", "").replace(" | ", ", ") for layer in settings["contracts"][0]["layers"]]
+    return f"`{' > '.join(layers)}`"
+
+
+def api() -> str:
+    """Every public name with its text, the config sections with their keys."""
+    parts = ["# API", "Everything here is imported from `automodel_rl`. Examples run as tests."]
+    for group, names in GROUPS.items():
+        parts.append(f"## {group}")
+        parts += [part for name in names for part in _describe(getattr(automodel_rl, name), name)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _describe(thing: Any, name: str) -> Iterator[str]:
+    yield f"### `{name}{_signature(thing)}`"
+    yield from _render(inspect.getdoc(thing) or "")
+    if isinstance(thing, type) and issubclass(thing, BaseModel):
+        yield "\n".join(
+            f"- `{key}` ({default}): {' '.join(text.split())}" for key, default, text in describe_keys(thing)
+        )
+    elif isinstance(thing, type):
+        for key, method in public_methods(thing):
+            yield f"#### `{name}.{key}{_signature(method)}`"
+            yield from _render(inspect.getdoc(method) or "")
+
+
+def public_methods(thing: type) -> list[tuple[str, Any]]:
+    """Methods and properties that a class defines itself, in the order in which it does."""
+    kinds = (types.FunctionType, classmethod, staticmethod, property)
+    own = [name for name, value in vars(thing).items() if not name.startswith("_") and isinstance(value, kinds)]
+    return [(name, getattr(thing, name)) for name in own]
+
+
+def _signature(thing: Any) -> str:
+    if isinstance(thing, property) or (isinstance(thing, type) and issubclass(thing, BaseModel | Exception)):
+        return ""
+    if dataclasses.is_dataclass(thing):
+        return f"({', '.join(field.name for field in dataclasses.fields(thing))})"
+    shown = []
+    for parameter in inspect.signature(thing).parameters.values():
+        default = "" if parameter.default is parameter.empty else f"={_plain(parameter.default)}"
+        star = "*, " if parameter.kind is parameter.KEYWORD_ONLY and not any("*, " in s for s in shown) else ""
+        if parameter.name != "self":
+            shown.append(f"{star}{parameter.name}{default}")
+    return f"({', '.join(shown)})"
+
+
+def _plain(value: Any) -> str:
+    return value.__name__ if isinstance(value, type | types.FunctionType) else repr(value)
+
+
+def _render(text: str) -> Iterator[str]:
+    """A docstring as Markdown: sections as lists, examples as code."""
+    head, *rest = re.split(r"^(Args|Attributes|Returns|Raises|Example):$", text, flags=re.MULTILINE)
+    yield head.strip()
+    for title, body in zip(rest[::2], rest[1::2], strict=True):
+        body = inspect.cleandoc(body)
+        if title == "Example":
+            yield f"```python\n{body}\n```"
+        elif title == "Returns":
+            yield f"Returns: {' '.join(body.split())}"
+        else:
+            entries = re.split(r"\n(?=\S)", body)
+            yield "\n".join([f"{title}:", "", *(f"- {' '.join(entry.split())}" for entry in entries)])
+
+
+if __name__ == "__main__":
+    README.write_text(with_generated_parts(README.read_text()))
+    API.write_text(api())

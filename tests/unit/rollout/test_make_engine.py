@@ -1,0 +1,31 @@
+"""Which device an engine gets."""
+
+import pytest
+import torch
+
+from automodel_rl.config import RolloutConfig
+from automodel_rl.errors import InputError
+from automodel_rl.rollout.make_engine import device_of_vllm
+
+
+def device(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, devices: tuple[int, ...], visible: str | None
+) -> str | None:
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = RolloutConfig.model_validate({"prompts": 1, "vllm": {"devices": devices}})
+    return device_of_vllm(config, torch.device("cuda", local_rank))
+
+
+def test_devices_of_their_own_are_dealt_to_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [device(monkeypatch, rank, (6, 7), None) for rank in (0, 1)] == ["6", "7"]
+    with pytest.raises(InputError, match="each of the 2 ranks on a machine needs one: list 2"):
+        device(monkeypatch, 0, (6,), None)
+
+
+def test_an_engine_shares_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [device(monkeypatch, rank, (), None) for rank in (0, 1)] == ["0", "1"]
+    assert [device(monkeypatch, rank, (), "4,5") for rank in (0, 1)] == ["4", "5"]
