@@ -2,6 +2,7 @@
 # make demo    warm up a small chat model and train it with rewards, on this machine
 # make test    lint, types, import contracts, tests
 # make check   all of these but the tests
+# make pages   README's generated parts and API.md
 # make parity  every layout that four ranks reach against one process (about 20 minutes on 2 cores)
 
 SHELL := /bin/sh
@@ -10,7 +11,7 @@ CHOOSE := for p in python3.11 python3.12 python3; do \
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: setup demo test check parity format
+.PHONY: setup demo test check pages parity format
 
 setup: .venv/installed
 
@@ -33,6 +34,9 @@ check: setup
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+pages: setup
+	$(BIN)/python -m tests.pages
 
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py

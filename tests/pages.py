@@ -41,8 +41,8 @@ def generated_parts() -> dict[str, str]:
 
 def with_generated_parts(readme: str) -> str:
     for name, text in generated_parts().items():
-        pattern = re.compile(f"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)", re.DOTALL)
-        readme, count = pattern.subn(lambda match, text=text: f"{match[1]}{text}{match[2]}", readme)
+        pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        readme, count = pattern.subn(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme)
         if count != 1:
             raise ValueError(f"README has {count} parts named {name!r}")
     return readme

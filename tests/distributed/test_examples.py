@@ -36,8 +36,9 @@ def failures(name: str, checkpoint: str, folder: Path) -> str:
 def test_examples_of_public_names(ranks: RankPool, workspace: Path, tmp_path: Path, name: str) -> None:
     save_tiny_model(tmp_path / "checkpoint")
     for algorithm in ("sft", "dpo", "grpo"):
-        short = {"steps": 1}
-        settings = settings_of(algorithm, workspace, tmp_path / algorithm, length=short)
+        settings = settings_of(algorithm, workspace, tmp_path / algorithm, length={"steps": 1})
+        if algorithm == "grpo":  # one that is found from any folder
+            settings["rewards"] = [{"function": "length", "options": {"longest": 3}}]
         (tmp_path / f"my_{algorithm}.yaml").write_text(yaml.safe_dump(settings))
     assert ranks(1).run(failures, name, str(tmp_path / "checkpoint"), tmp_path) == [""]
 
