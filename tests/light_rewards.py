@@ -12,3 +12,8 @@ def failing(completion: str, example: dict) -> float:
 
 def same(completion: str, example: dict) -> float:
     return 1.0
+
+
+def vowels_of_some(completion: str, example: dict) -> float:
+    """The same, but the same for all completions of every third prompt."""
+    return 1.0 if int(example["answer"]) % 3 == 0 else vowels(completion, example)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -162,6 +163,7 @@ def _answer(pipe: Connection) -> None:
             # Every gloo group has threads that wake up; over many tests they would add up.
             leave_process_group()
             gc.collect()
+            sys.stdout.flush()
             pipe.send((None, result))
         except BaseException:
             pipe.send((traceback.format_exc(), None))

@@ -35,7 +35,7 @@ def check(ranks: RankPool, folder: Path, family: str, rows: tuple[int, ...] = (3
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("pp", "tied"), [(1, False), (1, True), (2, True)])
-def test_dense_families(ranks: RankPool, tmp_path: Path, pp: int, family: str, tied: bool) -> None:
+def test_dense_families_equal_one_process(ranks: RankPool, tmp_path: Path, pp: int, family: str, tied: bool) -> None:
     save_tiny_model(tmp_path, family, tied=tied)
     check(ranks, tmp_path, family, pp=pp)
 
@@ -44,18 +44,18 @@ def test_dense_families(ranks: RankPool, tmp_path: Path, pp: int, family: str, t
 @pytest.mark.parametrize(
     "family", ["mistral", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 )
-def test_windows_soft_caps_sinks_and_mixtures(ranks: RankPool, tmp_path: Path, family: str, sizes: dict) -> None:
+def test_other_families_equal_one_process(ranks: RankPool, tmp_path: Path, family: str, sizes: dict) -> None:
     save_tiny_model(tmp_path, family, tied=family.startswith("gemma"))
     check(ranks, tmp_path, family, **sizes)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
-def test_any_number_of_microbatches(ranks: RankPool, tmp_path: Path, num_rows: int) -> None:
+def test_any_number_of_microbatches_equals_one_process(ranks: RankPool, tmp_path: Path, num_rows: int) -> None:
     save_tiny_model(tmp_path, num_layers=2)
     check(ranks, tmp_path, "qwen3", (num_rows,) * 3, pp=2)
 
 
-def test_27_layers_as_13_and_14(ranks: RankPool, tmp_path: Path) -> None:
+def test_27_layers_as_13_and_14_equal_one_process(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, num_layers=27, tied=True)
     check(ranks, tmp_path, "qwen3", pp=2, layers_per_stage=(13, 14))
 
@@ -71,26 +71,26 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
-def test_every_schedule(ranks: RankPool, tmp_path: Path, schedule: str, virtual_stages: int) -> None:
+def test_every_schedule_equals_one_process(ranks: RankPool, tmp_path: Path, schedule: str, virtual_stages: int) -> None:
     save_tiny_model(tmp_path, num_layers=5, tied=True)
     check(ranks, tmp_path, "qwen3", pp=2, schedule=schedule, virtual_stages=virtual_stages)
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES[1::4])
-def test_schedules_of_a_mixture_over_cp_and_ep(
+def test_schedules_of_a_mixture_over_cp_and_ep_equal_one_process(
     ranks: RankPool, tmp_path: Path, schedule: str, virtual_stages: int
 ) -> None:
     save_tiny_model(tmp_path, "qwen3_moe", tied=True)
     check(ranks, tmp_path, "qwen3_moe", (3, 5), pp=2, schedule=schedule, virtual_stages=virtual_stages, cp=2, ep=2)
 
 
-def test_thirteen_stages_of_2_layers_and_one_of_1(ranks: RankPool, tmp_path: Path) -> None:
+def test_thirteen_stages_of_2_layers_and_one_of_1_equal_one_process(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, num_layers=27)
     layers = (2,) * 13 + (1,)
     check(ranks, tmp_path, "qwen3", (3, 2), pp=2, schedule="Interleaved1F1B", virtual_stages=7, layers_per_stage=layers)
 
 
-def test_four_stages_of_7_6_8_and_6_layers(ranks: RankPool, tmp_path: Path) -> None:
+def test_four_stages_of_7_6_8_and_6_layers_equal_one_process(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, num_layers=27)
     check(ranks, tmp_path, "qwen3", (5, 2), pp=4, layers_per_stage=(7, 6, 8, 6))
 
@@ -111,7 +111,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_layouts_of_a_dense_model(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
+def test_layouts_of_a_dense_model_equal_one_process(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
     save_tiny_model(tmp_path, "qwen3", tied="tp" in sizes or "pp" in sizes)
     check(ranks, tmp_path, "qwen3", **sizes)
 
@@ -127,18 +127,18 @@ def test_layouts_of_a_dense_model(ranks: RankPool, tmp_path: Path, sizes: dict) 
     ],
     ids=str,
 )
-def test_layouts_of_a_mixture(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
+def test_layouts_of_a_mixture_equal_one_process(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
     save_tiny_model(tmp_path, "qwen3_moe")
     check(ranks, tmp_path, "qwen3_moe", **sizes)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
-def test_families_of_mixtures_over_ep(ranks: RankPool, tmp_path: Path, family: str) -> None:
+def test_families_of_mixtures_over_ep_equal_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
     save_tiny_model(tmp_path, family)
     check(ranks, tmp_path, family, pp=2, cp=2, ep=2)
 
 
-def test_27_layers_with_a_dense_first_and_6_of_64_experts(ranks: RankPool, tmp_path: Path) -> None:
+def test_27_layers_with_a_dense_first_and_6_of_64_experts_equal_one_process(ranks: RankPool, tmp_path: Path) -> None:
     sizes = {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_group": 1}
     save_tiny_model(tmp_path, "deepseek_v3", num_layers=27, **sizes)
     check(ranks, tmp_path, "deepseek_v3", (2,), pp=2, layers_per_stage=(13, 14))
@@ -146,14 +146,14 @@ def test_27_layers_with_a_dense_first_and_6_of_64_experts(ranks: RankPool, tmp_p
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"cp": 2}], ids=str)
-def test_classes_of_nemo_automodel(ranks: RankPool, tmp_path: Path, sizes: dict, family: str) -> None:
+def test_classes_of_nemo_automodel_equal_one_process(ranks: RankPool, tmp_path: Path, sizes: dict, family: str) -> None:
     save_tiny_model(tmp_path, family, tied="pp" in sizes, dtype=torch.float32)
     case = Case(ParallelConfig(**sizes), dtype="float32", implementation="nemo_automodel")
     assert_equal(differences(ranks, tmp_path, case), FLOAT32)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_first_step_in_float32(ranks: RankPool, tmp_path: Path, pp: int) -> None:
+def test_a_first_step_in_float32_is_near_one_process(ranks: RankPool, tmp_path: Path, pp: int) -> None:
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
     found = differences(ranks, tmp_path, Case(ParallelConfig(pp=pp), rows=(3,), dtype="float32"))
     assert found.first["loss"] < 1e-6, found

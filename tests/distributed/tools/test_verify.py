@@ -11,6 +11,7 @@ import yaml
 from automodel_rl.config import ParallelConfig, SFTConfig
 from automodel_rl.errors import VerificationError
 from automodel_rl.tools.verify.command import verify
+from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from automodel_rl.tools.verify.layout import MOST_RANKS, layout_to_verify
 from tests.distributed.faults import planted
 from tests.rank_pool import RankPool
@@ -40,6 +41,23 @@ def verdict(config: SFTConfig, fault: str | None) -> str:
 
 
 INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
+SHOWS_IN = {
+    "documents see each other": ("log-probabilities", None),
+    "tied gradient counted once": ("gradient of embed_tokens.weight", "log-probabilities"),
+    "mean over data ranks": ("gradient of self_attn.q_proj.weight", "log-probabilities"),
+    "mean over cp": ("gradient of self_attn.q_proj.weight", "log-probabilities"),
+    "local token counts": ("loss", "gradient of"),
+    "norm of one stage": ("gradient norm", "gradient of"),
+    "expert gradients scaled twice": ("gradient of mlp.experts", "gradient of embed_tokens"),
+    "reference swap of one part": ("reference log-probabilities", "gradient"),
+    "partial gradients of tp left alone": ("norm.weight", "gradient of embed_tokens"),
+}
+"""For every fault, what the first step shows to be different, and what not."""
+
+
+def found_with(fault: str, parallel: ParallelConfig, folder: Path) -> Differences:
+    with planted(fault):
+        return compare(Case(parallel, rows=(3, 2)), folder, folder)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +77,23 @@ INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
         ("partial gradients of tp left alone", "llama", {"tp": 2, "sequence_parallel": True}),
     ],
 )
-def test_planted_bugs_turn_the_verdict(ranks: RankPool, tmp_path: Path, fault: str, family: str, sizes: dict) -> None:
+def test_planted_bugs_show_where_they_strike(
+    ranks: RankPool, tmp_path: Path, fault: str, family: str, sizes: dict
+) -> None:
     save_tiny_model(tmp_path, family, tied="tied" in fault)
-    config = config_of(tmp_path, sizes)
-    for text in ranks(config.parallel.world_size).run(verdict, config, fault):
+    parallel = ParallelConfig(**sizes)
+    found = ranks(parallel.world_size).run(found_with, fault, parallel, tmp_path)[0]
+    different = {kind for kind, difference in {**found.all, **found.first}.items() if difference > 1e-9}
+    shown, equal = SHOWS_IN[fault]
+    assert any(shown in kind for kind in different), different
+    assert equal is None or not any(equal in kind for kind in different), different
+
+
+def test_a_planted_bug_turns_the_verdict(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    for text in ranks(2).run(verdict, config_of(tmp_path, {"dp_shard": 2}), "mean over data ranks"):
         assert text.startswith("verdict: DIFFERENT from one process in "), text
+        assert "gradient of embed_tokens.weight, gradient of self_attn.q_proj.weight" in text
 
 
 @pytest.mark.parametrize(
@@ -79,6 +109,17 @@ def test_sound_layouts_are_equal(ranks: RankPool, tmp_path: Path, family: str, s
 def run_verify(file: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "automodel_rl", "verify", str(file), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_what_is_left_out_is_said(ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    values = config_of(tmp_path, {"pp": 2}).model_dump()
+    values["memory"] = {"activation_checkpointing": "full", "compile": True}
+    values["model"] |= {"attention": "varlen", "dtype": "bfloat16", "lora": {}}
+    assert ranks(2).run(verdict, SFTConfig.model_validate(values), None) == ["equal", "equal"]
+    left_out = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("not compared: "))
+    for what in ("model.dtype=bfloat16", "model.attention=varlen", "memory.compile", "model.lora"):
+        assert what in left_out
 
 
 def test_the_command_starts_ranks_and_reports(tmp_path: Path) -> None:
@@ -98,6 +139,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(config_of(tmp_path, {}).model_dump(mode="json")))
     done = run_verify(file, "--parallel.ep", "2")
     assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
     assert "parallel.ep=2: a 'qwen3' model has no experts: use ep=1" in done.stderr
 
 

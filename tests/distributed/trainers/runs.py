@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 import automodel_rl
 from automodel_rl.cli import TRAINERS, main
@@ -86,3 +88,13 @@ def assert_refused(
     assert line.startswith("error: ")
     assert message in line
     assert sorted(folder.rglob("*")) == before
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Two checkpoints hold the same tensors, bit for bit."""
+    files = sorted(path.name for path in one.glob("*.safetensors"))
+    assert files
+    for name in files:
+        expected, actual = load_file(one / name), load_file(other / name)
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[key], actual[key]) for key in expected)

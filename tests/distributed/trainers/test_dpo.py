@@ -40,7 +40,7 @@ def test_a_reference_computed_before_is_that_of_every_step(ranks: RankPool, work
 
 
 @pytest.mark.parametrize("changes", [{"loss": {"variant": "simpo"}}, {"model": {"lora": {"rank": 2}}}], ids=str)
-def test_losses_without_reference_weights(ranks: RankPool, workspace: Path, tmp_path: Path, changes: dict) -> None:
+def test_runs_that_keep_no_second_weights(ranks: RankPool, workspace: Path, tmp_path: Path, changes: dict) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 2})
     settings["model"] |= changes.pop("model", {})
     ranks(1).run(train, settings | changes)

@@ -1,21 +1,26 @@
 """Reinforcement learning end to end: a run, a layout against one process, engines that fail, rewards that fail."""
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from automodel_rl.errors import RolloutError
+from automodel_rl.batch import PackedBatch
+from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.rollout.protocol import Completion, Request
 from automodel_rl.rollout.transformers_engine import TransformersEngine
-from automodel_rl.trainers import grpo
 from tests.distributed.trainers.runs import (
     Settings,
     assert_refused,
+    assert_same_weights,
     metrics_of,
     rollouts_of,
     settings_of,
@@ -57,34 +62,137 @@ def test_adapters_are_trained_against_the_model_without_them(ranks: RankPool, wo
     assert first["train/logprob_error"] == pytest.approx(1, abs=1e-6)
     assert last["train/logprob_error"] == pytest.approx(1, abs=1e-6)  # the engine has the merged weights
     assert last["train/kl_ref"] > 0
-    assert (tmp_path / "run" / "final" / "adapter_model.safetensors").is_file()
+    final = tmp_path / "run" / "final"
+    assert (final / "adapter_model.safetensors").is_file()
+    assert (
+        AutoTokenizer.from_pretrained(final).chat_template
+        == AutoTokenizer.from_pretrained(workspace / "model").chat_template
+    )
+
+
+def watch(settings: Settings) -> tuple[list[dict[str, Any]], dict[str, float] | None]:
+    """Every sequence that is trained on: step, update, place in it, advantage, and divergence from the reference; and
+    what is known of the best checkpoint."""
+    trainer = trainer_of(settings)
+    seen: list[dict[str, Any]] = []
+    train_step, num_updates = trainer.engine.train_step, 0
+
+    def watching(rows: list[PackedBatch], *arguments: Any) -> Any:
+        nonlocal num_updates
+        for row in rows:
+            edges = list(itertools.pairwise([0, *itertools.accumulate(row.lengths)]))
+            for place, (start, end) in zip(row.order, edges, strict=False):
+                values = {name: value[start:end][row.loss_mask[start:end]] for name, value in row.values.items()}
+                assert values["advantages"].unique().numel() <= 1
+                log_ratio = (
+                    values["ref_logprobs"] - values["old_logprobs"] if "ref_logprobs" in values else torch.zeros(1)
+                )
+                seen.append(
+                    {
+                        "update": num_updates,
+                        "place": place,
+                        "advantage": row.values["advantages"][start].item(),
+                        "kl": (log_ratio.exp() - 1 - log_ratio).sum().item(),
+                    }
+                )
+        output = train_step(rows, *arguments)
+        if trainer.handle.layout.data_rank == 0:
+            seen.append({"update": num_updates, "lr": output.lr, "ratio": output.metrics["train/ratio_mean"]})
+        num_updates += 1
+        return output
+
+    trainer.engine.train_step = watching
+    trainer.train()
+    return seen, trainer.run.best
+
+
+def expected_advantage(kind: str, group: list[float], reward: float) -> float:
+    mean = sum(group) / len(group)
+    if kind == "rloo":
+        return reward - (sum(group) - reward) / (len(group) - 1)
+    std = (sum((r - mean) ** 2 for r in group) / (len(group) - 1)) ** 0.5
+    return (reward - mean) / (std + 1e-6) if kind == "grpo" else reward - mean
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("kind", "changes"),
     [
-        {"loss": {"kl": {"coefficient": 0.1, "where": "reward"}, "clip_high": 0.3}, "filter": {"dynamic": True}},
-        {"loss": {"on_policy": True}, "batch": {"row_tokens": 128}},
-        {"loss": {"ratio": "sequence", "normalise": "sequence"}, "advantage": {"kind": "rloo"}},
-        {"loss": {"normalise": "constant"}, "filter": {"overlong_buffer": 4}, "parallel": {"dp_shard": 2}},
+        ("grpo", {"rollout": {"temperature": 0.7}}),
+        ("dr_grpo", {"loss": {"kl": {"coefficient": 0.5, "where": "reward"}}}),
+        ("rloo", {"filter": {"overlong_buffer": 4, "overlong_penalty": 0.5, "reward_scale": 2.0}}),
     ],
-    ids=["kl in reward, dynamic", "on-policy", "gspo", "dr grpo"],
+    ids=["temperature", "kl in the reward", "penalty for length"],
 )
-def test_variants_run_over_two_ranks(ranks: RankPool, workspace: Path, tmp_path: Path, changes: dict) -> None:
-    settings = values(workspace, tmp_path / "run", length={"steps": 2}, parallel={"pp": 2}) | changes
+def test_sequences_are_trained_with_the_advantages_of_their_rewards(
+    ranks: RankPool, workspace: Path, tmp_path: Path, kind: str, changes: dict[str, dict]
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 2, "validate_every": 1}, parallel={"dp_shard": 2})
+    settings |= {"advantage": {"kind": kind}, "optimizer": {"lr": 1e-3, "decay": "linear"}, "checkpoint": {"every": 1}}
+    for section, keys in changes.items():
+        settings[section] = settings.get(section, {}) | keys
+    (of_first, best), (of_second, _) = ranks(2).run(watch, settings)
+    updates = [row for row in of_first if "lr" in row]
+    assert [row["lr"] for row in updates] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    assert [row["ratio"] == pytest.approx(1, abs=1e-9) for row in updates] == [True, False, True, False]
+    sequences = [row for row in (*of_first, *of_second) if "place" in row]
+    assert len(sequences) == 2 * 16
+    for row in sequences:
+        step, number = divmod(row["update"], 2)
+        records = rollouts_of(tmp_path / "run", step + 1)
+        groups = [records[start : start + 4] for start in range(0, 16, 4)][number::2]
+        row["group"], row["record"] = row["place"] // 4, groups[row["place"] // 4][row["place"] % 4]
+    penalty = settings.get("loss", {}).get("kl", {})
+    weight = penalty["coefficient"] if penalty.get("where") == "reward" else 0.0
+    for row in sequences:
+        same = [other for other in sequences if (other["update"], other["group"]) == (row["update"], row["group"])]
+        group = [other["record"]["reward"] - weight * other["kl"] for other in same]
+        reward = row["record"]["reward"] - weight * row["kl"]
+        assert row["advantage"] == pytest.approx(expected_advantage(kind, group, reward), rel=1e-6, abs=1e-9)
+    if weight:
+        assert max(row["kl"] for row in sequences) > 1e-6
+    if kind == "rloo":
+        for record in rollouts_of(tmp_path / "run", 1):
+            over = min(max((record["tokens"] - 6) / 4, 0), 1)
+            assert record["reward"] == pytest.approx(2 * sum(record["rewards"].values()) - 0.5 * over)
+    rows = {row["step"]: row["val/reward_mean"] for row in metrics_of(tmp_path / "run")}
+    best_step = max((1, 2), key=lambda step: rows[step])
+    assert best == {"step": best_step, "metric": rows[best_step]}
+
+
+def test_on_policy_needs_no_logprobs_from_before(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 2}, loss={"on_policy": True}, parallel={"pp": 2})
+    ranks(2).run(train, settings | {"batch": {"row_tokens": 128}})
+    for row in metrics_of(tmp_path / "run"):
+        assert row["train/ratio_mean"] == 1
+        assert row["train/clip_fraction"] == 0
+        assert row["train/grad_norm"] > 0
+        assert row["train/logprob_error"] == pytest.approx(1, abs=1e-6)
+
+
+def test_groups_without_signal_are_replaced(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 2}, filter={"dynamic": True}, parallel={"pp": 2})
+    settings["rewards"] = [{"function": "tests.light_rewards:vowels_of_some"}]
     ranks(2).run(train, settings)
-    rows = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["train/grad_norm"] > 0 for row in rows)
+    replaced = 0
+    for row in metrics_of(tmp_path / "run"):
+        records = rollouts_of(tmp_path / "run", row["step"])
+        groups = [{record["reward"] for record in records[start : start + 4]} for start in range(0, len(records), 4)]
+        assert row["rollout/num_groups"] == len(groups)
+        assert row["rollout/groups_without_signal"] == sum(len(group) == 1 for group in groups)
+        learned = [record["tokens"] for i, record in enumerate(records) if len(groups[i // 4]) > 1]
+        assert row["train/num_tokens"] == sum(learned[:16])
+        replaced += len(groups) - 4
+    assert replaced > 0
 
 
 def test_completions_that_were_cut_off_may_count_nothing(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 1}, filter={"mask_overlong": True})
+    settings["rollout"] |= {"stop": ["e", "o"]}
     ranks(1).run(train, settings)
     (row,) = metrics_of(tmp_path / "run")
-    assert row["rollout/truncated"] > 0.8
+    assert 0 < row["rollout/truncated"] < 1
     rollouts = rollouts_of(tmp_path / "run", 1)
-    assert row["train/num_tokens"] == sum(rollout["tokens"] for rollout in rollouts if rollout["finish"] == "stop")
+    assert row["train/num_tokens"] == sum(rollout["tokens"] for rollout in rollouts if rollout["finish"] == "stop") > 0
 
 
 class Flaky(TransformersEngine):
@@ -107,13 +215,17 @@ class Flaky(TransformersEngine):
         return super().generate(requests)
 
 
-def run_flaky(settings: Settings, failures: int, loads: int = -1) -> str:
-    """How training ends when the engine fails so often in its third step, and what the weights were then."""
+def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, int]:
+    """How training ends when the engine fails so often when it is asked the third time, and how many were made anew."""
     trainer = trainer_of(settings)
     collector = trainer.rollouts
     original = collector.engine
 
+    made = 0
+
     def make() -> TransformersEngine:
+        nonlocal made
+        made += 1
         engine = Flaky.__new__(Flaky)
         engine.__dict__.update(original.__dict__)
         return engine
@@ -131,32 +243,39 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1) -> str:
     try:
         trainer.train()
     except RolloutError as error:
-        return str(error)
-    return ""
+        return str(error), made - 1
+    return "", made - 1
 
 
-@pytest.mark.parametrize(("failures", "loads"), [(2, -1), (0, 3)], ids=["generating", "loading weights"])
-def test_an_engine_that_dies_is_started_again(
-    ranks: RankPool, workspace: Path, tmp_path: Path, failures: int, loads: int
-) -> None:
-    settings = values(workspace, tmp_path / "flaky", length={"steps": 4}, parallel={"dp_shard": 2})
-    assert ranks(2).run(run_flaky, settings, failures, loads) == ["", ""]
-    ranks(2).run(train, settings | {"output": str(tmp_path / "steady")})
-    for one, two in zip(metrics_of(tmp_path / "flaky"), metrics_of(tmp_path / "steady"), strict=True):
-        assert one["train/loss"] == two["train/loss"]
+def test_an_engine_that_dies_is_started_again(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "steady", length={"steps": 4}, parallel={"dp_shard": 2})
+    ranks(2).run(train, settings)
+    for name, failures, loads, restarts in (("generating", 2, -1, 2), ("loading weights", 0, 3, 1)):
+        flaky = settings | {"output": str(tmp_path / name)}
+        assert ranks(2).run(run_flaky, flaky, failures, loads) == [("", restarts), ("", restarts)]
+        for one, two in zip(metrics_of(tmp_path / name), metrics_of(tmp_path / "steady"), strict=True):
+            assert one["train/loss"] == two["train/loss"]
+        assert_same_weights(tmp_path / name / "final", tmp_path / "steady" / "final")
 
 
 def test_an_engine_that_stays_dead_ends_the_run_with_nothing_lost(
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 4})
-    (message,) = ranks(1).run(run_flaky, settings, 99)
+    ((message, _),) = ranks(1).run(run_flaky, settings, 99)
     assert message == "the rollout engine of rank 0 failed 3 times: ConnectionError: the engine is gone"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2"]
     ranks(1).run(train, settings, True)
     ranks(1).run(train, settings | {"output": str(tmp_path / "steady")})
     resumed, steady = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "steady")
     assert [row["train/loss"] for row in resumed] == [row["train/loss"] for row in steady]
+
+
+def test_an_engine_that_dies_in_validation_loses_no_step(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    length = {"steps": 2, "validate_every": 1}  # asked for a baseline, for the first step, and to validate it
+    ((message, _),) = ranks(1).run(run_flaky, values(workspace, tmp_path / "run", length=length), 99)
+    assert "failed 3 times" in message
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
 
 
 class Silent(TransformersEngine):
@@ -176,16 +295,20 @@ def run_silent(settings: Settings) -> None:
 def test_empty_completions_are_rewarded_and_count_no_tokens(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     ranks(1).run(run_silent, values(workspace, tmp_path / "run", length={"steps": 2}))
     for row in metrics_of(tmp_path / "run"):
-        assert row["rollout/completion_tokens_mean"] == pytest.approx(5, abs=0.6)
+        records = rollouts_of(tmp_path / "run", row["step"])
+        assert [record["tokens"] == 0 for record in records] == [False, True] * 8
+        assert row["train/num_tokens"] == sum(record["tokens"] for record in records)
         assert row["train/grad_norm"] > 0
 
 
-def run_without_signal(settings: Settings) -> None:
-    grpo.STEPS_WITHOUT_SIGNAL = 3
-    try:
-        train(settings)
-    finally:
-        grpo.STEPS_WITHOUT_SIGNAL = 10
+def run_without_signal(settings: Settings) -> str:
+    """How training ends."""
+    with mock.patch("automodel_rl.trainers.grpo.STEPS_WITHOUT_SIGNAL", 3):
+        try:
+            train(settings)
+        except (InputError, RolloutError) as error:
+            return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -199,8 +322,8 @@ def test_rewards_that_teach_nothing_end_the_run(
     ranks: RankPool, workspace: Path, tmp_path: Path, function: str, message: str
 ) -> None:
     rewards = [{"function": f"tests.light_rewards:{function}"}]
-    with pytest.raises(AssertionError, match=message):
-        ranks(1).run(run_without_signal, values(workspace, tmp_path / "run", rewards=rewards))
+    (ended,) = ranks(1).run(run_without_signal, values(workspace, tmp_path / "run", rewards=rewards))
+    assert re.search(message, ended)
 
 
 def drop_answers(settings: Settings, tmp_path: Path) -> None:
@@ -252,8 +375,8 @@ def constant(outputs: Any, batch: Any) -> Any:
     return LossOutput(sums={"tokens": -total}, metrics={"train/own": (total.detach(), batch.loss_mask.sum())})
 
 
-def test_a_loss_of_ones_own(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+def test_a_loss_of_the_config_takes_the_place_of_grpos(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 1})
     ranks(1).run(train, settings | {"loss_function": "tests.distributed.trainers.test_grpo:constant"})
-    (row,) = metrics_of(tmp_path / "run")
-    assert row["train/own"] == pytest.approx(-row["train/loss"], rel=0.1)
+    (row,) = metrics_of(tmp_path / "run")  # means of two updates, of a loss and of its negative
+    assert row["train/own"] == pytest.approx(-row["train/loss"], rel=1e-9)

@@ -10,13 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_rl.cli import main
-from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, write
+from tests.distributed.trainers.runs import (
+    Settings,
+    assert_refused,
+    assert_same_weights,
+    metrics_of,
+    settings_of,
+    write,
+)
 
 Change = Callable[[Settings, Path], None]
 
@@ -76,10 +82,7 @@ def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(config: Settings,
     _, stderr = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, stderr
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 61))
-    for path in sorted((tmp_path / "whole" / "final").glob("*.safetensors")):
-        expected, actual = load_file(path), load_file(tmp_path / "run" / "final" / path.name)
-        assert expected.keys() == actual.keys()
-        assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert_same_weights(tmp_path / "whole" / "final", tmp_path / "run" / "final")
 
 
 def set_key(dotted: str, value: object) -> Change:

@@ -18,7 +18,7 @@ def test_warm_up_is_linear_and_reaches_the_peak() -> None:
     assert rates("constant") == [0.25, 0.5, 0.75] + [1.0] * 7
 
 
-def test_linear_decay() -> None:
+def test_a_linear_decay_ends_at_its_floor() -> None:
     assert rates("linear")[4:] == pytest.approx([1 - 0.9 * i / 6 for i in range(6)])
 
 

@@ -46,20 +46,20 @@ def test_an_intact_checkpoint_passes(folder: Path) -> None:
     check(folder)
 
 
-def test_a_folder_without_weights(folder: Path) -> None:
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"no weights: expected model.safetensors"):
         check(folder)
 
 
-def test_a_truncated_file(folder: Path) -> None:
+def test_a_truncated_file_is_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InputError, match=r"model.safetensors: damaged or incomplete safetensors file"):
         check(folder)
 
 
-def test_a_missing_shard(folder: Path) -> None:
+def test_a_missing_shard_is_refused(folder: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=r"names model-00001-of-00002.safetensors, which is not there"):
