@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +36,7 @@ FLOAT32 = Tolerances(numbers=1e-5, weights=None)
 ABSOLUTE = ("weights", "exported tensors")
 
 
-def verify(config: RunConfig, as_json: bool, say: Callable[[str], None] = print) -> None:
+def verify(config: RunConfig, as_json: bool) -> None:
     """Compares and prints a verdict. A collective of the layout's ranks.
 
     Raises:
@@ -54,7 +53,7 @@ def verify(config: RunConfig, as_json: bool, say: Callable[[str], None] = print)
         folder = Path(_from_first_rank(own_folder))
         if is_first:
             if not as_json:
-                say(f"small {full.model_type}, {full.num_hidden_layers} layers, {parallel}, {dtype}")
+                print(f"small {full.model_type}, {full.num_hidden_layers} layers, {parallel}, {dtype}")
             save_random_model(shrink(full, parallel), folder / "model", getattr(torch, dtype))
         dist.barrier()
         case, left_out = case_of(config, parallel, dtype)
@@ -62,14 +61,14 @@ def verify(config: RunConfig, as_json: bool, say: Callable[[str], None] = print)
         dist.barrier()
     rows = judge(found, tolerances)
     if is_first:
-        say(json.dumps(as_record(parallel, dtype, rows)) if as_json else format_table(rows))
+        print(json.dumps(as_record(parallel, dtype, rows)) if as_json else format_table(rows))
     failed = [row.kind for row in rows if not row.is_equal]
     if failed:
         raise VerificationError(f"verdict: DIFFERENT from one process in {', '.join(failed)}")
     if is_first and not as_json:
         if left_out:
-            say(f"not compared: {', '.join(left_out)}")
-        say("verdict: equal to one process")
+            print(f"not compared: {', '.join(left_out)}")
+        print("verdict: equal to one process")
 
 
 def case_of(config: RunConfig, parallel: ParallelConfig, dtype: Dtype) -> tuple[Case, list[str]]:

@@ -1,5 +1,7 @@
 """`verify` says that layouts are equal to one process, and that they are not when a bug is planted."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -111,13 +113,20 @@ def run_verify(file: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_what_is_left_out_is_said(ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def printed(config: SFTConfig) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        verify(config, as_json=False)
+    return text.getvalue()
+
+
+def test_what_is_left_out_is_said(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen3")
     values = config_of(tmp_path, {"pp": 2}).model_dump()
     values["memory"] = {"activation_checkpointing": "full", "compile": True}
     values["model"] |= {"attention": "varlen", "dtype": "bfloat16", "lora": {}}
-    assert ranks(2).run(verdict, SFTConfig.model_validate(values), None) == ["equal", "equal"]
-    left_out = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("not compared: "))
+    *_, left_out, verdict_line = ranks(2).run(printed, SFTConfig.model_validate(values))[0].splitlines()
+    assert verdict_line == "verdict: equal to one process"
+    assert left_out.startswith("not compared: ")
     for what in ("model.dtype=bfloat16", "model.attention=varlen", "memory.compile", "model.lora"):
         assert what in left_out
 
