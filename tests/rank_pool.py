@@ -21,6 +21,10 @@ from automodel_rl.launch.local import free_port
 
 TIMEOUT_SECONDS = 300.0
 
+MOST_FILES = 500
+"""Open files of a rank above which a new one takes its place: torch's caches of sharding rules keep meshes, and with
+them the sockets of process groups, from test to test."""
+
 GRACE_SECONDS = 1.0
 """How long the other ranks may take to say what they know once one has failed."""
 
@@ -63,6 +67,8 @@ class RankPool:
         if errors:
             self.stop()
             raise AssertionError(_describe(errors)) from None
+        if any(len(os.listdir(f"/proc/{rank.process.pid}/fd")) > MOST_FILES for rank in self.ranks):
+            self.stop()
         return [results[rank] for rank in range(num_ranks)]
 
     def _collect(self, num_ranks: int) -> tuple[dict[int, Any], dict[int, str]]:

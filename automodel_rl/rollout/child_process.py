@@ -3,10 +3,10 @@
 import contextlib
 import os
 import pickle
-import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
 from typing import IO, Any
 
 
@@ -47,7 +47,7 @@ class ChildProcess:
             ChildEndedError: none will.
         """
         pipe = _given(self.process.stdout)
-        if not select.select([pipe], [], [], seconds)[0]:
+        if not wait([pipe.fileno()], seconds):
             raise TimeoutError
         try:
             return pickle.load(pipe)
