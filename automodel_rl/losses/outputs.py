@@ -63,7 +63,9 @@ class LossOutput:
     """Sums over one packed row.
 
     Attributes:
-        sums: scalar tensors that carry gradients; the loss is the total of each divided by its global count.
+        sums: scalar tensors that carry gradients, by what divides them: "tokens", targets with `loss_mask` set;
+            "sequences"; "pairs", half their number; "positions", all their tokens; of the global batch. The loss is the
+            total of all.
         metrics: name -> (sum, denominator), scalar tensors without gradient; reported as total / total.
 
     Example:

@@ -1,4 +1,4 @@
-"""The policy-gradient family: GRPO, DAPO, Dr. GRPO, GSPO and CISPO are settings of one loss."""
+"""The policy-gradient family: one loss, of which GRPO, DAPO, GSPO, CISPO and others are settings."""
 
 import torch
 from torch import Tensor

@@ -7,6 +7,7 @@ Shape letters: q queries, k keys of one call (`AttentionCall`), t tokens of this
 """
 
 import functools
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,9 +65,16 @@ def choose_attention(requested: Attention, needs_mathematics: bool, device: torc
         requested: the config's word.
         needs_mathematics: the model has sinks or a soft cap, which only `eager` computes.
         device, dtype: of the computation.
+
+    Raises:
+        InputError: the backend cannot run here.
     """
     if requested != "auto" and ATTENTION[requested].needs_cuda and device.type != "cuda":
         raise InputError(f"model.attention={requested} needs CUDA, and this rank has none: use model.attention=auto")
+    if requested == "te" and importlib.util.find_spec("transformer_engine") is None:
+        raise InputError(
+            "model.attention=te: TransformerEngine is not installed: install it, or use model.attention=auto"
+        )
     if requested == "auto":
         fast = device.type == "cuda" and dtype == torch.bfloat16
         requested = "eager" if needs_mathematics else "varlen" if fast else "sdpa"

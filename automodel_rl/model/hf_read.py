@@ -21,17 +21,28 @@ from automodel_rl.model.lora import initialise, is_adapter
 from automodel_rl.parallel.combinations import ModelDescription
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 
+DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
+"""Files of a checkpoint besides its weights."""
+
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def resolve_checkpoint(path: str) -> Path:
-    """The local folder of a checkpoint; a hub id is downloaded (or found in the cache) first."""
+def resolve_checkpoint(path: str, with_weights: bool = True) -> Path:
+    """The local folder of a checkpoint; a hub id is downloaded (or found in the cache) first.
+
+    Args:
+        path: a folder or a hub id.
+        with_weights: download them, too.
+
+    Raises:
+        InputError: there is no such checkpoint.
+    """
     folder = Path(path)
     if not folder.is_dir():
         try:
             folder = Path(
-                snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+                snapshot_download(path, allow_patterns=DESCRIPTIONS + (["*.safetensors"] if with_weights else []))
             )
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise InputError(
@@ -44,6 +55,11 @@ def resolve_checkpoint(path: str) -> Path:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
+    """The model config of a checkpoint.
+
+    Raises:
+        InputError: config.json is none.
+    """
     try:
         return AutoConfig.from_pretrained(folder)
     except Exception as error:  # config classes check their fields with errors of their own

@@ -275,14 +275,14 @@ RULES = (
     Rule("tied embeddings", "with every axis"),
     Rule("tensor parallel (tp)", f"{', '.join(TP_FAMILIES)}; tp divides heads, KV heads, MLP and vocabulary", _tensor),
     Rule("sequence parallel", "with tp", _sequence_parallel),
-    Rule("context parallel (cp)", "every model, attention backend and schedule"),
+    Rule("context parallel (cp)", "every model and schedule; every attention backend, but windows with te"),
     Rule(
         "activation checkpointing",
         "full: everywhere; selective: with schedules that do not split the backward",
         _recomputation,
     ),
     Rule("compiled layers", "without tp, with schedules that do not split the backward", _compiled),
-    Rule("LoRA", "attention and MLP; with pp, cp, ep, dp", _lora),
+    Rule("LoRA", "attention and MLP of transformers models; with pp, cp, ep, dp", _lora),
     Rule("router auxiliary loss, bias update", "softmax routers; deepseek_v3", _routers),
     Rule("expert parallel (ep)", f"{', '.join(MOE_FAMILIES)}; ep divides experts and dp_shard x cp", _experts),
 )

@@ -1,7 +1,7 @@
 """What becomes of the last stage's results: a loss, divided by global counts, or outputs that are kept.
 
-The division here is the only one of a gradient, but for the routers' auxiliary loss, which never comes this way and is
-divided by the global number of tokens in `model/routers.py`.
+The division here is the only one by counts of the global batch, but for the routers' auxiliary loss, which never comes
+this way and is divided by the global number of tokens in `model/routers.py`.
 """
 
 import functools

@@ -245,7 +245,7 @@ def _own_loss(config: GRPOConfig) -> LossFn:
 
 def _check_context(config: GRPOConfig) -> None:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    context = describe_model(read_config(resolve_checkpoint(config.model.path))).context
+    context = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False))).context
     if context is not None and longest > context:
         raise InputError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than the model's context of "

@@ -39,4 +39,5 @@ def test_memory_is_far_below_all_logits() -> None:
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
         target_readout(states, Head(weight), batch, Readout(0.7, entropy=True))
-    assert torch.cuda.max_memory_allocated() - before < 0.05 * 16384 * 151936 * 4
+    # Two buffers of 512 tokens: with entropies the logits and their weights.
+    assert torch.cuda.max_memory_allocated() - before < 0.07 * 16384 * 151936 * 4

@@ -60,7 +60,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     if num_gpus is not None:
         config = with_layout(config, _spread(config.parallel, num_gpus), config.memory)
     parallel = config.parallel
-    full = read_config(resolve_checkpoint(config.model.path))
+    full = read_config(resolve_checkpoint(config.model.path, with_weights=False))
     description = describe_model(full)
     check_supported(description, config.model, parallel, config.memory)
     compute, _ = dtypes_of(config.model)
@@ -137,7 +137,7 @@ def measure_packing(config: AnyConfig) -> Packing:
     from automodel_rl.data.draws import GlobalBatches
     from automodel_rl.data.examples import ChatDataset, PairDataset
 
-    folder = resolve_checkpoint(config.model.path)
+    folder = resolve_checkpoint(config.model.path, with_weights=False)
     tokenizer = load_tokenizer(folder, config.data, read_config(folder).vocab_size)
     kind, train_on = (ChatDataset, config.data.train_on) if isinstance(config, SFTConfig) else (PairDataset, "last")
     chat = ChatTokenizer(tokenizer, train_on)

@@ -44,7 +44,7 @@ def verify(config: RunConfig, as_json: bool) -> None:
         VerificationError: the layout does not compute the numbers of one process.
     """
     parallel = layout_to_verify(config.parallel)
-    full = read_config(resolve_checkpoint(config.model.path))
+    full = read_config(resolve_checkpoint(config.model.path, with_weights=False))
     check_supported(describe_model(full), config.model, config.parallel, config.memory)
     join_process_group(parallel.world_size)
     dtype, tolerances = precision(config.model, full.model_type)
