@@ -11,7 +11,7 @@ from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.draws import Draw
 from automodel_rl.data.records import Message, Reader, read_chat, read_pair
-from automodel_rl.data.sources import open_source
+from automodel_rl.data.sources import Sources
 from automodel_rl.errors import InputError
 
 
@@ -28,6 +28,13 @@ class Example:
     draw: Draw
     sequences: tuple[TokenSequence, ...]
     truncated: bool = False
+
+
+def checked(example: Example | InputError) -> Example:
+    """An example that a worker process made, or the error that it met, raised."""
+    if isinstance(example, InputError):
+        raise example
+    return example
 
 
 class ExampleDataset(Dataset):
@@ -54,15 +61,14 @@ class ExampleDataset(Dataset):
         context: int | None,
         overlong: Literal["truncate", "drop"],
     ):
-        self.configs, self.chat, self.row_tokens, self.overlong = sources, chat, row_tokens, overlong
+        self.chat, self.row_tokens, self.overlong = chat, row_tokens, overlong
         self.context = row_tokens if context is None else min(context, row_tokens)
-        self.sources = [open_source(config) for config in sources]
+        self.sources = Sources(sources)
 
     def _record(self, draw: Draw) -> tuple[Any, str]:
         """What a record holds, and where it is."""
-        source, number = draw
-        where = self.sources[source].where(number)
-        return type(self).read(self.sources[source][number], self.configs[source], where), where
+        record, config, where = self.sources.find(draw)
+        return type(self).read(record, config, where), where
 
     def __getitem__(self, draw: Draw) -> Example | InputError:
         """An error is returned: raised in a worker process, it would come out wrapped in that worker's traceback."""

@@ -8,7 +8,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_rl.batch import PackedBatch, TokenSequence, pack
 from automodel_rl.data.draws import Draw, GlobalBatches
-from automodel_rl.data.examples import Example, ExampleDataset
+from automodel_rl.data.examples import Example, ExampleDataset, checked
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.host_collectives import gather_objects, interleave
 from automodel_rl.parallel.layout import Layout
@@ -84,8 +84,8 @@ class PackedLoader:
     ):
         self.dataset, self.layout, self.cost = dataset, layout, cost
         self.sampler = GlobalBatches(
-            [len(source) for source in dataset.sources],
-            [config.weight for config in dataset.configs],
+            dataset.sources.sizes,
+            dataset.sources.weights,
             examples_per_step,
             seed,
             epochs=epochs,
@@ -96,10 +96,7 @@ class PackedLoader:
 
     def __iter__(self) -> Iterator[PackedStep]:
         for share in self._loader:
-            for example in share:
-                if isinstance(example, InputError):
-                    raise example
-            yield self._pack(self._exchange(share))
+            yield self._pack(self._exchange([checked(example) for example in share]))
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict()

@@ -9,7 +9,7 @@ from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.draws import Draw, GlobalBatches
 from automodel_rl.data.records import read_example, read_prompt
-from automodel_rl.data.sources import open_source
+from automodel_rl.data.sources import Sources
 from automodel_rl.errors import InputError
 
 
@@ -43,11 +43,8 @@ class PromptStream:
     """
 
     def __init__(self, sources: Sequence[SourceConfig], chat: ChatTokenizer, max_tokens: int, seed: int | None):
-        self.configs, self.chat, self.max_tokens, self.seed = sources, chat, max_tokens, seed
-        self.sources = [open_source(config) for config in sources]
-        self.sampler = GlobalBatches(
-            [len(source) for source in self.sources], [config.weight for config in sources], 1, seed
-        )
+        self.sources, self.chat, self.max_tokens = Sources(sources), chat, max_tokens
+        self.sampler = GlobalBatches(self.sources.sizes, self.sources.weights, 1, seed)
         self.num_drawn = self.num_overlong = 0
         self._draws = self._stream()
 
@@ -78,15 +75,13 @@ class PromptStream:
 
     def prompt(self, draw: Draw, number: int) -> Prompt:
         """A record as a prompt, of any length."""
-        source, place = draw
-        where = self.sources[source].where(place)
-        record = self.sources[source][place]
-        messages = read_prompt(record, self.configs[source], where)
-        return Prompt(self.chat.opening(messages, where), read_example(record, self.configs[source]), number)
+        record, config, where = self.sources.find(draw)
+        messages = read_prompt(record, config, where)
+        return Prompt(self.chat.opening(messages, where), read_example(record, config), number)
 
     def every_prompt(self) -> list[Prompt]:
         """Each record once, in the order of the files, less those that are too long."""
-        draws = [(source, place) for source, records in enumerate(self.sources) for place in range(len(records))]
+        draws = [(source, place) for source, size in enumerate(self.sources.sizes) for place in range(size)]
         prompts = [self.prompt(draw, number) for number, draw in enumerate(draws)]
         return [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_tokens]
 

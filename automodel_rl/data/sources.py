@@ -1,13 +1,14 @@
-"""Records of a JSON-lines file or of a dataset, by number."""
+"""Records of JSON-lines files and of datasets, by source and number."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from automodel_rl.config import SourceConfig
+from automodel_rl.data.draws import Draw
 from automodel_rl.errors import InputError
 
 
@@ -91,6 +92,31 @@ class HubDataset:
 
     def where(self, number: int) -> str:
         return f"{self.name}: record {number}"
+
+
+class Sources:
+    """Several sources. Picklable, as worker processes need it.
+
+    Args:
+        configs: of the sources.
+
+    Attributes:
+        sizes: number of records of each.
+        weights: as configured.
+
+    Raises:
+        InputError: one cannot be opened, or is empty.
+    """
+
+    def __init__(self, configs: Sequence[SourceConfig]):
+        self._configs, self._opened = configs, [open_source(config) for config in configs]
+        self.sizes = [len(source) for source in self._opened]
+        self.weights = [config.weight for config in configs]
+
+    def find(self, draw: Draw) -> tuple[dict[str, Any], SourceConfig, str]:
+        """A record, the config of its source, and where it is: what a `Reader` takes."""
+        source, number = draw
+        return self._opened[source][number], self._configs[source], self._opened[source].where(number)
 
 
 def is_file(config: SourceConfig) -> bool:

@@ -56,7 +56,7 @@ class Wandb:
     Args:
         directory: of the run.
         project: that the run belongs to.
-        first_step: not used: steps that come again take the place of what was there.
+        first_step: not used: of steps that come again it keeps what it had.
     """
 
     def __init__(self, directory: RunDirectory, project: str, first_step: int):

@@ -58,7 +58,7 @@ class PackedData:
         """Greedy completions for the first prompts of the validation data, else of the training data. A collective."""
         config = self.config
         dataset = self._dataset(config.data.validation or config.data.train)
-        prompts = [dataset.prompt((0, i)) for i in range(min(config.observe.samples, len(dataset.sources[0])))]
+        prompts = [dataset.prompt((0, i)) for i in range(min(config.observe.samples, dataset.sources.sizes[0]))]
         # A chat may start with the assistant, and a prompt may be longer than any row that was trained.
         fitting = [(ids, expected) for ids, expected in prompts if 0 < len(ids) < config.batch.row_tokens]
         return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens)

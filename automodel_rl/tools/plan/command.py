@@ -135,7 +135,7 @@ def measure_packing(config: AnyConfig) -> Packing:
         return Packing(count, None)
     from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
     from automodel_rl.data.draws import GlobalBatches
-    from automodel_rl.data.examples import ChatDataset, PairDataset
+    from automodel_rl.data.examples import ChatDataset, PairDataset, checked
 
     folder = resolve_checkpoint(config.model.path, with_weights=False)
     tokenizer = load_tokenizer(folder, config.data, read_config(folder).vocab_size)
@@ -143,16 +143,10 @@ def measure_packing(config: AnyConfig) -> Packing:
     chat = ChatTokenizer(tokenizer, train_on)
     context = describe_model(read_config(folder)).context
     dataset = kind(config.data.train, chat, capacity, context, config.data.overlong)
-    sizes = [len(source) for source in dataset.sources]
-    weights = [source.weight for source in config.data.train]
-    draws = next(iter(GlobalBatches(sizes, weights, min(count // kind.together, SAMPLE), config.seed)))
-    lengths = []
-    for draw in draws:
-        example = dataset[draw]
-        if isinstance(example, InputError):
-            raise example
-        if example.sequences:
-            lengths.append(sum(map(len, example.sequences)))
+    size = min(count // kind.together, SAMPLE)
+    draws = next(iter(GlobalBatches(dataset.sources.sizes, dataset.sources.weights, size, config.seed)))
+    examples = [checked(dataset[draw]) for draw in draws]
+    lengths = [sum(map(len, example.sequences)) for example in examples if example.sequences]
     bins = assign_bins(lengths, capacity)
     rows = math.ceil(len(bins) * count / (len(draws) * kind.together))
     return Packing(rows, sum(lengths) / (len(bins) * capacity))
