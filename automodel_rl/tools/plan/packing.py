@@ -1,0 +1,62 @@
+"""How many rows a step has: a sample of the user's data, tokenised and packed."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_rl.batch import assign_bins
+from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
+from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
+
+AnyConfig = SFTConfig | DPOConfig | GRPOConfig
+
+SAMPLE = 512
+"""Examples that are tokenised to see how long they are and how well they pack."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the user's data fills rows.
+
+    Attributes:
+        rows: of a step, over all data ranks.
+        efficiency: tokens / (rows x capacity); None if there were no data to look at.
+    """
+
+    rows: int
+    efficiency: float | None
+
+
+def measure_packing(config: AnyConfig) -> Packing:
+    """Packs a sample of the training data; where there is none, every sequence is taken to fill a row.
+
+    Completions are not there yet when a policy is trained; each is taken to be as long as it may get.
+    """
+    capacity, count = config.batch.row_tokens, config.sequences_per_step
+    if isinstance(config, GRPOConfig):
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        return Packing(math.ceil(count / (capacity // longest)), None)
+    if not all(Path(source.path).is_file() for source in config.data.train):
+        return Packing(count, None)
+    from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
+    from automodel_rl.data.draws import GlobalBatches
+    from automodel_rl.data.examples import ChatDataset, PairDataset, checked
+
+    folder = resolve_checkpoint(config.model.path, with_weights=False)
+    tokenizer = load_tokenizer(folder, config.data, read_config(folder).vocab_size)
+    kind, train_on = (ChatDataset, config.data.train_on) if isinstance(config, SFTConfig) else (PairDataset, "last")
+    chat = ChatTokenizer(tokenizer, train_on)
+    context = describe_model(read_config(folder)).context
+    dataset = kind(config.data.train, chat, capacity, context, config.data.overlong)
+    size = min(count // kind.together, SAMPLE)
+    draws = next(iter(GlobalBatches(dataset.sources.sizes, dataset.sources.weights, size, config.seed)))
+    examples = [checked(dataset[draw]) for draw in draws]
+    lengths = [sum(map(len, example.sequences)) for example in examples if example.sequences]
+    bins = assign_bins(lengths, capacity)
+    rows = math.ceil(len(bins) * count / (len(draws) * kind.together))
+    return Packing(rows, sum(lengths) / (len(bins) * capacity))
+
+
+def microbatches(packing: Packing, parallel: ParallelConfig) -> int:
+    """Rows of a data rank; a pipeline has no fewer than stages."""
+    return max(parallel.pp, math.ceil(packing.rows / parallel.num_data_ranks))
