@@ -33,6 +33,8 @@ usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto] [--dotted.key value
 """
 
 
+HELP = ("-h", "--help")
+
 TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 """Public names by algorithm; looked up late, for a trainer imports all that it runs."""
 
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "--version":
         print(version("automodel-rl"))
         return EXIT_OK
-    if "-h" in (command, *rest[:1]) or "--help" in (command, *rest[:1]):
+    if command in HELP:
         _help(command)
         return EXIT_OK
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -55,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if command not in commands:
             raise InputError(f"unknown command {command!r}: use one of {', '.join(commands)}")
+        if rest[:1] and rest[0] in HELP:
+            _help(command)
+            return EXIT_OK
         quiet_libraries()
         return commands[command](rest)
     except InputError as error:
@@ -71,6 +76,8 @@ def _help(command: str) -> None:
 
 
 def _train(algorithm: str, arguments: list[str]) -> int:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where a config's loss_function may be; rewards and further ranks look there
     path, rest = _config_file(algorithm, arguments)
     resume, overrides = _take_option("--resume", rest)
     if resume not in (None, "auto"):

@@ -67,7 +67,8 @@ class RankPool:
         if errors:
             self.stop()
             raise AssertionError(_describe(errors)) from None
-        if any(len(os.listdir(f"/proc/{rank.process.pid}/fd")) > MOST_FILES for rank in self.ranks):
+        open_files = [Path(f"/proc/{rank.process.pid}/fd") for rank in self.ranks]  # on Linux only
+        if any(folder.is_dir() and len(os.listdir(folder)) > MOST_FILES for folder in open_files):
             self.stop()
         return [results[rank] for rank in range(num_ranks)]
 

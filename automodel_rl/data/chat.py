@@ -101,10 +101,10 @@ class ChatTokenizer:
             before = self.prompt(messages[: turn + 1], where)
             through = self._encode(messages[: turn + 1], where)["input_ids"]
             if ids[: len(before)] != before or ids[: len(through)] != through or len(before) >= len(through):
+                other = ", or use data.train_on=last" if self.train_on == "all" else ""
                 raise InputError(
                     f"{where}: the tokens of assistant turn {turn} cannot be told from the chat template's output "
-                    f"(it writes earlier turns differently once later ones follow): {MARKS_REMEDY}, or use "
-                    "data.train_on=last"
+                    f"(it writes earlier turns differently once later ones follow): {MARKS_REMEDY}{other}"
                 )
             spans.append((len(before), len(through)))
         return spans

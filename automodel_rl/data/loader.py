@@ -113,7 +113,8 @@ class PackedLoader:
         if not sequences:
             raise InputError(
                 f"none of the {len(examples)} examples of a step has a trained token within "
-                f"batch.row_tokens={self.dataset.row_tokens}, so all were dropped: raise it"
+                f"batch.row_tokens={self.dataset.row_tokens} and the model's context of {self.dataset.context}, so all "
+                "were dropped: raise batch.row_tokens, or use shorter examples"
             )
         packed = pack_step(sequences, self.dataset.row_tokens, self.layout, self.cost, together=self.dataset.together)
         return replace(

@@ -37,7 +37,7 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
     """
     if config.entropy and outputs.entropy is None:
         raise ValueError(f"entropy={config.entropy} needs the policy's entropy: read it with Readout(entropy=True)")
-    if config.kl.coefficient and "ref_logprobs" not in batch.values:
+    if config.kl.coefficient and config.kl.where == "loss" and "ref_logprobs" not in batch.values:
         raise ValueError(f"kl.coefficient={config.kl.coefficient} needs values['ref_logprobs'] in the batch")
     values = {name: value.to(outputs.logprobs.dtype) for name, value in batch.values.items()}
     old = outputs.logprobs.detach() if config.on_policy else values["old_logprobs"]

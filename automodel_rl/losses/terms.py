@@ -38,7 +38,7 @@ def correction_weights(
     """What tokens weigh for the difference between rollout engine and policy, [T], without gradient."""
     log_weight = torch.where(batch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if config.kind == "truncate":
-        return log_weight.exp().clamp(config.low, config.high)
+        return log_weight.exp().nan_to_num(0.0, posinf=torch.inf).clamp(config.low, config.high)
     weight = log_weight.exp().nan_to_num(0.0, posinf=0.0)
     of_what = weight
     if config.kind == "sequence_mask":

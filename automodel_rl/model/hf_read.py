@@ -85,8 +85,23 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         has_windows=any(layer_windows(config)),
         is_bidirectional=bool(values.get("use_bidirectional_attention")),
         is_quantized=values.get("quantization_config") is not None,
-        context=values.get("max_position_embeddings"),
+        context=_context(values),
     )
+
+
+def _context(values: dict[str, Any]) -> int | None:
+    """Longest sequence, with what scaled rotary embeddings add."""
+    context = values.get("max_position_embeddings")
+    if context is None:
+        return None
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    by_layer_type = [kind for kind in rope.values() if isinstance(kind, dict)]
+    scaled = [
+        int(kind["original_max_position_embeddings"] * kind["factor"])
+        for kind in (by_layer_type or [rope])
+        if kind.get("original_max_position_embeddings") and kind.get("factor")
+    ]
+    return max([context, *scaled])
 
 
 def _num_experts(values: dict[str, Any]) -> int:

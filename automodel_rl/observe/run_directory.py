@@ -13,8 +13,8 @@ from automodel_rl.files import write_complete
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
-MAY_DIFFER = ("length.steps", "length.epochs", "output")
-"""Keys in which a resumed run may differ: its limits, and where its folder lies."""
+MAY_DIFFER = ("length.steps", "length.epochs", "output", "observe.")
+"""How keys begin in which a resumed run may differ: its limits, where its folder lies, what it shows."""
 
 
 class RunDirectory:
@@ -45,7 +45,9 @@ class RunDirectory:
 
     def _check_run(self, resume: bool) -> None:
         there = yaml.safe_load(self.config_file.read_text())
-        other = [key for key in differing_keys(there, yaml.safe_load(self.config_text)) if key not in MAY_DIFFER]
+        other = [
+            key for key in differing_keys(there, yaml.safe_load(self.config_text)) if not key.startswith(MAY_DIFFER)
+        ]
         if other:
             raise InputError(
                 f"output={self.folder}: the folder holds another run (it differs in {', '.join(other[:5])}): choose "

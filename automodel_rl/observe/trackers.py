@@ -92,7 +92,8 @@ TRACKERS: dict[TrackerName, Callable[[RunDirectory, str, int], Tracker]] = {
 def check_trackers(config: ObserveConfig) -> None:
     """Raises InputError if a tracker's package is not installed."""
     for name in config.trackers:
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # none, or a folder of that name, such as wandb leaves behind
             raise InputError(f"observe.trackers: {name} is not installed: pip install '{name}', or leave it out")
 
 

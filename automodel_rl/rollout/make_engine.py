@@ -60,7 +60,7 @@ def device_of_vllm(config: RolloutConfig, device: torch.device) -> str | None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     devices = config.vllm.devices
     if devices:
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        local_ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if len(devices) < local_ranks:
             raise InputError(
                 f"rollout.vllm.devices={list(devices)}: each of the {local_ranks} ranks on a machine needs one: list "

@@ -1,9 +1,7 @@
 """Reinforcement learning on prompts with rewards: rollouts, advantages, updates, and again."""
 
-import contextlib
 import functools
 import operator
-from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_rl.config import GRPOConfig
@@ -111,8 +109,7 @@ class GRPOTrainer:
             step.record(outputs, functools.reduce(operator.add, (packed.size for packed in updates)))
             self._warn(step)
             if self.validation and self.run.validates:
-                with step.time("validate"), self._saving_progress():
-                    step.row |= self._validate()
+                self._validate_step(step)
         self.rollouts.close()
         self.handle.save_pretrained(self.run.directory.final, self.tokenizer)
         return self.run.finish(f"GRPO of {self.config.model.path}", self.samples)
@@ -203,13 +200,12 @@ class GRPOTrainer:
                 "completions and the model that learns from them disagree"
             )
 
-    @contextlib.contextmanager
-    def _saving_progress(self) -> Iterator[None]:
-        """Saves what is trained when rollouts of a validation cannot be had."""
+    def _validate_step(self, step: Step) -> None:
         try:
-            yield
-        except RolloutError:
-            self.run.save_checkpoint()
+            with step.time("validate"):
+                step.row |= self._validate()
+        except RolloutError:  # the step itself is trained
+            self.run.end_with(step)
             raise
 
     def _validate(self) -> dict[str, float]:

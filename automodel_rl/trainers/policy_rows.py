@@ -20,7 +20,7 @@ Rows = list[PackedBatch]
 
 
 def pack_updates(groups: Sequence[Group], config: GRPOConfig, handle: ModelHandle) -> list[PackedStep]:
-    """The global batch of each update: every `batch.updates`-th group. A collective."""
+    """The global batch of each update: every `batch.updates`-th group."""
     count = config.batch.updates
     return [
         pack_step(
@@ -34,7 +34,8 @@ def pack_updates(groups: Sequence[Group], config: GRPOConfig, handle: ModelHandl
 
 
 def with_advantages(groups: Sequence[Group], updates: Sequence[Rows], config: GRPOConfig, layout: Layout) -> list[Rows]:
-    """The rows of every update with `advantages`, which are computed over all groups together. A collective.
+    """The rows of every update with `advantages`, which are computed over all groups together. A collective of the
+    data ranks where the reward has a KL term.
 
     Args:
         groups: that were packed.

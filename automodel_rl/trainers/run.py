@@ -60,7 +60,6 @@ class Run:
         best_metric: str = "val/loss",
         higher_is_better: bool = False,
     ):
-        check_trackers(config.observe)
         self.config, self.directory, self.engine = config, directory, engine
         self.total_steps, self.source = total_steps, source
         self.best_metric, self.sign = best_metric, 1 if higher_is_better else -1
@@ -68,6 +67,7 @@ class Run:
         self.best: dict[str, float] | None = None
         self.is_first_rank = dist.get_rank() == 0
         self.mentioned_overlong = False
+        self.trackers: list[Tracker] = []
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint, if there is one."""
@@ -88,16 +88,16 @@ class Run:
             StoppedError: SIGTERM or Ctrl-C came; a checkpoint is saved.
         """
         self.progress = Progress(self.total_steps, self.step, quiet=not self.is_first_rank)
-        with StopSignal() as stop, self.progress, self._trackers() as trackers:
+        with StopSignal() as stop, self.progress, self._tracking():
             start = f", going on from step {self.step}" if self.step else ""
             self.progress.say(f"{self.total_steps} steps{start}: {summary}")
             if self.step == 0 and baseline is not None:
-                self._write({"step": 0, **baseline()}, trackers)
+                self._write({"step": 0, **baseline()})
             while not self.is_over:
                 self.step += 1
                 step = Step(self)
                 yield step
-                self._write(step.row, trackers)
+                self._write(step.row)
                 stopping = any_rank(bool(stop), self.engine.handle.layout)
                 if stopping or self.is_due(self.config.checkpoint.every):
                     self.save_checkpoint(step.row.get(self.best_metric))
@@ -106,20 +106,19 @@ class Run:
                     raise StoppedError(f"stopped by {signal} after step {self.step}: add --resume auto to go on")
 
     @contextlib.contextmanager
-    def _trackers(self) -> Iterator[list[Tracker]]:
-        """Where metrics go, on the first rank: metrics.jsonl and what the config names."""
-        trackers: list[Tracker] = []
+    def _tracking(self) -> Iterator[None]:
+        """Within this block metrics go to metrics.jsonl and to what the config names, on the first rank."""
         if self.is_first_rank:
             self.directory.create()
             others = make_trackers(self.config.observe, self.directory, self.step)
-            trackers = [MetricsFile(self.directory.metrics, self.step), *others]
+            self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
         with contextlib.ExitStack() as stack:
-            for tracker in trackers:
+            for tracker in self.trackers:
                 stack.callback(tracker.close)
-            yield trackers
+            yield
 
-    def _write(self, row: dict[str, Any], trackers: list[Tracker]) -> None:
-        for tracker in trackers:
+    def _write(self, row: dict[str, Any]) -> None:
+        for tracker in self.trackers:
             tracker.write(row)
         self.progress.show(row)
 
@@ -159,6 +158,11 @@ class Run:
         self.step -= 1
         if self.step:
             self.save_checkpoint()
+
+    def end_with(self, step: "Step") -> None:
+        """Stores a step that is trained, and what is known of it, because the run cannot go on."""
+        self._write(step.row)
+        self.save_checkpoint()
 
     def finish(self, title: str, samples: list[Sample]) -> Path:
         """Writes the report and says where everything is. The trainer has saved the model.
@@ -235,6 +239,7 @@ class Step:
 def open_run(config: RunConfig, resume: bool) -> tuple[RunDirectory, ModelHandle, PreTrainedTokenizerBase]:
     """What every trainer starts with: the run directory, checked but not written to, the model and its tokenizer."""
     directory = RunDirectory(config, config.output, resume)
+    check_trackers(config.observe)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory)
     torch.manual_seed(config.seed + dist.get_rank())
     return directory, handle, load_tokenizer(handle.source, config.data, handle.config.vocab_size)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig, SFTConfig
 from automodel_rl.config.attention import ATTENTION
@@ -15,7 +16,7 @@ from automodel_rl.config.model import Dtype
 from automodel_rl.errors import VerificationError
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
-from automodel_rl.parallel.combinations import check_supported
+from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from automodel_rl.tools.verify.layout import layout_to_verify
 from automodel_rl.tools.verify.small_model import save_random_model, shrink
@@ -56,12 +57,12 @@ def verify(config: RunConfig, as_json: bool) -> None:
                 print(f"small {full.model_type}, {full.num_hidden_layers} layers, {parallel}, {dtype}")
             save_random_model(shrink(full, parallel), folder / "model", getattr(torch, dtype))
         dist.barrier()
-        case, left_out = case_of(config, parallel, dtype)
+        case, left_out = case_of(config, full, parallel, dtype)
         found = compare(case, folder / "model", folder)
         dist.barrier()
     rows = judge(found, tolerances)
     if is_first:
-        print(json.dumps(as_record(parallel, dtype, rows)) if as_json else format_table(rows))
+        print(json.dumps(as_record(parallel, dtype, rows, left_out)) if as_json else format_table(rows))
     failed = [row.kind for row in rows if not row.is_equal]
     if failed:
         raise VerificationError(f"verdict: DIFFERENT from one process in {', '.join(failed)}")
@@ -71,7 +72,9 @@ def verify(config: RunConfig, as_json: bool) -> None:
         print("verdict: equal to one process")
 
 
-def case_of(config: RunConfig, parallel: ParallelConfig, dtype: Dtype) -> tuple[Case, list[str]]:
+def case_of(
+    config: RunConfig, full: PretrainedConfig, parallel: ParallelConfig, dtype: Dtype
+) -> tuple[Case, list[str]]:
     """What is compared of a config, and what is not, for one process of plain transformers has nothing like it."""
     model, memory = config.model, config.memory
     left_out = ["weights of the checkpoint", f"model.dtype={model.dtype}"]
@@ -79,6 +82,8 @@ def case_of(config: RunConfig, parallel: ParallelConfig, dtype: Dtype) -> tuple[
     if attention != "auto" and ATTENTION[attention].needs_cuda:
         left_out.append(f"model.attention={attention}")
         attention = "auto"
+    elif attention == "auto" and model.dtype == "bfloat16" and not needs_mathematics(describe_model(full)):
+        left_out.append("model.attention=varlen, which auto means on CUDA")
     if memory.compile:
         left_out.append("memory.compile")
     if model.lora is not None:
@@ -139,13 +144,14 @@ def format_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def as_record(parallel: ParallelConfig, dtype: str, rows: list[Row]) -> dict:
+def as_record(parallel: ParallelConfig, dtype: str, rows: list[Row], left_out: list[str]) -> dict:
     return {
         "layout": parallel.model_dump(),
         "dtype": dtype,
         "equal": all(row.is_equal for row in rows),
         "differences": {row.kind: row.difference for row in rows},
         "tolerances": {row.kind: row.tolerance for row in rows},
+        "not_compared": left_out,
     }
 
 

@@ -139,6 +139,7 @@ def test_the_command_starts_ranks_and_reports(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["equal"] is True
+    assert record["not_compared"] == ["weights of the checkpoint", "model.dtype=float32"]
     assert {"loss", "gradient of self_attn.q_proj.weight", "exported tensors"} <= record["differences"].keys()
 
 

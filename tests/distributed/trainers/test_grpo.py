@@ -276,6 +276,10 @@ def test_an_engine_that_dies_in_validation_loses_no_step(ranks: RankPool, worksp
     ((message, _),) = ranks(1).run(run_flaky, values(workspace, tmp_path / "run", length=length), 99)
     assert "failed 3 times" in message
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
+    ranks(1).run(train, values(workspace, tmp_path / "run", length=length), True)
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all("train/loss" in row for row in rows[1:])
 
 
 class Silent(TransformersEngine):

@@ -186,6 +186,16 @@ def test_a_truncated_correction_that_overflows_is_the_largest_weight() -> None:
     zeros = torch.zeros(batch.num_tokens, dtype=torch.float64)
     assert set(correction_weights(zeros + 1e4, zeros, batch, config)[batch.loss_mask].tolist()) == {2.0}
     assert set(correction_weights(zeros - 1e4, zeros, batch, config)[batch.loss_mask].tolist()) == {0.5}
+    assert set(correction_weights(zeros, zeros + torch.nan, batch, config)[batch.loss_mask].tolist()) == {0.5}
+
+
+def test_a_penalty_in_the_reward_needs_no_reference_in_the_loss() -> None:
+    (batch,) = pack(random_sequences(5, 2), 50)
+    (output,) = random_outputs([batch], 5)
+    plain = grpo_loss(output, batch, PolicyLossConfig()).sums["tokens"]
+    del batch.values["ref_logprobs"]
+    config = PolicyLossConfig.model_validate({"kl": {"coefficient": 0.1, "where": "reward"}})
+    assert torch.equal(grpo_loss(output, batch, config).sums["tokens"], plain)
 
 
 def test_a_first_update_has_ratio_1_and_no_clipping() -> None:

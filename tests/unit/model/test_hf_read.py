@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, MambaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, MambaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from automodel_rl.config import ModelConfig, ParallelConfig
@@ -156,3 +156,15 @@ def test_the_head_has_no_adapter(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(InputError, match="model.lora.targets: lm_head cannot have"):
         add_adapters(model, LoraConfig(targets=("q_proj", "lm_head")))
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e6}, 40960),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}, 131072),
+    ],
+)
+def test_the_context_counts_scaled_rotary_embeddings(rope: dict, context: int) -> None:
+    config = Qwen3Config(max_position_embeddings=40960, rope_parameters=rope)
+    assert describe_model(config).context == context

@@ -56,7 +56,8 @@ def test_a_folder_is_used_by_its_own_run_only(tmp_path: Path) -> None:
     RunDirectory(config, str(output), resume=False).create()
     with pytest.raises(InputError, match="holds this run already: add --resume auto"):
         RunDirectory(config, str(output), resume=False)
-    RunDirectory(make_config(output, length={"steps": 9}), str(output), resume=True)
+    changed = make_config(output, length={"steps": 9}, observe={"trackers": ["tensorboard"]})
+    RunDirectory(changed, str(output), resume=True)
     for resume in (True, False):
         with pytest.raises(InputError, match=r"holds another run \(it differs in seed\)"):
             RunDirectory(make_config(output, seed=5), str(output), resume)
