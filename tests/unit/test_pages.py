@@ -8,7 +8,7 @@ import pytest
 
 from tests import pages
 
-FLOW = re.compile(r"\(([\w/]+\.py): ([\w., ]+)\)")
+FLOW = re.compile(r"\(([\w/]+\.py):\s([\w.,\s]+)\)")
 
 
 def test_generated_parts_of_readme_are_up_to_date() -> None:
