@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +14,7 @@ from automodel_rl import Engine, LossOutput, ModelHandle, OptimizerConfig, Packe
 from automodel_rl import sft_loss as plain_sft_loss
 from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig
-from automodel_rl.errors import TrainingDivergedError
+from automodel_rl.errors import InputError, TrainingDivergedError
 from automodel_rl.tools.verify.one_process import OneProcess
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
@@ -42,7 +43,7 @@ def train_and_save(folder: Path, parallel: ParallelConfig) -> tuple[list[torch.T
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("parallel", [ParallelConfig(pp=2, dp_shard=2)], ids=["pp2 dp2"])
+@pytest.mark.parametrize("parallel", [ParallelConfig(pp=2), ParallelConfig(pp=2, dp_shard=2)], ids=["pp2", "pp2 dp2"])
 def test_what_is_saved_gives_the_logits_of_the_trained_handle(
     ranks: RankPool, tmp_path: Path, parallel: ParallelConfig, tied: bool
 ) -> None:
@@ -161,3 +162,22 @@ def test_sums_and_metrics_are_divided_by_global_counts(ranks: RankPool, tmp_path
     for loss, metrics in results:
         assert loss == pytest.approx(reference + 1.0, rel=1e-12)
         assert metrics == {"length": pytest.approx(sum(lengths) / 4)}
+
+
+def load_error(folder: Path) -> str:
+    try:
+        make_engine(folder, ParallelConfig(pp=2))
+    except InputError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_weights_with_nan_are_named_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.3.mlp.up_proj.weight"][1, 2] = math.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for message in ranks(2).run(load_error, tmp_path):
+        assert message.endswith(
+            "tensor model.layers.3.mlp.up_proj.weight holds NaN or infinite weights: use an intact checkpoint"
+        )

@@ -118,10 +118,16 @@ def expected_advantage(kind: str, group: list[float], reward: float) -> float:
     ("kind", "changes"),
     [
         ("grpo", {"rollout": {"temperature": 0.7}}),
-        ("dr_grpo", {"loss": {"kl": {"coefficient": 0.5, "where": "reward"}}}),
-        ("rloo", {"filter": {"overlong_buffer": 4, "overlong_penalty": 0.5, "reward_scale": 2.0}}),
+        ("dr_grpo", {"loss": {"kl": {"coefficient": 0.5, "where": "reward"}, "normalise": "constant"}}),
+        (
+            "rloo",
+            {
+                "loss": {"ratio": "sequence", "normalise": "sequence"},
+                "filter": {"overlong_buffer": 4, "overlong_penalty": 0.5, "reward_scale": 2.0},
+            },
+        ),
     ],
-    ids=["temperature", "kl in the reward", "penalty for length"],
+    ids=["temperature", "Dr. GRPO, kl in the reward", "GSPO, penalty for length"],
 )
 def test_sequences_are_trained_with_the_advantages_of_their_rewards(
     ranks: RankPool, workspace: Path, tmp_path: Path, kind: str, changes: dict[str, dict]
