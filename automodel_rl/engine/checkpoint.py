@@ -62,11 +62,9 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
     with engine.moments_on_device():
         state = _tensors(engine, parameters)
         dcp.load(state, checkpoint_id=folder / "tensors", process_group=handle.layout.world_control)
-        names = {parameter: name for name, parameter in parameters.items()}
-        if copy is not None and copy not in names:
-            names[copy] = EMBEDDING
-            copy.detach().copy_(parameters[EMBEDDING].detach())
-        _restore_moments(engine, names, state)
+        _restore_moments(engine, parameters, state)
+        if copy is not None and copy is not parameters[EMBEDDING]:
+            _copy_trained(engine, parameters[EMBEDDING], copy)
     rank_state = torch.load(_rank_file(folder), weights_only=False)
     _set_random_state(rank_state.pop("random"), handle.layout.device)
     progress = json.loads((folder / "progress.json").read_text())
@@ -85,9 +83,9 @@ def _tensors(engine: Engine, parameters: dict[str, nn.Parameter]) -> dict[str, d
     state: dict[str, dict[str, Tensor]] = {"model": {}, "updates": {}, **{moment: {} for moment in MOMENTS}}
     # Routers' biases, which are trained without an optimizer.
     state["buffers"] = {name: buffer for part in engine.handle.parts for name, buffer in stored_buffers(part)}
-    of_parameter = {p: optimizer.state.get(p, {}) for optimizer in engine.optimizers for p in _parameters(optimizer)}
+    optimizer_of = _optimizer_of(engine)
     for name, parameter in parameters.items():
-        moments = of_parameter[parameter]
+        moments = optimizer_of[parameter].state.get(parameter, {})
         state["model"][name] = parameter.detach()
         state["updates"][name] = moments.get("step", torch.zeros(())).detach().clone()
         for moment in MOMENTS:
@@ -95,27 +93,29 @@ def _tensors(engine: Engine, parameters: dict[str, nn.Parameter]) -> dict[str, d
     return state
 
 
-def _restore_moments(engine: Engine, names: dict[nn.Parameter, str], state: dict[str, dict[str, Tensor]]) -> None:
-    for optimizer in engine.optimizers:
-        for parameter in _parameters(optimizer):
-            name = names[parameter]
-            step = _own(state["updates"], name)
-            optimizer.state[parameter] = {
-                # A fused optimizer counts on the device.
-                "step": step.to(parameter.device) if optimizer.defaults["fused"] else step.cpu(),
-                **{moment: _own(state[moment], name) for moment in MOMENTS},
-            }
+def _restore_moments(engine: Engine, parameters: dict[str, nn.Parameter], state: dict[str, dict[str, Tensor]]) -> None:
+    optimizer_of = _optimizer_of(engine)
+    for name, parameter in parameters.items():
+        optimizer, step = optimizer_of[parameter], state["updates"][name]
+        optimizer.state[parameter] = {
+            # A fused optimizer counts on the device.
+            "step": step.to(parameter.device) if optimizer.defaults["fused"] else step.cpu(),
+            **{moment: state[moment][name] for moment in MOMENTS},
+        }
 
 
-def _own(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """A tensor, or a copy of it where it is taken a second time, as that of a tied embedding may be."""
-    tensor = tensors[name]
-    tensors[name] = tensor.clone() if name == EMBEDDING else tensor
-    return tensor
+def _copy_trained(engine: Engine, source: nn.Parameter, copy: nn.Parameter) -> None:
+    """Gives a parameter the weight of another one, and its moments and count, in tensors of its own."""
+    optimizer_of = _optimizer_of(engine)
+    copy.detach().copy_(source.detach())
+    optimizer_of[copy].state[copy] = {
+        name: tensor.clone() for name, tensor in optimizer_of[source].state[source].items()
+    }
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _optimizer_of(engine: Engine) -> dict[nn.Parameter, torch.optim.Optimizer]:
+    groups = [(optimizer, group) for optimizer in engine.optimizers for group in optimizer.param_groups]
+    return {parameter: optimizer for optimizer, group in groups for parameter in group["params"]}
 
 
 def _rank_file(folder: Path) -> Path:

@@ -1,7 +1,6 @@
 """What surrounds the steps of every trainer: the run directory, metrics, console, checkpoints and stopping."""
 
 import contextlib
-import importlib
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,8 @@ from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.loader import PackedStep, StepSize
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
-from automodel_rl.errors import InputError, StoppedError
+from automodel_rl.errors import StoppedError
+from automodel_rl.import_path import import_function
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.losses import LossFn
 from automodel_rl.model.flops import peak_flops
@@ -249,11 +249,7 @@ def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
     """The loss that the config names, else the algorithm's own."""
     if config.loss_function is None:
         return default
-    module, _, name = config.loss_function.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"loss_function={config.loss_function}: cannot import it ({error})") from None
+    return import_function("loss_function", config.loss_function)
 
 
 def layout_summary(config: RunConfig, handle: ModelHandle) -> str:

@@ -1,11 +1,11 @@
 """Reward functions: (completion, example) -> score. Imports nothing heavy, for a process of its own runs them."""
 
-import importlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from automodel_rl.errors import InputError
+from automodel_rl.import_path import import_function
 
 Example = Mapping[str, Any]
 RewardFn = Callable[..., float]
@@ -57,13 +57,9 @@ def find_reward(name: str) -> RewardFn:
     """A reward function by its name, or by an import path `package.module:function`."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, function = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise InputError(f"rewards.function={name}: use one of {', '.join(BUILT_IN)}, or package.module:function")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"rewards.function={name}: cannot import it ({error})") from None
+    return import_function("rewards.function", name)
 
 
 def _last_number(text: str) -> float | None:

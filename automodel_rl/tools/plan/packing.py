@@ -43,11 +43,11 @@ def measure_packing(config: AnyConfig) -> Packing:
     from automodel_rl.data.examples import ChatDataset, PairDataset, checked
 
     folder = resolve_checkpoint(config.model.path, with_weights=False)
-    tokenizer = load_tokenizer(folder, config.data, read_config(folder).vocab_size)
+    full = read_config(folder)
+    tokenizer = load_tokenizer(folder, config.data, full.vocab_size)
     kind, train_on = (ChatDataset, config.data.train_on) if isinstance(config, SFTConfig) else (PairDataset, "last")
     chat = ChatTokenizer(tokenizer, train_on)
-    context = describe_model(read_config(folder)).context
-    dataset = kind(config.data.train, chat, capacity, context, config.data.overlong)
+    dataset = kind(config.data.train, chat, capacity, describe_model(full).context, config.data.overlong)
     size = min(count // kind.together, SAMPLE)
     draws = next(iter(GlobalBatches(dataset.sources.sizes, dataset.sources.weights, size, config.seed)))
     examples = [checked(dataset[draw]) for draw in draws]
