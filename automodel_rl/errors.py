@@ -49,6 +49,10 @@ class RolloutError(JobEndedError):
     """Completions could not be generated, or teach nothing."""
 
 
+class WeightSyncError(RuntimeError):
+    """The weights of a rollout engine could not be brought up to date; until they are, it does not generate."""
+
+
 def innermost(error: BaseException) -> str:
     """`Type: message` of the error that started a chain, its message on one line."""
     while error.__cause__ is not None:

@@ -21,6 +21,7 @@ from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
 from automodel_rl.config.run import LengthConfig, RunConfig
 from automodel_rl.config.sft import SFTConfig
+from automodel_rl.config.weight_sync import WeightSyncConfig
 
 __all__ = [
     "ALGORITHMS",
@@ -47,6 +48,7 @@ __all__ = [
     "SFTConfig",
     "Section",
     "SourceConfig",
+    "WeightSyncConfig",
     "describe_keys",
     "differing_keys",
     "dump_config",

@@ -8,6 +8,7 @@ from automodel_rl.config.data import PolicyBatchConfig, PromptDataConfig
 from automodel_rl.config.losses import AdvantageConfig, PolicyLossConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
 from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
+from automodel_rl.config.weight_sync import Transport, WeightSyncConfig
 
 
 class GRPOConfig(RunConfig):
@@ -23,10 +24,25 @@ class GRPOConfig(RunConfig):
     filter: FilterConfig = FilterConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: PolicyLossConfig = PolicyLossConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
 
     @property
     def sequences_per_step(self) -> int:
         return self.rollout.prompts * self.rollout.group_size // self.batch.updates
+
+    @property
+    def transport(self) -> Transport:
+        """How weights reach the engines."""
+        return self._transports[0] if self.weight_sync.transport == "auto" else self.weight_sync.transport
+
+    @property
+    def _transports(self) -> tuple[Transport, ...]:
+        """Those that the engines' place allows, the best first."""
+        if self.rollout.engine == "vllm":
+            return ("vllm",)
+        if not self.rollout.own_process:
+            return ("local",)
+        return ("collective",) if self.rollout.devices else ("ipc", "collective")
 
     @property
     def needs_reference(self) -> bool:
@@ -57,6 +73,29 @@ class GRPOConfig(RunConfig):
                 "loss.kl.where=reward with loss.on_policy=true: the reward needs log-probabilities from before the "
                 "update: set on_policy to false, or where to loss"
             )
+        self._check_sync()
         product = "rollout.prompts x rollout.group_size / batch.updates"
         refuse_idle_data_ranks(product, self.sequences_per_step, self.parallel)
         return self
+
+    def _check_sync(self) -> None:
+        sync, rollout = self.weight_sync, self.rollout
+        if self.transport not in self._transports:
+            raise ValueError(
+                f"weight_sync.transport={sync.transport}: with this rollout.engine, own_process and devices it can be "
+                f"{' or '.join(self._transports)}: use auto"
+            )
+        if rollout.max_staleness and self.loss.correction.kind == "none":
+            raise ValueError(
+                f"rollout.max_staleness={rollout.max_staleness} with loss.correction.kind=none: completions of older "
+                "weights need a correction: use truncate, icepop or sequence_mask"
+            )
+        if sync.adapters == "alone" and (self.model.lora is None or rollout.engine == "vllm"):
+            raise ValueError(
+                "weight_sync.adapters=alone needs model.lora and rollout.engine=transformers: set them, or use merged"
+            )
+        if sync.checksum and rollout.engine == "vllm":
+            raise ValueError(
+                "weight_sync.checksum=true: vllm keeps weights in other shapes than checkpoints, so they cannot be "
+                "compared: set it to false"
+            )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from automodel_rl.config.base import Fraction, Positive, Section
 
@@ -16,14 +16,10 @@ class VllmConfig(Section):
     memory_fraction: Fraction = 0.4
     """Share of the device's memory for vLLM's weights and cache."""
 
-    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Devices of their own for the engines, by their number on the machine; none: each shares its rank's."""
-
     servers: tuple[str, ...] = ()
-    """URLs of running servers (vllm serve, with VLLM_SERVER_DEV_MODE=1), e.g. http://host:8000."""
-
-    weights_folder: str | None = None
-    """Folder through which weights travel; servers on other machines need one that they share. null is /dev/shm."""
+    """URLs of running servers, e.g. http://host:8000, on devices of their own. They are started with
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --weight-transfer-config
+    '{"backend": "nccl"}'."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of vllm.LLM, such as max_num_seqs."""
@@ -53,7 +49,17 @@ class RolloutConfig(Section):
     """Texts that end a completion, besides the end-of-sequence token; they are part of it."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """transformers: in this process, a whole copy of the model on every rank. vllm: vLLM, see `vllm`."""
+    """transformers: a whole copy of the model on every rank. vllm: vLLM, see `vllm`."""
+
+    own_process: bool = False
+    """The engine runs in a process of its own next to its rank, as vllm always does."""
+
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Devices of their own for engines in processes, by their number on the machine; none: each shares its rank's."""
+
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """Syncs of weights that may come between the start of a step's rollouts and its training. Above 0 engines write the
+    completions of later steps while earlier ones are trained on, and get new weights in the midst of it."""
 
     batch_size: Positive = 256
     """Completions that the transformers engine writes at once on each rank."""
@@ -65,6 +71,18 @@ class RolloutConfig(Section):
     """Warns of a step whose train/logprob_error is above: the engine and the trained model disagree."""
 
     vllm: VllmConfig = VllmConfig()
+
+    @model_validator(mode="after")
+    def _placement(self) -> "RolloutConfig":
+        has_process = self.own_process or self.engine == "vllm"
+        if self.devices and not has_process:
+            raise ValueError(f"devices={list(self.devices)} are for engines in processes: set own_process to true")
+        if self.max_staleness and not has_process:
+            raise ValueError(
+                f"max_staleness={self.max_staleness}: an engine in this process cannot write while it trains: set "
+                "own_process to true"
+            )
+        return self
 
 
 NEED_ANSWER = ("exact_match", "last_number", "math")

@@ -1,6 +1,7 @@
 """ModelHandle: the one seam behind which a model is an `nn.Module` or an `AutoPipeline`."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.attention import choose_attention
 from automodel_rl.model.build import build_empty_model
 from automodel_rl.model.flops import StepFlops
-from automodel_rl.model.hf_names import to_hf
+from automodel_rl.model.hf_buckets import Source, whole_tensors
 from automodel_rl.model.hf_read import (
     Checkpoint,
     describe_model,
@@ -40,7 +41,7 @@ from automodel_rl.parallel.gradients import TiedEmbedding, sum_partial_gradients
 from automodel_rl.parallel.host_collectives import gather_objects, tensor_from_last_stage
 from automodel_rl.parallel.last_stage import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
 from automodel_rl.parallel.layout import Layout, build_layout
-from automodel_rl.parallel.sharding import gather_whole, local_tensor
+from automodel_rl.parallel.sharding import local_tensor
 
 FORWARD_ROWS = 64
 """Rows of one pass without gradients; enough that a pipeline is full most of the time."""
@@ -210,20 +211,47 @@ class ModelHandle:
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors of this rank's stages. A collective of each stage's ranks.
 
-        They have the dtype that the model computes in, so that they give the same results. Adapters are merged.
+        They have the dtype that the model computes in, so that they give the same results. Adapters are merged. Those
+        that come one after the other may share memory.
+        """
+        return whole_tensors(self.hf_sources(self.dtype), self.config.model_type, self.layout)
+
+    def hf_sources(self, dtype: torch.dtype) -> list[Source]:
+        """What this rank holds of its stages' tensors, as a Hugging Face checkpoint has them, adapters merged in fp32.
+        A collective of each stage's ranks.
+
+        Args:
+            dtype: of parameters; buffers keep theirs.
         """
         adapted = {weight: linear for part in self.parts for weight, linear in adapted_weights(part)}
+        downs = self._whole_downs(adapted.values())
+        sources = []
         for name, parameter in self.named_parameters():
-            if is_adapter(name):
-                continue
             if parameter in adapted:
-                whole = merge(adapted[parameter], lambda weight: gather_whole(weight, self.layout)).to(self.dtype)
-            else:
-                whole = gather_whole(parameter, self.layout, self.dtype)
-            yield from to_hf(name, whole, self.config.model_type)
+                linear = adapted[parameter]
+                sources.append(Source(name, parameter, dtype, functools.partial(merge, linear, downs[linear])))
+            elif not is_adapter(name):
+                sources.append(Source(name, parameter, dtype, functools.partial(local_tensor, parameter)))
         for part in self.parts:
             for name, buffer in stored_buffers(part):
-                yield from to_hf(name, buffer, self.config.model_type)
+                sources.append(Source(name, buffer, buffer.dtype, functools.partial(local_tensor, buffer)))
+        return sources
+
+    def adapter_sources(self, dtype: torch.dtype) -> list[Source]:
+        """What this rank holds of its stages' adapters.
+
+        Args:
+            dtype: that they are sent in.
+        """
+        own = [(name, parameter) for name, parameter in self.named_parameters() if is_adapter(name)]
+        return [Source(name, p, dtype, functools.partial(local_tensor, p)) for name, p in own]
+
+    def _whole_downs(self, linears: Collection[Any]) -> dict[Any, Tensor]:
+        """All of each adapter's `lora_A`."""
+        weights = {str(number): linear.lora_A.weight for number, linear in enumerate(linears)}
+        sources = [Source(name, w, w.dtype, functools.partial(local_tensor, w)) for name, w in weights.items()]
+        whole = dict(whole_tensors(sources, self.config.model_type, self.layout))
+        return {linear: whole[str(number)] for number, linear in enumerate(linears)}
 
     def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Writes a Hugging Face checkpoint in the compute dtype, or PEFT's files if adapters are trained. A collective.

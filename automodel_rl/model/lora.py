@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -79,15 +79,18 @@ def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
 
 
 @torch.no_grad()
-def merge(linear: Any, whole: Callable[[Tensor], Tensor]) -> Tensor:
-    """The weight that does what a layer and its adapter do. A collective if `whole` is one.
+def merge(linear: Any, whole_down: Tensor) -> Tensor:
+    """This rank's shard of the weight that does what a layer and its adapter do, in fp32 or wider.
+
+    Weight and `lora_B` are cut alike, for both have the layer's outputs first.
 
     Args:
         linear: a layer with an adapter.
-        whole: gathers a sharded weight.
+        whole_down: all of its `lora_A`.
     """
-    weight, down, up = (whole(tensor) for tensor in (linear.weight, linear.lora_A.weight, linear.lora_B.weight))
-    return weight + linear.lora_scale * (up @ down)
+    weight, up = local_tensor(linear.weight), local_tensor(linear.lora_B.weight)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return weight.to(wide) + linear.lora_scale * (up.to(wide) @ whole_down.to(wide))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Weights over ranks: which box of the whole tensor a rank holds, and how FSDP2 wraps a part."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +27,38 @@ def local_box(tensor: Tensor) -> Box:
 
     The inner axis (tp, ep) cuts first, FSDP cuts what is left on dim 0, as torch.chunk does.
     """
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    return _box_at(tensor, _coordinate(tensor))
+
+
+def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
+    """The mesh axes that cut a tensor, outer first; none if every rank holds the whole."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    placed = zip(_axis_names(tensor), tensor.placements, strict=True)
+    return tuple(name for name, placement in placed if not placement.is_replicate())
+
+
+def boxes_of_ranks(tensor: Tensor) -> list[Box]:
+    """The boxes that together are the whole tensor: one for each rank along `sharded_axes`, the inner one fastest."""
+    if not isinstance(tensor, DTensor):
+        return [local_box(tensor)]
+    sizes = [
+        1 if placement.is_replicate() else tensor.device_mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+    ]
+    return [_box_at(tensor, coordinate) for coordinate in itertools.product(*map(range, sizes))]
+
+
+def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """What the rank at a place of the tensor's mesh holds."""
     box = [slice(0, size) for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        mesh, coordinate = tensor.device_mesh, _coordinate(tensor)
-        for axis in reversed(range(mesh.ndim)):
-            placement: Any = tensor.placements[axis]
-            if not placement.is_replicate():
-                dim = placement.dim
-                box[dim] = _chunk(box[dim], mesh.size(axis), coordinate[axis])
+    for axis in reversed(range(tensor.device_mesh.ndim)):
+        placement: Any = tensor.placements[axis]
+        if not placement.is_replicate():
+            dim = placement.dim
+            box[dim] = _chunk(box[dim], tensor.device_mesh.size(axis), coordinate[axis])
     return tuple(box)
 
 

@@ -1,67 +1,103 @@
 """Rewarded completions of a batch of prompts, written and scored by all ranks together."""
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import RolloutConfig
-from automodel_rl.errors import RolloutError, innermost
+from automodel_rl.config import GRPOConfig
+from automodel_rl.errors import RolloutError, WeightSyncError, innermost
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects, interleave
+from automodel_rl.rollout.make_engine import make_engine
 from automodel_rl.rollout.protocol import Completion, Promptlike, Request, Rollout, RolloutEngine
 from automodel_rl.rollout.rewards.scorer import Scorer
-from automodel_rl.rollout.weights import whole_weights
+from automodel_rl.weight_sync.sync import WeightSync
 
 PATIENCE = datetime.timedelta(hours=12)
 """How long ranks wait for one whose completions or rewards take longer. Those that die are noticed at once."""
 
 
-class RolloutCollector:
-    """Owns this rank's engine and scorer. Every method is a collective.
+@dataclass
+class Pending:
+    """Completions that engines are writing.
 
-    Args:
-        make_engine: starts an engine, now and whenever one was lost.
-        scorer: of completions.
-        handle: whose weights the engine gets.
-        tokenizer: of the model.
-        config: temperature, retries.
-        seed: of sampling.
+    Attributes:
+        group_size: completions of each prompt.
+        mine: this rank's share of the completions: a prompt and the number among its completions, for each.
+        requests: for them.
+        engine: that was asked.
+        wait: for what it writes.
+        error: it could not be asked.
     """
 
-    def __init__(
-        self,
-        make_engine: Callable[[], RolloutEngine],
-        scorer: Scorer,
-        handle: ModelHandle,
-        tokenizer: PreTrainedTokenizerBase,
-        config: RolloutConfig,
-        seed: int,
-    ):
-        self.make_engine, self.scorer, self.handle = make_engine, scorer, handle
-        self.tokenizer, self.config, self.seed = tokenizer, config, seed
+    group_size: int
+    mine: list[tuple[Promptlike, int]]
+    requests: list[Request]
+    engine: RolloutEngine | None
+    wait: Callable[[], list[Completion]]
+    error: str = ""
+
+
+class RolloutCollector:
+    """Owns this rank's engine and scorer, and the weights' way to the engine. Every method is a collective.
+
+    Args:
+        config: of the run.
+        handle: whose weights the engine gets.
+        tokenizer: of the model.
+        scorer: of completions.
+
+    Raises:
+        InputError: the engine does not start.
+
+    Attributes:
+        sync: the weights' way.
+    """
+
+    def __init__(self, config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, scorer: Scorer):
+        self.config, self.handle, self.tokenizer, self.scorer = config, handle, tokenizer, scorer
         # A group of its own: generating may take longer than other collectives are allowed to.
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.engine: RolloutEngine | None = make_engine()
+        self.engine: RolloutEngine | None
+        self.engine, transport = make_engine(config, handle, tokenizer)
+        self.sync = WeightSync(handle, transport, config.weight_sync)
         self.lost = ""
 
     def load_weights(self) -> None:
-        """Gives all engines the weights that the model has now. An engine that fails is started anew by `collect`."""
-        weights = _Watched(whole_weights(self.handle))
+        """Gives all engines the weights that the model has now. An engine that fails is started anew by `take`."""
         try:
-            if self.engine is not None:
-                self.engine.load_weights(weights)
-        except Exception as problem:
-            if weights.failed:
-                raise
-            self.lost = innermost(problem)
-        for _ in weights:  # what the engine left; the other ranks gather it
-            pass
-        dist.barrier(self.world)  # engines may be shared, and be loaded by another rank
+            self.sync.update()
+        except WeightSyncError as problem:
+            self.lost = str(problem)
+
+    def submit(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> Pending:
+        """Lets all engines begin with `group_size` completions of each prompt."""
+        asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
+        mine = asked[dist.get_rank() :: dist.get_world_size()]
+        requests = [Request(prompt.token_ids, self._seed(prompt, sample), temperature) for prompt, sample in mine]
+        pending = Pending(group_size, mine, requests, self.engine, list)
+        self._ask(pending)
+        return pending
+
+    def take(self, pending: Pending) -> list[list[Rollout]]:
+        """The rewarded completions of each prompt, equal on every rank.
+
+        Raises:
+            RolloutError: an engine failed more often than `rollout.retries` allows.
+        """
+        completions = self._wait(pending)
+        texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        rollouts = [
+            Rollout(completion, text, self.scorer(text, prompt.example))
+            for completion, text, (prompt, _) in zip(completions, texts, pending.mine, strict=True)
+        ]
+        flat = interleave(gather_objects(rollouts, self.world))
+        return [flat[start : start + pending.group_size] for start in range(0, len(flat), pending.group_size)]
 
     def collect(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> list[list[Rollout]]:
         """`group_size` rewarded completions of each prompt, equal on every rank.
@@ -69,69 +105,70 @@ class RolloutCollector:
         Raises:
             RolloutError: an engine failed more often than `rollout.retries` allows.
         """
-        asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
-        mine = asked[dist.get_rank() :: dist.get_world_size()]
-        requests = [Request(prompt.token_ids, self._seed(prompt, sample), temperature) for prompt, sample in mine]
-        completions = self._generate(requests)
-        texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
-        rollouts = [
-            Rollout(completion, text, self.scorer(text, prompt.example))
-            for completion, text, (prompt, _) in zip(completions, texts, mine, strict=True)
-        ]
-        flat = interleave(gather_objects(rollouts, self.world))
-        return [flat[start : start + group_size] for start in range(0, len(flat), group_size)]
+        return self.take(self.submit(prompts, group_size, temperature))
 
     def close(self) -> None:
+        self.sync.disconnect()
         if self.engine is not None:
             self.engine.close()
         self.scorer.close()
 
-    def _generate(self, requests: list[Request]) -> list[Completion]:
+    def _ask(self, pending: Pending) -> None:
+        pending.engine, pending.error = self.engine, self.lost
+        if self.engine is None or self.lost:
+            return
+        try:
+            pending.wait = self.engine.submit(pending.requests)
+        except Exception as problem:
+            pending.error = innermost(problem)
+
+    def _wait(self, pending: Pending) -> list[Completion]:
         """This rank's completions. Ranks that fail start their engine anew; all wait for them."""
         completions: list[Completion] | None = None
-        for attempt in range(self.config.retries + 1):
+        for attempt in range(self.config.rollout.retries + 1):
             error = self.lost
-            if completions is None and self.engine is not None and not error:
-                try:
-                    completions = self.engine.generate(requests)
-                except Exception as problem:
-                    error = innermost(problem)
+            if completions is None and not error:
+                completions, error = self._completions(pending)
             errors = gather_objects(error, self.world)
             failed = next((rank for rank, text in enumerate(errors) if text), None)
             if failed is None and completions is not None:
                 return completions
-            if attempt < self.config.retries:
+            if attempt < self.config.rollout.retries:
                 self._start_again(bool(error))
         raise RolloutError(f"the rollout engine of rank {failed} failed {attempt + 1} times: {errors[failed or 0]}")
+
+    def _completions(self, pending: Pending) -> tuple[list[Completion] | None, str]:
+        """Completions, or why there are none."""
+        if pending.engine is not self.engine:  # the one that was asked is gone
+            self._ask(pending)
+        if pending.error:
+            return None, pending.error
+        try:
+            completions = pending.wait()
+        except Exception as problem:
+            return None, innermost(problem)
+        oldest = min((c.versions[0] for c in completions if c.versions is not None), default=self.sync.version)
+        staleness, most = self.sync.version - oldest, self.config.rollout.max_staleness
+        if staleness > most:
+            return None, f"the engine wrote with weights {staleness} updates old, of rollout.max_staleness={most}"
+        return completions, ""
 
     def _start_again(self, failed: bool) -> None:
         if failed:
             if self.engine is not None:
                 self.engine.close()
             self.engine, self.lost = None, ""  # its memory is needed for the next
+            self.sync.disconnect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             try:
-                self.engine = self.make_engine()
+                self.engine, transport = make_engine(self.config, self.handle, self.tokenizer)
+                self.sync.transport = transport
             except Exception as problem:
                 self.lost = innermost(problem)
+        else:
+            self.sync.disconnect()  # links may have had the failed engine for a member
         self.load_weights()
 
     def _seed(self, prompt: Promptlike, sample: int) -> int:
-        return int(np.random.SeedSequence([self.seed, prompt.number, sample]).generate_state(1)[0])
-
-
-class _Watched(Iterator[tuple[str, Tensor]]):
-    """Passes weights on, and knows whether gathering them failed, which no other engine mends."""
-
-    def __init__(self, weights: Iterator[tuple[str, Tensor]]):
-        self.weights, self.failed = weights, False
-
-    def __next__(self) -> tuple[str, Tensor]:
-        try:
-            return next(self.weights)
-        except StopIteration:
-            raise
-        except Exception:
-            self.failed = True
-            raise
+        return int(np.random.SeedSequence([self.config.seed, prompt.number, sample]).generate_state(1)[0])

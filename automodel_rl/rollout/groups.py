@@ -48,12 +48,13 @@ def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_to
     return rewards - config.overlong_penalty * overlong_penalty(lengths, max_new_tokens, config.overlong_buffer)
 
 
-def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str]) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], version: int) -> dict[str, float]:
     """What a step's rollouts were like.
 
     Args:
         groups: all that were generated.
         rewards: names of the reward functions.
+        version: of the weights that are about to be trained.
 
     Raises:
         InputError: every call of a reward failed.
@@ -64,7 +65,9 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str]) -> dict[str
         raise InputError(f"every call of a reward failed in this step, the first: rewards.function={errors[0]}")
     totals = torch.cat([group.rewards for group in groups])
     parts = zip(*(rollout.score.parts for rollout in rollouts), strict=True)
+    ages = [version - r.completion.versions[0] for r in rollouts if r.completion.versions is not None]
     return {
+        **({"rollout/staleness_mean": sum(ages) / len(ages), "rollout/staleness_max": max(ages)} if ages else {}),
         "rollout/reward_mean": totals.mean().item(),
         "rollout/reward_std": totals.std().item(),
         "rollout/completion_tokens_mean": sum(len(r.completion.token_ids) for r in rollouts) / len(rollouts),

@@ -1,10 +1,8 @@
 """What a rollout engine does, what goes into it and what comes out."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
-
-from torch import Tensor
 
 from automodel_rl.rollout.rewards.scorer import Score
 
@@ -33,12 +31,14 @@ class Completion:
         logprobs: of every one of them under the distribution it was sampled from, temperature included.
         finish: "stop" at an end-of-sequence token or a stop text, "length" at the limit, "error" if it failed.
         error: why it failed.
+        versions: of the weights, oldest and newest, that wrote it; None if the engine does not say.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish: Literal["stop", "length", "error"]
     error: str = ""
+    versions: tuple[int, int] | None = None
 
 
 class Promptlike(Protocol):
@@ -64,16 +64,19 @@ class Rollout:
 class RolloutEngine(Protocol):
     """Writes completions with weights of its own. Each rank has one, and uses it without the others."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """A completion for each request, in order. What fails for one request is that completion's `error`.
+    def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
+        """Lets the engine begin, if it can while this process does something else.
+
+        Args:
+            requests: what to complete.
+
+        Returns:
+            A function that waits for the completions, in the order of the requests. What fails for one request is that
+            completion's `error`.
 
         Raises:
-            Exception: the engine is lost; it must be closed and made anew.
+            Exception: here or in that function: the engine is lost; it must be closed and made anew.
         """
-        ...
-
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes the model's weights, whole tensors by their Hugging Face names. What it leaves, its caller reads."""
         ...
 
     def close(self) -> None:

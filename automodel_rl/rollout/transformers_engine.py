@@ -1,6 +1,8 @@
 """Generation in this process, with a copy of the whole model: batches with a key-value cache, left-padded."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.config.families import FAMILIES
+from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.model.hf_names import to_hf
-from automodel_rl.model.hf_read import TIED_HEAD, describe_model, persistent_tensors
+from automodel_rl.model.hf_read import describe_model, persistent_tensors
+from automodel_rl.model.lora import add_adapters, install_adapters, is_adapter
 from automodel_rl.parallel.combinations import needs_mathematics
 from automodel_rl.rollout.protocol import Completion, Request
+from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
 """Newest tokens in which stop texts are looked for."""
@@ -30,6 +35,10 @@ class TransformersEngine:
         max_new_tokens: longest completion.
         stop: texts that end a completion.
         batch_size: requests that run at once.
+        adapters: to train alone: their config, and the checkpoint they belong to. Else all weights come by syncs.
+
+    Attributes:
+        receiver: takes weights.
     """
 
     def __init__(
@@ -41,6 +50,7 @@ class TransformersEngine:
         max_new_tokens: int,
         stop: Sequence[str],
         batch_size: int,
+        adapters: tuple[LoraConfig, Path] | None = None,
     ):
         self.tokenizer, self.device = tokenizer, device
         self.max_new_tokens, self.stop, self.batch_size = max_new_tokens, tuple(stop), batch_size
@@ -53,41 +63,52 @@ class TransformersEngine:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels)
         _check_room(sum(p.numel() * p.element_size() for p in empty.parameters()), device)
-        with torch.device(device):
-            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels).eval()
-        self._homes = {
-            piece: view
-            for name, tensor in persistent_tensors(self.model)
-            for piece, view in to_hf(name, tensor.detach(), config.model_type)
-        }
+        if adapters is None:
+            with torch.device(device):
+                self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kernels).eval()
+            synced = persistent_tensors(self.model)
+        else:
+            lora, base = adapters
+            self.model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype, **kernels).eval()
+            add_adapters(self.model, lora)
+            self.model.to(device)
+            install_adapters(self.model)
+            synced = ((name, tensor) for name, tensor in self.model.named_parameters() if is_adapter(name))
+        self.receiver = Receiver(
+            {piece: view for name, tensor in synced for piece, view in to_hf(name, tensor.detach(), config.model_type)}
+        )
+
+    def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
+        """It shares this process, so it begins when it is waited for."""
+        return functools.partial(self.generate, requests)
 
     @torch.no_grad()
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        missing = set(self._homes)
-        for name, tensor in tensors:
-            if name == TIED_HEAD and name not in self._homes:
-                continue
-            if name not in missing:
-                raise ValueError(f"weights came with {name}, which the model does not have or has already")
-            self._homes[name].copy_(tensor)
-            missing.remove(name)
-        if missing:
-            raise ValueError(f"weights came without {min(missing)}, and {len(missing) - 1} more")
+    def generate(
+        self, requests: Sequence[Request], between_tokens: Callable[[], None] = lambda: None
+    ) -> list[Completion]:
+        """Writes completions.
 
-    @torch.no_grad()
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        Args:
+            requests: what to complete.
+            between_tokens: called before every token; may bring new weights, with which completions go on. Keys and
+                values stay those of the weights that computed them (as in PipelineRL, arXiv:2509.19128).
+
+        Raises:
+            WeightSyncError: there are no complete weights.
+        """
         # Requests of like length together, so that little is padded and a batch ends at once.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
         done: dict[int, Completion] = {}
         for start in range(0, len(order), self.batch_size):
             places = order[start : start + self.batch_size]
-            done.update(zip(places, self._batch([requests[i] for i in places]), strict=True))
+            batch = self._batch([requests[i] for i in places], between_tokens)
+            done.update(zip(places, batch, strict=True))
         return [done[i] for i in range(len(requests))]
 
     def close(self) -> None:
         """Nothing was started."""
 
-    def _batch(self, requests: list[Request]) -> list[Completion]:
+    def _batch(self, requests: list[Request], between_tokens: Callable[[], None]) -> list[Completion]:
         uniforms = self._uniforms(requests)
         temperatures = torch.tensor([r.temperature for r in requests], dtype=torch.float64, device=self.device)
         longest = max(len(request.prompt) for request in requests)
@@ -102,7 +123,10 @@ class TransformersEngine:
         logprobs: list[list[float]] = [[] for _ in requests]
         finish = ["length"] * len(requests)
         rows = list(range(len(requests)))  # the request of every row that still runs
+        versions: list[int] = []
         for step in range(self.max_new_tokens):
+            between_tokens()
+            versions.append(self.receiver.complete_version())
             positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
             output = self.model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
@@ -120,7 +144,10 @@ class TransformersEngine:
             if len(keep) < len(rows):
                 cache.batch_select_indices(torch.tensor(keep, device=self.device))
                 rows = [rows[place] for place in keep]
-        return [Completion(*parts) for parts in zip(written, logprobs, finish, strict=True)]  # type: ignore[arg-type]
+        return [
+            Completion(*parts, versions=(versions[0], versions[len(parts[0]) - 1]))  # type: ignore[arg-type]
+            for parts in zip(written, logprobs, finish, strict=True)
+        ]
 
     def _uniforms(self, requests: list[Request]) -> Tensor:
         """A number in [0, 1) for every token of every request: [requests, max_new_tokens]."""

@@ -1,30 +1,25 @@
 """Generation by vLLM: in a process next to this rank, or by servers that are there.
 
-Weights reach it as safetensors files that it reads again, under /dev/shm where there is one. vLLM is asked for
-*processed* log-probabilities: the raw ones, which it gives otherwise, are those of temperature 1.
+vLLM is asked for *processed* log-probabilities: the raw ones, which it gives otherwise, are those of temperature 1.
 """
 
-import contextlib
 import itertools
 import json
 import os
-import shutil
-import tempfile
+import sys
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import Tensor
-
-from automodel_rl.errors import InputError
-from automodel_rl.rollout.child_process import ChildProcess
+from automodel_rl.errors import InputError, WeightSyncError, innermost
+from automodel_rl.rollout.engine_process import EngineProcess, completion_of
 from automodel_rl.rollout.protocol import Completion, Request
+from automodel_rl.weight_sync.channel import Message
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
-SHARD_BYTES = 4 * 2**30
 SERVER_SECONDS = 3600.0
 SERVER_THREADS = 64
 
@@ -39,95 +34,135 @@ WHOLE_DISTRIBUTION = {
 """Said with every request, for a server fills in what is not said from the checkpoint's generation_config.json."""
 
 
-class VllmProcess:
+def start_vllm(
+    python: str | None, options: dict[str, Any], sampling: dict[str, Any], device: str | None
+) -> EngineProcess:
     """vLLM's offline engine in a process of its own.
 
     Args:
-        python: the interpreter of an environment that has vLLM.
+        python: the interpreter of an environment that has vLLM; None for this one's.
         options: of vllm.LLM.
         sampling: of vllm.SamplingParams, the same for every request.
         device: its CUDA_VISIBLE_DEVICES; None leaves the environment's.
-        folder: where weights are put for it; None for /dev/shm.
+
+    Raises:
+        InputError: it does not start.
     """
+    python = python or sys.executable
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a killed worker leaves its own child behind
+    if device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = device
+    start: Message = ("start", {**options, "logprobs_mode": "processed_logprobs"}, sampling)
+    try:
+        return EngineProcess([python, str(WORKER)], environment, start)
+    except OSError as error:
+        raise InputError(f"rollout.vllm.python={python}: cannot start it ({error.strerror})") from None
+    except RuntimeError as error:
+        raise InputError(
+            f"rollout.engine=vllm: it does not start ({error}): give rollout.vllm.python the interpreter of an "
+            "environment with vLLM, or change rollout.vllm.memory_fraction or options"
+        ) from None
 
-    def __init__(
-        self, python: str, options: dict[str, Any], sampling: dict[str, Any], device: str | None, folder: Path | None
-    ):
-        self.sampling, self.folder = sampling, folder
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a killed worker leaves its own child behind
-        if device is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = device
-        try:
-            self.child = ChildProcess([python, str(WORKER)], environment)
-        except OSError as error:
-            raise InputError(f"rollout.vllm.python={python}: cannot start it ({error.strerror})") from None
-        try:
-            self._ask({"start": {**options, "logprobs_mode": "processed_logprobs"}})
-        except RuntimeError as error:
-            self.close()
-            raise InputError(
-                f"rollout.engine=vllm: it does not start ({error}): give rollout.vllm.python the interpreter of an "
-                "environment with vLLM, or change rollout.vllm.memory_fraction or options"
-            ) from None
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        if not requests:
-            return []
-        asked = [(request.prompt, request.seed, request.temperature) for request in requests]
-        return [_completion(*parts) for parts in self._ask({"generate": asked, "sampling": self.sampling})]
-
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with weights_folder(tensors, self.folder) as folder:
-            self._ask({"load": str(folder)})
-
-    def close(self) -> None:
-        self.child.close()
-
-    def _ask(self, request: dict[str, Any]) -> Any:
-        """Raises RuntimeError where the worker says why it cannot, or is gone."""
-        self.child.send(request)
-        ok, result = self.child.receive()
-        if not ok:
-            raise RuntimeError(result)
-        return result
+_OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+"""How variables of this job begin that vLLM would take for its own."""
 
 
 class VllmServers:
-    """Servers that were started with `vllm serve`, on a file system that they share with this rank.
+    """Servers that were started with `vllm serve`: a `RolloutEngine`, and the `VllmChannel` of their weights.
 
     Args:
         urls: of the servers; requests go to them in turn.
         sampling: of vllm.SamplingParams, the same for every request.
-        sends_weights: whether this rank is the one whose weights the servers get.
-        folder: where weights are put for them, which they must be able to read; None for /dev/shm.
     """
 
-    def __init__(self, urls: Sequence[str], sampling: dict[str, Any], sends_weights: bool, folder: Path | None):
+    def __init__(self, urls: Sequence[str], sampling: dict[str, Any]):
         self.urls, self.sampling = [url.rstrip("/") for url in urls], sampling
-        self.sends_weights, self.folder = sends_weights, folder
         for url in self.urls:
             self._check(url)
         self.model = self._get(f"{self.urls[0]}/v1/models")["data"][0]["id"]
+        self.version = 0
+        self._requests = ThreadPoolExecutor(SERVER_THREADS)
+        self._orders = ThreadPoolExecutor(1)  # one after the other
+        self._answers: deque[Message] = deque()
+        self._broken = False
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of all servers that hold weights."""
+        return sum(self._world_sizes())
+
+    def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
+        if self._broken:
+            raise WeightSyncError("a server has no complete weights, for an update failed: start the servers anew")
+        futures = [
+            self._requests.submit(self._complete, request, url)
+            for request, url in zip(requests, itertools.cycle(self.urls), strict=False)
+        ]
+
+        def wait() -> list[Completion]:
+            completions = [future.result() for future in futures]
+            if completions and all(completion.finish == "error" for completion in completions):
+                raise RuntimeError(f"every request failed, the first with: {completions[0].error}")
+            return completions
+
+        return wait
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        with ThreadPoolExecutor(SERVER_THREADS) as pool:
-            completions = list(pool.map(self._complete, requests, itertools.cycle(self.urls)))
-        if completions and all(completion.finish == "error" for completion in completions):
-            raise RuntimeError(f"every request failed, the first with: {completions[0].error}")
-        return completions
-
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        if not self.sends_weights:
-            return
-        with weights_folder(tensors, self.folder) as folder:
-            for url in self.urls:
-                call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                self._post(f"{url}/collective_rpc", call)
-                self._post(f"{url}/reset_prefix_cache", {})
+        return self.submit(requests)()
 
     def close(self) -> None:
-        """They were there before."""
+        """The servers were there before."""
+        self._requests.shutdown(wait=False, cancel_futures=True)
+        self._orders.shutdown(wait=False, cancel_futures=True)
+
+    def tell(self, message: Message) -> None:
+        self._orders.submit(self._obey, message)
+
+    def ready(self) -> bool:
+        return bool(self._answers)
+
+    def hear(self) -> Message:
+        return self._answers.popleft()
+
+    def _obey(self, message: Message) -> None:
+        """Passes what is said of weights on to all servers; running requests wait, and go on with new keys and values.
+        A server whose update fails has no whole weights, and nothing but a restart gives it some."""
+        kind, *rest = message
+        try:
+            if kind == "init":
+                self._init(rest[0])
+                self._answers.append(("ready",))
+            elif kind == "begin":
+                self.coming, self._broken = rest[0], False
+                self._to_all("/pause?mode=keep", {})
+                self._to_all("/start_weight_update", {"is_checkpoint_format": True})
+            elif kind == "update" and not self._broken:
+                self._to_all("/update_weights", {"update_info": rest[0]})
+                self._answers.append(("taken",))
+            elif kind == "commit" and not self._broken:
+                self._to_all("/finish_weight_update", {})
+                self.version = self.coming
+                self._to_all("/resume", {})
+                self._answers.append(("committed", self.version, None))
+        except Exception as error:
+            self._broken = True
+            self._answers.append(("error", innermost(error)))
+
+    def _init(self, info: dict[str, Any]) -> None:
+        offsets = itertools.accumulate(self._world_sizes(), initial=info["rank_offset"])
+        bodies = [{"init_info": {**info, "rank_offset": offset}} for offset in offsets]
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            pairs = zip(self.urls, bodies, strict=False)
+            list(pool.map(lambda pair: self._post(f"{pair[0]}/init_weight_transfer_engine", pair[1]), pairs))
+
+    def _world_sizes(self) -> list[int]:
+        return [self._get(f"{url}/get_world_size?include_dp=true")["world_size"] for url in self.urls]
+
+    def _to_all(self, path: str, body: dict[str, Any]) -> None:
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            list(pool.map(lambda url: self._post(url + path, body), self.urls))
 
     def _complete(self, request: Request, url: str) -> Completion:
         body = {
@@ -140,9 +175,11 @@ class VllmServers:
             **WHOLE_DISTRIBUTION,
             **self.sampling,
         }
+        oldest = self.version
         try:
             choice = self._post(f"{url}/v1/completions", body)["choices"][0]
-            return _completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+            scores = choice["logprobs"]["token_logprobs"]
+            return completion_of(choice["token_ids"], scores, choice["finish_reason"], oldest, self.version)
         except (OSError, ValueError, LookupError, TypeError) as error:
             return Completion([], [], "error", f"{url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
@@ -150,14 +187,11 @@ class VllmServers:
         try:
             info = json.dumps(self._get(f"{url}/server_info?config_format=json"))
         except (OSError, ValueError) as error:
-            raise InputError(
-                f"rollout.vllm.servers: {url} does not answer ({error}): start it with VLLM_SERVER_DEV_MODE=1 "
-                "vllm serve MODEL --logprobs-mode processed_logprobs"
-            ) from None
+            raise InputError(f"rollout.vllm.servers: {url} does not answer ({error}): start it with {SERVE}") from None
         if "processed_logprobs" not in info:
             raise InputError(
                 f"rollout.vllm.servers: {url} reports raw log-probabilities, which are wrong at any temperature but 1: "
-                "start it with --logprobs-mode processed_logprobs"
+                f"start it with {SERVE}"
             )
 
     def _get(self, url: str) -> Any:
@@ -171,36 +205,7 @@ class VllmServers:
         return json.loads(text) if text else None
 
 
-def _completion(token_ids: list[int], logprobs: list[float], finish_reason: str) -> Completion:
-    """vLLM's reasons are stop, length and others, such as abort, which are failures."""
-    if finish_reason == "stop":
-        return Completion(token_ids, logprobs, "stop")
-    if finish_reason == "length":
-        return Completion(token_ids, logprobs, "length")
-    return Completion([], [], "error", f"vLLM ended it: {finish_reason}")
-
-
-_OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-"""How variables of this job begin that vLLM would take for its own."""
-
-
-@contextlib.contextmanager
-def weights_folder(tensors: Iterable[tuple[str, Tensor]], parent: Path | None = None) -> Iterator[Path]:
-    """A folder with the tensors as safetensors files, for as long as the block runs; in memory without a parent."""
-    if parent is None and os.access("/dev/shm", os.W_OK):
-        parent = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="automodel_rl_", dir=parent))
-    try:
-        shard: dict[str, Tensor] = {}
-        number = size = 0
-        for name, tensor in tensors:
-            shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            size += tensor.numel() * tensor.element_size()
-            if size > SHARD_BYTES:
-                save_file(shard, folder / f"model-{number}.safetensors", {"format": "pt"})
-                shard, number, size = {}, number + 1, 0
-        if shard:
-            save_file(shard, folder / f"model-{number}.safetensors", {"format": "pt"})
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+SERVE = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
+    """--weight-transfer-config '{"backend": "nccl"}'"""
+)

@@ -1,6 +1,7 @@
 """Reinforcement learning on prompts with rewards: rollouts, advantages, updates, and again."""
 
 import functools
+import itertools
 import operator
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from automodel_rl.observe.metrics import save_rollouts
 from automodel_rl.observe.report import Sample
 from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.rollout.groups import Group, rollout_metrics, rollout_records, shaped_rewards
-from automodel_rl.rollout.make_engine import make_engine
 from automodel_rl.rollout.rewards.scorer import Scorer
 from automodel_rl.trainers.policy_rows import Rows, pack_updates, with_advantages
+from automodel_rl.trainers.rollout_queue import RolloutQueue
 from automodel_rl.trainers.run import Run, Step, choose_loss, layout_summary, open_run
 
 STEPS_WITHOUT_SIGNAL = 10
@@ -59,26 +60,20 @@ class GRPOTrainer:
         self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.updates)
         # Before a checkpoint takes the place of the weights that training started from.
         self.reference = ReferenceWeights(self.handle) if config.needs_reference else None
+        self.rewards = [reward.function for reward in config.rewards]
+        self.rollouts = RolloutCollector(config, self.handle, self.tokenizer, Scorer(config.rewards))
+        self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)
         self.run = Run(
             config,
             directory,
             self.engine,
             total_steps,
-            self.prompts,
+            self.queue,
             best_metric="val/reward_mean",
             higher_is_better=True,
         )
         if resume:
             self.run.resume()
-        self.rewards = [reward.function for reward in config.rewards]
-        self.rollouts = RolloutCollector(
-            functools.partial(make_engine, config.rollout, self.handle, self.tokenizer),
-            Scorer(config.rewards),
-            self.handle,
-            self.tokenizer,
-            config.rollout,
-            config.seed,
-        )
         self.steps_without_signal = 0
         self.samples: list[Sample] = []
 
@@ -123,14 +118,14 @@ class GRPOTrainer:
 
     def _collect(self, step: Step) -> list[Group]:
         """Rewarded completions of this step's prompts, and the metrics of them."""
-        before = self.prompts.state_dict()
+        before = self.queue.state_dict()
         try:
             with step.time("rollout"):
                 generated, groups = self._generate()
             self._check_signal(groups)
-            step.row |= rollout_metrics(generated, self.rewards)
+            step.row |= rollout_metrics(generated, self.rewards, self.rollouts.sync.version)
         except (RolloutError, InputError):
-            self.prompts.load_state_dict(before)
+            self.queue.load_state_dict(before)
             self.run.abandon_step()
             raise
         step.row["data/num_overlong_prompts"] = self.prompts.num_overlong
@@ -144,17 +139,18 @@ class GRPOTrainer:
         rollout, filter = self.config.rollout, self.config.filter
         generated: list[Group] = []
         chosen: list[Group] = []
-        for _ in range(1 + (filter.max_refills if filter.dynamic else 0)):
-            prompts = self.prompts.take(rollout.prompts - len(chosen))
-            rollouts = self.rollouts.collect(prompts, rollout.group_size, rollout.temperature)
+        batch = self.queue.next(self.run.steps_left)
+        for refills in itertools.count():
+            prompts, rollouts = batch
             new = [
                 Group(prompt, group, shaped_rewards(group, filter, rollout.max_new_tokens))
                 for prompt, group in zip(prompts, rollouts, strict=True)
             ]
             generated += new
             chosen += [group for group in new if group.is_whole and (group.has_signal or not filter.dynamic)]
-            if len(chosen) == rollout.prompts:
+            if len(chosen) == rollout.prompts or not filter.dynamic or refills == filter.max_refills:
                 break
+            batch = self.queue.more(rollout.prompts - len(chosen))
         if not chosen:  # groups without signal do no harm, and keep a step a step
             chosen = [group for group in generated if group.is_whole]
         if not chosen:
@@ -193,7 +189,8 @@ class GRPOTrainer:
                 "were left out; rollouts/ has the errors"
             )
         error = step.row.get("train/logprob_error")
-        if error is not None and error > self.config.rollout.warn_logprob_error:
+        is_stale = self.config.rollout.max_staleness > 0  # then they disagree because they are of different versions
+        if error is not None and error > self.config.rollout.warn_logprob_error and not is_stale:
             self.run.say(
                 f"warning: train/logprob_error is {error:.3f} in step {self.run.step}, above "
                 f"rollout.warn_logprob_error={self.config.rollout.warn_logprob_error}: the engine that writes "

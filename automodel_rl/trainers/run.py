@@ -132,6 +132,11 @@ class Run:
         return self.is_over or self.is_due(self.config.length.validate_every)
 
     @property
+    def steps_left(self) -> int:
+        """Steps that are not done, the running one included."""
+        return self.total_steps - self.step + 1
+
+    @property
     def is_over(self) -> bool:
         return self.step >= self.total_steps
 

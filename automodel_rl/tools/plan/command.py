@@ -69,10 +69,9 @@ def engine_bytes(config: RunConfig, model_bytes: int, device: str) -> float:
     if not isinstance(config, GRPOConfig):
         return 0
     rollout = config.rollout
-    if rollout.engine == "transformers":
-        return model_bytes
-    own_devices = rollout.vllm.servers or rollout.vllm.devices
-    return 0 if own_devices else rollout.vllm.memory_fraction * DEVICES[device] * GIB
+    if rollout.devices or (rollout.engine == "vllm" and rollout.vllm.servers):
+        return 0
+    return model_bytes if rollout.engine == "transformers" else rollout.vllm.memory_fraction * DEVICES[device] * GIB
 
 
 def _spread(parallel: ParallelConfig, num_gpus: int) -> ParallelConfig:

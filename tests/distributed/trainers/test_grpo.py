@@ -3,20 +3,22 @@
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from automodel_rl.batch import PackedBatch
 from automodel_rl.errors import InputError, RolloutError
-from automodel_rl.rollout.protocol import Completion, Request
+from automodel_rl.rollout.make_engine import make_engine
+from automodel_rl.rollout.protocol import Completion, Request, RolloutEngine
 from automodel_rl.rollout.transformers_engine import TransformersEngine
+from automodel_rl.weight_sync.receiver import Receiver
+from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
     Settings,
     assert_refused,
@@ -201,56 +203,63 @@ def test_completions_that_were_cut_off_may_count_nothing(ranks: RankPool, worksp
     assert row["train/num_tokens"] == sum(rollout["tokens"] for rollout in rollouts if rollout["finish"] == "stop") > 0
 
 
-class Flaky(TransformersEngine):
-    """Dies as often as `left` says, and then works; or loses the weights it gets in a first sync after `loads`."""
+class FlakyReceiver(Receiver):
+    """Loses the weights it gets in a first sync after `loads`."""
 
-    left = 0
     loads = -1
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        Flaky.loads -= 1
-        if Flaky.loads == 0:
-            next(iter(tensors))
-            raise ConnectionError("the engine is gone")
-        super().load_weights(tensors)
+    def begin(self) -> None:
+        super().begin()
+        FlakyReceiver.loads -= 1
 
-    def generate(self, requests: list[Request]) -> list[Completion]:
+    def load(self, *bucket: Any) -> None:
+        super().load(*bucket)
+        if FlakyReceiver.loads == 0:
+            raise ConnectionError("the engine is gone")
+
+
+class Flaky(TransformersEngine):
+    """Dies as often as `left` says, and then works."""
+
+    left = 0
+
+    def generate(self, requests: Sequence[Request], *hooks: Any) -> list[Completion]:
         if Flaky.left:
             Flaky.left -= 1
             raise ConnectionError("the engine is gone")
-        return super().generate(requests)
+        return super().generate(requests, *hooks)
 
 
 def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, int]:
     """How training ends when the engine fails so often when it is asked the third time, and how many were made anew."""
-    trainer = trainer_of(settings)
-    collector = trainer.rollouts
-    original = collector.engine
-
     made = 0
 
-    def make() -> TransformersEngine:
+    def make(*arguments: Any) -> tuple[RolloutEngine, Transport]:
         nonlocal made
         made += 1
-        engine = Flaky.__new__(Flaky)
-        engine.__dict__.update(original.__dict__)
-        return engine
+        engine, transport = make_engine(*arguments)
+        engine.__class__ = Flaky
+        engine.receiver.__class__ = FlakyReceiver
+        return engine, transport
 
-    collector.make_engine, collector.engine, Flaky.loads = make, make(), loads
-    collect, calls = collector.collect, 0
+    FlakyReceiver.loads = loads
+    with mock.patch("automodel_rl.rollout.collect.make_engine", make):
+        trainer = trainer_of(settings)
+        collector = trainer.rollouts
+        take, calls = collector.take, 0
 
-    def counting(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        Flaky.left = failures if calls == 3 else 0
-        return collect(*arguments, **options)
+        def counting(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            Flaky.left = failures if calls == 3 else 0
+            return take(*arguments, **options)
 
-    collector.collect = counting  # type: ignore[method-assign]
-    try:
-        trainer.train()
-    except RolloutError as error:
-        return str(error), made - 1
-    return "", made - 1
+        collector.take = counting  # type: ignore[method-assign]
+        try:
+            trainer.train()
+        except RolloutError as error:
+            return str(error), made - 1
+        return "", made - 1
 
 
 def test_an_engine_that_dies_is_started_again(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
@@ -291,8 +300,8 @@ def test_an_engine_that_dies_in_validation_loses_no_step(ranks: RankPool, worksp
 class Silent(TransformersEngine):
     """Writes nothing for every other request."""
 
-    def generate(self, requests: list[Request]) -> list[Completion]:
-        written = super().generate(requests)
+    def generate(self, requests: Sequence[Request], *hooks: Any) -> list[Completion]:
+        written = super().generate(requests, *hooks)
         return [Completion([], [], "stop") if i % 2 else completion for i, completion in enumerate(written)]
 
 
@@ -381,7 +390,7 @@ def constant(outputs: Any, batch: Any) -> Any:
     """A user's own loss."""
     from automodel_rl import LossOutput
 
-    total: Tensor = torch.where(batch.loss_mask, outputs.logprobs, 0.0).sum()
+    total: torch.Tensor = torch.where(batch.loss_mask, outputs.logprobs, 0.0).sum()
     return LossOutput(sums={"tokens": -total}, metrics={"train/own": (total.detach(), batch.loss_mask.sum())})
 
 
@@ -390,3 +399,38 @@ def test_a_loss_of_the_config_takes_the_place_of_grpos(ranks: RankPool, workspac
     ranks(1).run(train, settings | {"loss_function": "tests.distributed.trainers.test_grpo:constant"})
     (row,) = metrics_of(tmp_path / "run")  # means of two updates, of a loss and of its negative
     assert row["train/own"] == pytest.approx(-row["train/loss"], rel=1e-9)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "own process, shared memory": {"weight_sync": {"checksum": True}},
+    "own process, gloo": {"weight_sync": {"transport": "collective", "checksum": True, "buffer_mib": 0.02}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_does_not_matter_in_which_process_the_engine_is(
+    ranks: RankPool, workspace: Path, tmp_path: Path, place: str
+) -> None:
+    settings = values(workspace, tmp_path / "same", length={"steps": 3}, parallel={"pp": 2})
+    ranks(2).run(train, settings)
+    own = settings | {"output": str(tmp_path / "own"), **PLACES[place]}
+    ranks(2).run(train, own | {"rollout": {**settings["rollout"], "own_process": True}})
+    assert_same_weights(tmp_path / "own" / "final", tmp_path / "same" / "final")
+    for row in metrics_of(tmp_path / "own"):
+        assert row["rollout/staleness_max"] == 0
+
+
+def test_engines_ahead_of_training_write_with_weights_of_limited_age(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 5}, parallel={"dp_shard": 2})
+    settings["rollout"] |= {"own_process": True, "max_staleness": 2}
+    settings["loss"] |= {"correction": {"kind": "truncate"}}
+    ranks(2).run(train, settings)
+    rows = metrics_of(tmp_path / "run")
+    ages = [row["rollout/staleness_max"] for row in rows]
+    assert ages[0] == 0
+    assert 1 <= max(ages) <= 2
+    assert max(row["train/logprob_error"] for row in rows) > 1.01 > rows[0]["train/logprob_error"]
+    prompts = [record["prompt"] for step in range(1, 6) for record in rollouts_of(tmp_path / "run", step)]
+    assert len(set(prompts)) > 16

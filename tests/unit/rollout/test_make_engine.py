@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from automodel_rl.config import RolloutConfig
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.make_engine import device_of_vllm
+from automodel_rl.rollout.make_engine import visible_device
 
 
 def device(
@@ -16,8 +15,7 @@ def device(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    config = RolloutConfig.model_validate({"prompts": 1, "vllm": {"devices": devices}})
-    return device_of_vllm(config, torch.device("cuda", local_rank))
+    return visible_device(devices, torch.device("cuda", local_rank))
 
 
 def test_devices_of_their_own_are_dealt_to_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,19 @@
 """In-process generation: what it samples, and what it says of it, against transformers one prompt at a time."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from automodel_rl.errors import WeightSyncError
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.rollout.protocol import Completion, Request
 from automodel_rl.rollout.transformers_engine import TransformersEngine
 from tests.tiny import VOCAB, save_tiny_model
+from tests.weights import receive
 
 PROMPTS = [[5, 6, 7], [9], [4, 4, 8, 1, 2, 3, 3, 60], [11, 12]]
 
@@ -30,16 +32,14 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager", **experts).eval()
 
 
-def weights_on_disk(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    from safetensors.torch import load_file
-
-    yield from load_file(folder / "model.safetensors").items()
+def weights_on_disk(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
 
 
 def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: object) -> TransformersEngine:
     settings = {"max_new_tokens": 12, "batch_size": 3, "stop": (), **options}
     engine = TransformersEngine(model.config, model.dtype, torch.device("cpu"), tokenizer, **settings)
-    engine.load_weights(weights_on_disk(Path(model.config._name_or_path)))
+    receive(engine.receiver, weights_on_disk(Path(model.config._name_or_path)))
     return engine
 
 
@@ -114,11 +114,41 @@ def test_stop_tokens_and_texts_end_a_completion(dense: PreTrainedModel, tokenize
     assert len(ended.token_ids) <= 3
 
 
-def test_weights_of_another_model_are_refused(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_without_complete_weights_it_does_not_generate(
+    dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     engine = make_engine(dense, tokenizer)
-    tensors = dict(weights_on_disk(Path(dense.config._name_or_path)))
-    with pytest.raises(ValueError, match="weights came with model.layers.9.bias, which the model does not have"):
-        engine.load_weights({**tensors, "model.layers.9.bias": torch.zeros(3)}.items())
-    del tensors["model.norm.weight"]
-    with pytest.raises(ValueError, match="weights came without model.norm.weight, and 0 more"):
-        engine.load_weights(tensors.items())
+    engine.receiver.begin()
+    with pytest.raises(WeightSyncError, match="no complete weights"):
+        engine.generate([Request([5], 0, 1.0)])
+    engine.receiver.commit(2)
+    (completion,) = engine.generate([Request([5], 0, 1.0)])
+    assert completion.versions == (2, 2)
+
+
+def test_weights_that_come_in_the_midst_of_a_completion_are_those_of_the_next_token(
+    dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The first tokens are the old weights', the others are scored by the new ones, over the old keys and values."""
+    engine = make_engine(dense, tokenizer)
+    old = weights_on_disk(Path(dense.config._name_or_path))
+    new = {
+        name: tensor + (0.05 if name == "lm_head.weight" else 0.0) * tensor.roll(1, 0) for name, tensor in old.items()
+    }
+    request, tokens = Request([5, 6, 7], 3, 1.0), 0
+    (before,) = engine.generate([request])
+
+    def update() -> None:
+        nonlocal tokens
+        tokens += 1
+        if tokens == 5:
+            receive(engine.receiver, new, version=2)
+
+    (across,) = engine.generate([request], between_tokens=update)
+    assert across.versions == (1, 2)
+    assert across.logprobs[:4] == before.logprobs[:4]
+    assert across.logprobs[4:] != before.logprobs[4:]
+    (after,) = engine.generate([request])
+    assert after.versions == (2, 2)
+    if after.token_ids[:4] == across.token_ids[:4]:  # only the head differs, so keys and values do not
+        assert after.logprobs[4] == pytest.approx(across.logprobs[4], abs=1e-12)

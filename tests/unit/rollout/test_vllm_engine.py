@@ -1,6 +1,6 @@
-"""How vLLM is driven: the worker process and its end, servers over HTTP, and the files that weights travel in.
+"""How vLLM is driven: the worker process and its end, servers over HTTP, and what both are told of weights.
 
-A stand-in takes vLLM's place here; the real one is run on GPUs by benchmarks/grpo.py.
+A stand-in takes vLLM's place here; the real one is run on GPUs by benchmarks/grpo.py and benchmarks/weight_sync.py.
 """
 
 import json
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, WeightSyncError
+from automodel_rl.rollout.engine_process import EngineProcess
 from automodel_rl.rollout.protocol import Request
-from automodel_rl.rollout.vllm_engine import VllmProcess, VllmServers, weights_folder
+from automodel_rl.rollout.vllm_engine import VllmServers, start_vllm
+from automodel_rl.weight_sync.channel import Channel, Message, expect
 
 STAND_IN = """
-import json, os
+import os
 from types import SimpleNamespace as Object
 
 class SamplingParams:
@@ -36,42 +36,85 @@ class LLM:
         if model == "missing":
             raise FileNotFoundError("no such model")
         assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(os.environ)
-        self.loaded = 0
+        self.loaded, self.waiting, self.llm_engine, self.open = 0, {}, self, False
 
-    def generate(self, prompts, parameters, use_tqdm):
+    def add_request(self, name, prompt, params):
+        self.waiting[name] = [prompt["prompt_token_ids"], params, 3]
+
+    def step(self):
         print("noise on stdout")
         outputs = []
-        for prompt, p in zip(prompts, parameters):
-            ids = [p.seed % 7, self.loaded, len(prompt["prompt_token_ids"])]
-            logprobs = [{i: Object(logprob=-p.temperature)} for i in ids]
-            reason = {0: "abort", 1: "stop", 2: "length"}[p.seed % 7]
-            outputs.append(Object(outputs=[Object(token_ids=ids, logprobs=logprobs, finish_reason=reason)]))
+        for name, request in list(self.waiting.items()):
+            prompt, params, left = request
+            request[2] -= 1
+            if request[2]:
+                continue
+            del self.waiting[name]
+            ids = [params.seed % 7, self.loaded, len(prompt)]
+            logprobs = [{i: Object(logprob=-params.temperature)} for i in ids]
+            reason = {0: "abort", 1: "stop", 2: "length"}[params.seed % 7]
+            completion = Object(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+            outputs.append(Object(finished=True, request_id=name, outputs=[completion]))
         return outputs
 
-    def collective_rpc(self, method, kwargs):
-        assert method == "reload_weights"
-        self.loaded = len(os.listdir(kwargs["weights_path"]))
+    def init_weight_transfer_engine(self, request):
+        assert request["init_info"] == {"buffers": []}
 
-    def reset_prefix_cache(self):
-        pass
+    def start_weight_update(self, is_checkpoint_format):
+        assert is_checkpoint_format and not self.open
+        self.open = True
+
+    def update_weights(self, request):
+        assert self.open
+        if request["update_info"]["names"] == ["bad"]:
+            self.open = False
+            raise ValueError("no parameter called bad")
+        self.loaded += len(request["update_info"]["names"])
+
+    def finish_weight_update(self):
+        assert self.open
+        self.open = False
+
+    def reset_prefix_cache(self, reset_running_requests):
+        assert reset_running_requests == bool(self.waiting)
 """
-WEIGHTS = [("a.weight", torch.arange(6.0).view(2, 3)), ("b.weight", torch.ones(4, dtype=torch.bfloat16))]
+
+
+def tell_update(channel: Channel, version: int, *names: str) -> Message:
+    """A whole update in a bucket."""
+    channel.tell(("begin", version, 5.0))
+    channel.tell(("update", {"names": list(names)}))
+    expect(channel, "taken", 5.0)
+    channel.tell(("commit", False))
+    return expect(channel, "committed", 5.0)
 
 
 @pytest.fixture
 def python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "vllm.py").write_text(STAND_IN)
+    modules = {
+        "vllm/__init__.py": STAND_IN,
+        "vllm/sampling_params.py": "class RequestOutputKind:\n    FINAL_ONLY = 2\n",
+        "vllm/distributed/weight_transfer/factory.py": (
+            "class WeightTransferEngineFactory:\n"
+            "    @staticmethod\n"
+            "    def register_engine(name, module, cls):\n"
+            "        assert (name, module, cls) == ('same_device', 'vllm_same_device', 'SameDeviceEngine')\n"
+        ),
+    }
+    for name, text in modules.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
 
 
-def make_process(**options: Any) -> VllmProcess:
-    return VllmProcess(sys.executable, {"model": "m", **options}, {"max_tokens": 3}, device=None, folder=None)
+def make_process(**options: Any) -> EngineProcess:
+    return start_vllm(sys.executable, {"model": "m", **options}, {"max_tokens": 3}, device=None)
 
 
 @pytest.mark.usefixtures("python_path")
-def test_a_process_generates_loads_weights_and_says_when_it_is_gone() -> None:
+def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
     engine = make_process()
     try:
         requests = [Request([1, 2], seed, 0.5) for seed in (8, 9)]
@@ -79,13 +122,50 @@ def test_a_process_generates_loads_weights_and_says_when_it_is_gone() -> None:
         assert (first.token_ids, second.token_ids) == ([1, 0, 2], [2, 0, 2])
         assert first.logprobs == [-0.5] * 3
         assert (first.finish, second.finish) == ("stop", "length")
+        assert first.versions == (0, 0)
         (aborted,) = engine.generate([Request([1, 2], 7, 0.5)])
-        assert (aborted.finish, aborted.error) == ("error", "vLLM ended it: abort")
-        engine.load_weights(iter(WEIGHTS))
-        assert engine.generate(requests)[0].token_ids == [1, 1, 2]
+        assert (aborted.finish, aborted.error) == ("error", "the engine ended it: abort")
+        engine.tell(("init", {"buffers": []}))
+        expect(engine, "ready", 5.0)
+        assert tell_update(engine, 4, "a", "b") == (4, None)
+        (after,) = engine.generate(requests[:1])
+        assert (after.token_ids, after.versions) == ([1, 2, 2], (4, 4))
+        assert engine.generate([]) == []
         os.kill(engine.child.process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="its process ended with code -9"):
             engine.generate(requests)
+        with pytest.raises(WeightSyncError, match="its process ended with code -9"):
+            tell_update(engine, 5, "a")
+    finally:
+        engine.close()
+
+
+@pytest.mark.usefixtures("python_path")
+def test_weights_that_a_process_cannot_load_leave_it_refusing_to_generate() -> None:
+    engine = make_process()
+    try:
+        engine.tell(("begin", 1, 5.0))
+        engine.tell(("update", {"names": ["bad"]}))
+        with pytest.raises(WeightSyncError, match="ValueError: no parameter called bad"):
+            expect(engine, "taken", 5.0)
+        engine.tell(("update", {"names": ["a"]}))  # were on their way
+        engine.tell(("commit", False))
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            engine.generate([Request([1, 2], 8, 0.5)])
+    finally:
+        engine.close()
+
+
+@pytest.mark.usefixtures("python_path")
+def test_weights_come_between_two_steps_of_running_requests() -> None:
+    engine = make_process()
+    try:
+        many = [Request([1, 2], 8, 0.5)] * 200
+        waits = [engine.submit(many) for _ in range(20)]
+        assert tell_update(engine, 1, "a") == (1, None)
+        versions = [completion.versions for wait in waits for completion in wait()]
+        assert set(versions) <= {(0, 0), (0, 1), (1, 1)}
+        assert len(versions) == 4000
     finally:
         engine.close()
 
@@ -100,37 +180,29 @@ def test_a_process_generates_loads_weights_and_says_when_it_is_gone() -> None:
 )
 def test_an_engine_that_does_not_start_is_bad_input(python: str, model: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        VllmProcess(python, {"model": model}, {}, device=None, folder=None)
-
-
-def test_weights_travel_in_files_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("automodel_rl.rollout.vllm_engine.SHARD_BYTES", 16)
-    with weights_folder(iter(WEIGHTS)) as folder:
-        files = sorted(folder.iterdir())
-        assert len(files) == 2
-        stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert not folder.exists()
-    for name, tensor in WEIGHTS:
-        assert torch.equal(stored[name], tensor)
+        start_vllm(python, {"model": model}, {}, device=None)
 
 
 class Server(BaseHTTPRequestHandler):
     mode = "processed_logprobs"
-    loaded: ClassVar[list[list[str]]] = []
+    told: ClassVar[list[tuple[str, dict[str, Any]]]] = []
 
     def do_GET(self) -> None:
-        if self.path.startswith("/server_info"):
+        if self.path.startswith("/get_world_size"):
+            self._answer({"world_size": 2})
+        elif self.path.startswith("/server_info"):
             self._answer({"vllm_config": {"model_config": {"logprobs_mode": self.mode}}})
         else:
             self._answer({"data": [{"id": "served"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/collective_rpc":
-            Server.loaded.append(sorted(os.listdir(body["kwargs"]["weights_path"])))
-            self._answer({"results": []})
-        elif self.path == "/reset_prefix_cache":
-            self._answer(None)
+        if not self.path.startswith("/v1"):
+            Server.told.append((self.path, body))
+            if body.get("update_info", {}).get("names") == ["bad"]:
+                self.send_error(500)
+            else:
+                self._answer(None)
         elif body["prompt"] == [13]:
             self.send_error(500)
         else:
@@ -160,7 +232,7 @@ def url() -> Iterator[str]:
 
 
 def test_servers_answer_requests_one_by_one(url: str) -> None:
-    engine = VllmServers([url, url + "/"], {"max_tokens": 3}, sends_weights=True, folder=None)
+    engine = VllmServers([url, url + "/"], {"max_tokens": 3})
     good, bad = engine.generate([Request([5], 7, 0.5), Request([13], 7, 0.5)])
     assert good.token_ids == [5, 7]
     assert good.logprobs == [-0.5, -0.5]
@@ -169,17 +241,41 @@ def test_servers_answer_requests_one_by_one(url: str) -> None:
     assert "500" in bad.error
     with pytest.raises(RuntimeError, match="every request failed, the first with: .*500"):
         engine.generate([Request([13], 7, 0.5)])
-    Server.loaded.clear()
-    engine.load_weights(iter(WEIGHTS))
-    VllmServers([url], {}, sends_weights=False, folder=None).load_weights(iter(WEIGHTS))
-    assert Server.loaded == [["model-0.safetensors"]] * 2
+    engine.close()
+
+
+def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str) -> None:
+    engine = VllmServers([url, url], {})
+    assert engine.num_workers == 4
+    Server.told.clear()
+    engine.tell(("init", {"rank_offset": 1, "world_size": 5}))
+    expect(engine, "ready", 5.0)
+    offsets = sorted(body["init_info"]["rank_offset"] for _, body in Server.told)
+    assert offsets == [1, 3]
+    Server.told.clear()
+    assert tell_update(engine, 3, "a") == (3, None)
+    assert [path for path, _ in Server.told[::2]] == [
+        "/pause?mode=keep",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/resume",
+    ]
+    assert len(Server.told) == 10
+    (after,) = engine.generate([Request([5], 7, 0.5)])
+    assert after.versions == (3, 3)
+    with pytest.raises(WeightSyncError, match="500"):
+        tell_update(engine, 4, "bad")
+    with pytest.raises(WeightSyncError, match="start the servers anew"):
+        engine.generate([Request([5], 7, 0.5)])
+    engine.close()
 
 
 def test_servers_that_are_not_there_or_report_raw_logprobs_are_refused(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match="http://127.0.0.1:9 does not answer"):
-        VllmServers(["http://127.0.0.1:9"], {}, sends_weights=True, folder=None)
+        VllmServers(["http://127.0.0.1:9"], {})
     monkeypatch.setattr(Server, "mode", "raw_logprobs")
-    with pytest.raises(InputError, match="reports raw log-probabilities, .* start it with --logprobs-mode"):
-        VllmServers([url], {}, sends_weights=True, folder=None)
+    with pytest.raises(InputError, match="reports raw log-probabilities, .* start it with VLLM_SERVER_DEV_MODE=1"):
+        VllmServers([url], {})

@@ -69,7 +69,7 @@ def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     [
         (["--rollout.engine", "transformers"], 1000.0),
         (["--rollout.vllm.memory_fraction", "0.5"], 0.5 * 139.8 * GIB),
-        (["--rollout.vllm.devices", "[1]"], 0.0),
+        (["--rollout.devices", "[1]"], 0.0),
     ],
 )
 def test_plans_leave_room_for_the_rollout_engine(overrides: list[str], expected: float) -> None:

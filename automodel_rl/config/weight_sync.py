@@ -1,0 +1,37 @@
+"""How trained weights reach the rollout engines."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from automodel_rl.config.base import Positive, Section
+
+Transport = Literal["local", "ipc", "collective", "vllm"]
+
+
+class WeightSyncConfig(Section):
+    transport: Transport | Literal["auto"] = "auto"
+    """local: to an engine in this process. ipc: to an engine's process on the same device, which reads the buffers
+    where they are. collective: the owners of each stage broadcast to all engines, over NCCL, or gloo on the CPU. vllm:
+    its own weight transfer, over IPC on the same device and NCCL to others. auto: the one that fits the engine's
+    place."""
+
+    buffer_mib: Annotated[float, Field(gt=0)] = 256.0
+    """Size of a buffer in MiB. A tensor that is larger takes several, but for vllm, which gets one as large as it."""
+
+    num_buffers: Positive = 2
+    """Buffers in turn, each on a stream of its own: one is filled while another one is on its way."""
+
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
+    """In which weights are sent, and the engine computes; null is model.dtype. Shards are cast before they are
+    gathered."""
+
+    adapters: Literal["merged", "alone"] = "merged"
+    """With model.lora. merged: whole weights, with the adapters added in fp32. alone: only the adapters, which the
+    engine applies as the trainer does."""
+
+    checksum: bool = False
+    """Compares every tensor of the engine, after every sync, with what the trainer packed."""
+
+    timeout: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds for which a side waits for the other at any one point; then the engine is given up and made anew."""

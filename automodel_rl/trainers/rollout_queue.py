@@ -1,0 +1,59 @@
+"""Rewarded completions of batch after batch of prompts; engines may be ahead of training by some batches."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from automodel_rl.config import RolloutConfig
+from automodel_rl.data.prompts import Prompt, PromptStream
+from automodel_rl.rollout.collect import Pending, RolloutCollector
+from automodel_rl.rollout.protocol import Rollout
+
+Batch = tuple[Sequence[Prompt], list[list[Rollout]]]
+"""Prompts, and for each its rewarded completions."""
+
+
+class RolloutQueue:
+    """Draws prompts and lets engines write. Every method is a collective.
+
+    Args:
+        prompts: where they come from.
+        rollouts: the engines.
+        config: batch size, and how far engines may be ahead.
+    """
+
+    def __init__(self, prompts: PromptStream, rollouts: RolloutCollector, config: RolloutConfig):
+        self.prompts, self.rollouts, self.config = prompts, rollouts, config
+        self._ahead: deque[tuple[dict[str, int], list[Prompt], Pending]] = deque()
+
+    def next(self, steps_left: int) -> Batch:
+        """The next batch.
+
+        Args:
+            steps_left: for which a batch will be taken, this one included.
+        """
+        while len(self._ahead) < min(self.config.max_staleness + 1, steps_left):
+            before = self.prompts.state_dict()
+            prompts = self.prompts.take(self.config.prompts)
+            self._ahead.append((before, prompts, self._submit(prompts)))
+        _, prompts, pending = self._ahead[0]
+        rollouts = self.rollouts.take(pending)
+        self._ahead.popleft()
+        return prompts, rollouts
+
+    def more(self, count: int) -> Batch:
+        """A batch of so many prompts, of the weights that engines have now."""
+        prompts = self.prompts.take(count)
+        return prompts, self.rollouts.take(self._submit(prompts))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the prompts: the place before those that are not taken yet."""
+        return self._ahead[0][0] if self._ahead else self.prompts.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes back to a place; what engines are writing is left to them."""
+        self._ahead.clear()
+        self.prompts.load_state_dict(state)
+
+    def _submit(self, prompts: Sequence[Prompt]) -> Pending:
+        return self.rollouts.submit(prompts, self.config.group_size, self.config.temperature)

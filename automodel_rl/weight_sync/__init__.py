@@ -1,0 +1,1 @@
+"""Trained weights on their way to rollout engines: packed, overlapped, from the ranks that own them."""

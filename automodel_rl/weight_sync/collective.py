@@ -1,0 +1,126 @@
+"""Weights for engines on devices of their own: the owners of each stage broadcast to all engines, over NCCL or gloo."""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from automodel_rl.errors import WeightSyncError
+from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.weight_sync.channel import Channel, JoinOrder, end_quietly, expect, greet, patience
+from automodel_rl.weight_sync.link import Address, Link, raise_failure, tell_failure
+from automodel_rl.weight_sync.slots import Slot, Slots
+from automodel_rl.weight_sync.transport import Committed, Transport
+
+
+class Collective(Transport):
+    """To all engines at once. Each rank has an engine; one rank of each stage sends what it owns.
+
+    Args:
+        channel: to this rank's engine.
+        layout: this rank's place.
+        seconds: longest wait for a peer.
+    """
+
+    reach = "own stages"
+
+    def __init__(self, channel: Channel, layout: Layout, seconds: float):
+        self.channel, self.layout, self.seconds = channel, layout, seconds
+        self.generation = 0
+        self.server: dist.TCPStore | None = None  # on the first rank
+        self.store: dist.Store | None = None
+        self.link: Link | None = None  # on ranks that send
+        self.plans: Sequence[Plan] = []
+        self.under_way: dict[int, Callable[[], bool]] = {}
+
+    def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
+        self.close()
+        self.plans = plans
+        largest = max(1, *(plan.largest_bucket for plan in plans))
+        self._all_agree(lambda: self._prepare_engine(plans, largest, num_buffers))
+        address = self._address()
+        num_engines = dist.get_world_size()
+        order = JoinOrder(address, len(plans), dist.get_rank(), num_engines, patience(self.seconds))
+        self.channel.tell(("join", order))
+        self.store = address.store(self.seconds)
+        if self.layout.writes_for_stage:
+            name = f"sender{self.layout.pp_rank}"
+            self.link = Link(self.store, name, 0, 1 + num_engines, self.layout.device, self.seconds)
+        expect(self.channel, "joined", self.seconds)
+        return Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.layout.device) for _ in range(num_buffers)])
+
+    def begin(self, version: int) -> None:
+        self.under_way = {}
+        self.channel.tell(("begin", version, patience(self.seconds)))
+        self.channel.tell(("receive",))
+
+    def release(self, slot: Slot) -> None:
+        done = self.under_way.pop(slot.number, None)
+        if done is not None and self.link is not None:
+            self.link.wait(lambda: slot.is_done() and done(), self._watch)
+
+    def send(self, sender: int, number: int, slot: Slot) -> None:
+        if self.link is not None:
+            num_bytes = self.plans[sender].buckets[number].num_bytes
+            self.under_way[slot.number] = self.link.start(slot.buffer[:num_bytes])
+
+    def commit(self, version: int, *, sums: bool) -> Committed:
+        for done in self.under_way.values():
+            assert self.link is not None
+            self.link.wait(done, self._watch)
+        expect(self.channel, "received", self.seconds, self._watch)
+        self.channel.tell(("commit", sums))
+        return Committed(*expect(self.channel, "committed", self.seconds))
+
+    def give_up(self) -> None:
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):  # the first rank may be gone, and the store with it
+                tell_failure(self.store, f"rank {dist.get_rank()} gave up")
+        end_quietly(self.channel)
+        self.close()
+
+    def close(self) -> None:
+        self.under_way = {}
+        if self.link is not None:
+            self.link.close(broken=True)
+            self.link = None
+
+    def _prepare_engine(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> None:
+        greet(self.channel, plans, self.seconds)
+        self.channel.tell(("room", num_bytes, num_buffers))
+        expect(self.channel, "room", self.seconds)
+
+    def _all_agree(self, work: Callable[[], None]) -> None:
+        """Does work on every rank; if it fails on one, none goes on to wait for it in vain."""
+        problem = ""
+        try:
+            work()
+        except WeightSyncError as error:
+            problem = str(error)
+        problems = gather_objects(problem, self.layout.world_control)
+        failed = next((rank for rank, text in enumerate(problems) if text), None)
+        if problem:
+            raise WeightSyncError(problem)
+        if failed is not None:
+            raise WeightSyncError(f"rank {failed}: {problems[failed]}")
+
+    def _address(self) -> Address:
+        """Where the store is; the first rank serves it for as long as the job runs."""
+        self.generation += 1
+        port = 0
+        if dist.get_rank() == 0:
+            if self.server is None:
+                self.server = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            port = self.server.port
+        address = Address(os.environ.get("MASTER_ADDR", "localhost"), port, self.generation)
+        return gather_objects(address, self.layout.world_control)[0]
+
+    def _watch(self) -> None:
+        """There is no use in waiting when an engine or another sender is gone."""
+        assert self.store is not None
+        raise_failure(self.store)
+        self.channel.ready()

@@ -1,0 +1,169 @@
+"""The engine's end of a channel: does what the rank says, one update at a time, between two tokens."""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.weight_sync.channel import JoinOrder, Message
+from automodel_rl.weight_sync.link import Link, raise_failure
+from automodel_rl.weight_sync.receiver import Receiver, in_turn
+from automodel_rl.weight_sync.shared_memory import SharedBuffer
+from automodel_rl.weight_sync.slots import Slots
+
+ROOM = 0.8
+"""Share of the free device memory that buffers may take."""
+
+
+class EngineEnd:
+    """Handles messages of `channel`.
+
+    Args:
+        receiver: of the engine.
+        device: of the engine's tensors.
+        hear: gives the next message, or raises TimeoutError after so many seconds.
+        answer: sends one back.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        device: torch.device,
+        hear: Callable[[float], Message],
+        answer: Callable[[Message], None],
+    ):
+        self.receiver, self.device, self.hear, self.answer = receiver, device, hear, answer
+        self.plans: list[Plan] = []
+        self.slots = Slots([])
+        self.filled: list[torch.cuda.Event] = []
+        self.emptied: list[torch.cuda.Event] = []
+        self.links: list[Link] = []
+        self.store: dist.Store | None = None
+
+    def handle(self, message: Message) -> None:
+        """Does what a message asks for. What goes wrong is answered, and leaves the engine without weights."""
+        kind, *rest = message
+        try:
+            if kind == "hello":
+                self.answer(message)
+            elif kind == "agree":
+                self.plans = list(rest[0])
+                self.receiver.agree(self.plans)
+                self.answer(("agreed",))
+            elif kind == "open":
+                self.answer(("opened", self._open(rest[0])))
+            elif kind == "room":
+                self.answer(("room", self._make_room(*rest)))
+            elif kind == "join":
+                self._join(rest[0])
+                self.answer(("joined",))
+            elif kind == "begin":
+                self._update(*rest)
+            # Anything else belongs to an update that has failed.
+        except Exception as error:
+            self.answer(("error", str(error) if isinstance(error, WeightSyncError) else innermost(error)))
+
+    def _open(self, buffers: Sequence[SharedBuffer]) -> list[bytes]:
+        self.slots = Slots([buffer.open(self.device) for buffer in buffers])
+        if self.device.type == "cpu":
+            return []
+        self.filled = [torch.cuda.Event.from_ipc_handle(self.device, buffer.filled) for buffer in buffers]
+        self.emptied = [torch.cuda.Event(interprocess=True) for _ in buffers]
+        return [event.ipc_handle() for event in self.emptied]
+
+    def _make_room(self, num_bytes: int, num_buffers: int) -> int:
+        """Buffers of the size that the trainer has chosen; fewer than it has, if no more fit."""
+        for link in self.links:
+            link.close(broken=True)
+        self.links, self.slots = [], Slots([])
+        count = min(num_buffers, _room(self.device) // num_bytes)
+        if count == 0:
+            raise WeightSyncError(
+                f"the engine's device has no room for a buffer of {num_bytes / 2**20:.0f} MiB: lower "
+                "weight_sync.buffer_mib"
+            )
+        self.slots = Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(count)])
+        return count
+
+    def _join(self, order: JoinOrder) -> None:
+        self.store = order.address.store(order.seconds)
+        self.links = [
+            Link(self.store, f"sender{n}", 1 + order.engine, 1 + order.num_engines, self.device, order.seconds)
+            for n in range(order.num_senders)
+        ]
+
+    def _update(self, version: int, seconds: float) -> None:
+        self.receiver.begin()
+        self.slots.join()
+        while True:
+            try:
+                kind, *rest = self.hear(seconds)
+            except TimeoutError:
+                raise WeightSyncError(f"the trainer was silent for {seconds:g} s in the middle of an update") from None
+            if kind == "bucket":
+                self._take(*rest)
+            elif kind == "receive":
+                self._receive()
+                self.answer(("received",))
+            elif kind == "commit":
+                self.slots.rejoin()
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()
+                self.receiver.commit(version)
+                self.answer(("committed", self.receiver.version, self.receiver.checksums() if rest[0] else None))
+                return
+            else:
+                return
+
+    def _take(self, sender: int, number: int, turn: int) -> None:
+        """Reads a shared buffer."""
+        slot = self.slots[turn]
+        with slot.active():
+            if slot.stream is not None:
+                slot.stream.wait_event(self.filled[turn])
+            self.receiver.load(sender, number, slot.buffer)
+            if slot.stream is not None:
+                self.emptied[turn].record(slot.stream)
+        self.answer(("taken", turn))
+
+    def _receive(self) -> None:
+        """Takes all buckets from the links: as many as there are slots are on their way at once."""
+        on_the_way: deque[tuple[int, int, int, Callable[[], bool]]] = deque()
+        for turn, (sender, number) in enumerate(in_turn(self.plans)):
+            if len(on_the_way) == len(self.slots):
+                self._load_next(on_the_way)
+            slot = self.slots[turn]
+            self._wait(sender, slot.is_done)
+            with slot.active():
+                done = self.links[sender].start(self._part(sender, number, slot.buffer))
+            on_the_way.append((turn, sender, number, done))
+        while on_the_way:
+            self._load_next(on_the_way)
+
+    def _load_next(self, on_the_way: deque[tuple[int, int, int, Callable[[], bool]]]) -> None:
+        turn, sender, number, done = on_the_way.popleft()
+        slot = self.slots[turn]
+        self._wait(sender, done)
+        with slot.active():
+            self.receiver.load(sender, number, slot.buffer)
+            slot.mark()
+
+    def _wait(self, sender: int, done: Callable[[], bool]) -> None:
+        assert self.store is not None
+        self.links[sender].wait(done, watch=functools.partial(raise_failure, self.store))
+
+    def _part(self, sender: int, number: int, buffer: Tensor) -> Tensor:
+        return buffer[: self.plans[sender].buckets[number].num_bytes]
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that buffers may take."""
+    if device.type == "cpu":
+        return 2**63
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(ROOM * free)

@@ -1,0 +1,84 @@
+"""Weights for an engine in another process on the same device: it reads the packed buffers where they are."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, greet, patience
+from automodel_rl.weight_sync.shared_memory import SharedBuffer, share, unlink
+from automodel_rl.weight_sync.slots import Slot, Slots
+from automodel_rl.weight_sync.transport import Committed, Transport
+
+
+class Ipc(Transport):
+    """To the engine at the other end of a channel, over CUDA IPC handles, or shared memory on the CPU.
+
+    A slot is filled, the engine is told, reads it and says so. On CUDA both sides only queue: the engine's stream waits
+    for the event behind the filling, and this rank's for the one behind the reading.
+
+    Args:
+        channel: to the engine.
+        device: of trainer and engine.
+        seconds: longest wait for an answer.
+    """
+
+    reach = "all stages"
+
+    def __init__(self, channel: Channel, device: torch.device, seconds: float):
+        self.channel, self.device, self.seconds = channel, device, seconds
+        self.is_cuda = device.type == "cuda"
+        self.filled: list[torch.cuda.Event] = []
+        self.emptied: list[torch.cuda.Event] = []
+        self.out: set[int] = set()
+
+    def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
+        greet(self.channel, plans, self.seconds)
+        self.filled = [torch.cuda.Event(interprocess=True) for _ in range(num_buffers)] if self.is_cuda else []
+        made = [
+            share(num_bytes, self.device, filled)
+            for filled, _ in itertools.zip_longest(self.filled, range(num_buffers))
+        ]
+        shared: list[SharedBuffer] = [description for _, description in made]
+        try:
+            self.channel.tell(("open", shared))
+            (handles,) = expect(self.channel, "opened", self.seconds)
+        finally:
+            for description in shared:
+                unlink(description)
+        self.emptied = [torch.cuda.Event.from_ipc_handle(self.device, handle) for handle in handles]
+        self.out = set()
+        return Slots([buffer for buffer, _ in made])
+
+    def begin(self, version: int) -> None:
+        self.out = set()
+        self.channel.tell(("begin", version, patience(self.seconds)))
+
+    def release(self, slot: Slot) -> None:
+        while slot.number in self.out:
+            self._take_answer()
+        if slot.stream is not None and self.emptied:
+            slot.stream.wait_event(self.emptied[slot.number])
+
+    def send(self, sender: int, number: int, slot: Slot) -> None:
+        if slot.stream is not None:
+            self.filled[slot.number].record(slot.stream)
+        self.channel.tell(("bucket", sender, number, slot.number))
+        self.out.add(slot.number)
+
+    def commit(self, version: int, *, sums: bool) -> Committed:
+        self.channel.tell(("commit", sums))
+        while self.out:
+            self._take_answer()
+        return Committed(*expect(self.channel, "committed", self.seconds))
+
+    def give_up(self) -> None:
+        end_quietly(self.channel)
+
+    def close(self) -> None:
+        """The buffers go with the slots."""
+
+    def _take_answer(self) -> None:
+        (taken,) = expect(self.channel, "taken", self.seconds)
+        self.out.remove(taken)

@@ -1,0 +1,47 @@
+"""Weights for an engine in this process: from the packed buffers straight to its tensors."""
+
+from collections.abc import Sequence
+
+import torch
+
+from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.weight_sync.receiver import Receiver
+from automodel_rl.weight_sync.slots import Slot, Slots
+from automodel_rl.weight_sync.transport import Committed, Transport
+
+
+class Local(Transport):
+    """To the engine of this process.
+
+    Args:
+        receiver: of the engine.
+        device: of trainer and engine.
+    """
+
+    reach = "all stages"
+
+    def __init__(self, receiver: Receiver, device: torch.device):
+        self.receiver, self.device = receiver, device
+
+    def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
+        self.receiver.agree(plans)
+        return Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(num_buffers)])
+
+    def begin(self, version: int) -> None:
+        self.receiver.begin()
+
+    def release(self, slot: Slot) -> None:
+        """The slot's stream has all that uses it."""
+
+    def send(self, sender: int, number: int, slot: Slot) -> None:
+        self.receiver.load(sender, number, slot.buffer)
+
+    def commit(self, version: int, *, sums: bool) -> Committed:
+        self.receiver.commit(version)
+        return Committed(self.receiver.version, self.receiver.checksums() if sums else None)
+
+    def give_up(self) -> None:
+        """The receiver has no version until the next commit."""
+
+    def close(self) -> None:
+        """Nothing was opened."""

@@ -1,0 +1,93 @@
+"""The trainer's side of a sync: this rank's tensors in packed buffers, and, where asked for, those of other stages."""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.hf_buckets import Plan, Source, StageBuckets
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.weight_sync.checksum import checksum
+from automodel_rl.weight_sync.receiver import in_turn
+from automodel_rl.weight_sync.slots import Slot
+
+Reach = Literal["own stages", "all stages"]
+"""Whose buckets a rank gets to see."""
+
+
+class Producer:
+    """Fills buffers with the model's tensors, bucket by bucket. Every rank of the job has one.
+
+    Args:
+        handle: the model.
+        dtype: that parameters are sent in.
+        most_bytes: of a bucket.
+        whole: never cut a tensor, for engines that load whole ones.
+        adapters_alone: only the adapters, under PEFT's names.
+        reach: with "all stages" every bucket also goes to this rank's pipeline peers.
+
+    Attributes:
+        plans: of every pipeline rank; equal on all ranks.
+        turns: (pipeline rank, bucket) in the order in which this rank fills buffers.
+    """
+
+    def __init__(
+        self,
+        handle: ModelHandle,
+        dtype: torch.dtype,
+        most_bytes: int,
+        *,
+        whole: bool = False,
+        adapters_alone: bool = False,
+        reach: Reach,
+    ):
+        self.handle, self.dtype, self.adapters_alone = handle, dtype, adapters_alone
+        self.layout = handle.layout
+        self._stage = StageBuckets(self._sources(), handle.config.model_type, self.layout, most_bytes, whole=whole)
+        self.plans: list[Plan] = gather_objects(self._stage.plan, self.layout.pp_control)
+        own = [(self.layout.pp_rank, number) for number in range(len(self._stage.plan.buckets))]
+        self.turns = own if reach == "own stages" else in_turn(self.plans)
+        self.shares = reach == "all stages" and self.layout.parallel.pp > 1
+        self._sums: dict[str, list[Tensor]] = {}
+
+    @property
+    def largest_bucket(self) -> int:
+        """Bytes that buffers must have."""
+        return max(self.plans[sender].largest_bucket for sender in {s for s, _ in self.turns} | {self.layout.pp_rank})
+
+    def begin(self) -> None:
+        """Starts over with the weights that the model has now. A collective of each stage's ranks."""
+        self._stage.reread(self._sources())
+        self._sums = {}
+
+    def fill(self, sender: int, number: int, slot: Slot, *, sums: bool) -> None:
+        """Packs a bucket into a slot, on its stream. A collective of the stage's ranks, and of pipeline peers.
+
+        Args:
+            sender: the pipeline rank that owns the bucket.
+            number: of the bucket.
+            slot: whose turn it is.
+            sums: take checksums of what is packed.
+        """
+        bucket = self.plans[sender].buckets[number]
+        if sender == self.layout.pp_rank:
+            self._stage.pack(number, slot.buffer)
+        if self.shares:
+            dist.broadcast(slot.buffer[: bucket.num_bytes], group=self.layout.pp_group, group_src=sender)
+        if sums:
+            elements = bucket.elements(slot.buffer)
+            for chunk in bucket.chunks:
+                name = self.plans[sender].tensors[chunk.tensor].name
+                part = checksum(elements[chunk.offset : chunk.offset + chunk.count], chunk.start)
+                self._sums.setdefault(name, []).append(part)  # added up later, for slots have streams of their own
+
+    def checksums(self) -> dict[str, int]:
+        """Of every tensor of the model, as it was packed; after the slots have rejoined. A collective."""
+        own = {name: int(torch.stack(parts).sum()) for name, parts in self._sums.items()}
+        return {name: total for stage in gather_objects(own, self.layout.pp_control) for name, total in stage.items()}
+
+    def _sources(self) -> list[Source]:
+        read = self.handle.adapter_sources if self.adapters_alone else self.handle.hf_sources
+        return read(self.dtype)

@@ -1,0 +1,97 @@
+"""The engine's side of a sync: its tensors by name, what is written to them, and whether they are complete."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from automodel_rl.errors import WeightSyncError
+from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.weight_sync.checksum import checksum
+
+
+class Receiver:
+    """Writes buckets to an engine's tensors.
+
+    Args:
+        homes: contiguous tensors by their Hugging Face names, all that the engine computes with.
+
+    Attributes:
+        version: of the weights that are in place; None before the first update, and from the beginning of an update to
+            its end, for ever if it is interrupted.
+    """
+
+    def __init__(self, homes: Mapping[str, Tensor]):
+        self.homes = {name: home.detach() for name, home in homes.items()}
+        self.version: int | None = None
+        self._plans: list[Plan] = []
+        self._targets: dict[tuple[int, int], list[Tensor]] = {}
+
+    def agree(self, plans: Sequence[Plan]) -> None:
+        """Takes note of what every sender will send. Nothing has been sent yet.
+
+        Raises:
+            WeightSyncError: names, shapes or dtypes are not those of the engine.
+        """
+        sent = {spec.name: spec for plan in plans for spec in plan.tensors}
+        twice = len([spec for plan in plans for spec in plan.tensors]) - len(sent)
+        if twice:
+            raise WeightSyncError(f"the trainer sends {twice} tensors twice")
+        for name, spec in sent.items():
+            home = self.homes.get(name)
+            if home is None:
+                raise WeightSyncError(f"the trainer sends {spec}, and the engine has no such tensor")
+            if (tuple(home.shape), home.dtype) != (spec.shape, spec.dtype):
+                kind = f"{list(home.shape)} {str(home.dtype).removeprefix('torch.')}"
+                raise WeightSyncError(f"the trainer sends {spec}, and the engine's is {kind}")
+        missing = self.homes.keys() - sent.keys()
+        if missing:
+            raise WeightSyncError(f"the trainer does not send {min(missing)} and {len(missing) - 1} more of the engine")
+        self._plans = list(plans)
+        self._targets = {
+            (sender, number): [
+                self.homes[plan.tensors[chunk.tensor].name].view(-1)[chunk.start : chunk.start + chunk.count]
+                for chunk in bucket.chunks
+            ]
+            for sender, plan in enumerate(plans)
+            for number, bucket in enumerate(plan.buckets)
+        }
+
+    def begin(self) -> None:
+        """From here to `commit` the weights are of no version."""
+        self.version = None
+
+    @torch.no_grad()
+    def load(self, sender: int, number: int, buffer: Tensor) -> None:
+        """Writes a bucket to the tensors it holds stretches of, on the current stream."""
+        bucket = self._plans[sender].buckets[number]
+        if bucket.chunks:
+            elements = bucket.elements(buffer)
+            stretches = [elements[chunk.offset : chunk.offset + chunk.count] for chunk in bucket.chunks]
+            torch._foreach_copy_(self._targets[sender, number], stretches)
+
+    def commit(self, version: int) -> None:
+        """All buckets are in place."""
+        self.version = version
+
+    def complete_version(self) -> int:
+        """The version of the weights. Raises WeightSyncError where they are of none."""
+        if self.version is None:
+            raise WeightSyncError(
+                "the engine has no complete weights: none came yet, or an update was interrupted; it generates after "
+                "the next complete one"
+            )
+        return self.version
+
+    def checksums(self) -> dict[str, int]:
+        """Of every tensor as the engine has it now."""
+        return {name: int(checksum(home)) for name, home in self.homes.items()}
+
+
+def in_turn(plans: Sequence[Plan]) -> list[tuple[int, int]]:
+    """(sender, bucket) in the order in which receivers take them: of each sender one, and again. While one stage's
+    bucket is on its way the next stage packs."""
+    longest = max((len(plan.buckets) for plan in plans), default=0)
+    return [
+        (sender, number) for number in range(longest) for sender, plan in enumerate(plans) if number < len(plan.buckets)
+    ]

@@ -1,0 +1,139 @@
+"""WeightSync: brings this rank's engine up to date. Reads from top to bottom."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from automodel_rl.config import WeightSyncConfig
+from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.weight_sync.producer import Producer
+from automodel_rl.weight_sync.slots import Slots
+from automodel_rl.weight_sync.transport import Committed, Transport
+
+T = TypeVar("T")
+
+
+class WeightSync:
+    """Sends a model's weights to rollout engines, again and again. Every rank of the job has one.
+
+    An update fills buffers in turn: each rank casts its shards, stages gather them bucket by bucket, and the transport
+    takes each bucket on its way while the next one is filled. The engine counts as up to date when it reports the
+    version that was sent.
+
+    Args:
+        handle: the model.
+        transport: the way to this rank's engine.
+        config: of the sync.
+
+    Attributes:
+        version: of the last update, from 1 on.
+        seconds: that it took.
+    """
+
+    def __init__(self, handle: ModelHandle, transport: Transport, config: WeightSyncConfig):
+        self.handle, self.transport, self.config = handle, transport, config
+        self.producer = Producer(
+            handle,
+            sync_dtype(config, handle),
+            int(config.buffer_mib * 2**20),
+            whole=transport.whole,
+            adapters_alone=config.adapters == "alone",
+            reach=transport.reach,
+        )
+        self.slots: Slots | None = None
+        self.version = 0
+        self.seconds = 0.0
+        self._problem = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """That every engine gets in an update."""
+        return sum(plan.num_bytes for plan in self.producer.plans)
+
+    def update(self) -> None:
+        """Gives the engines the weights that the model has now. A collective of all ranks, also where it fails.
+
+        Raises:
+            WeightSyncError: this rank's engine does not have the new weights; it refuses to generate.
+        """
+        started = time.perf_counter()
+        self.version += 1
+        self._problem = ""
+        if self.slots is None:
+            self.slots = self._attempt(self._connect)
+        self.producer.begin()
+        # Ranks whose transport has failed go on to fill buffers with the others, and send nothing.
+        slots = self.slots or self._connect_nothing()
+        self._attempt(lambda: self.transport.begin(self.version))
+        slots.join()
+        for turn, (sender, number) in enumerate(self.producer.turns):
+            slot = slots[turn]
+            self._attempt(functools.partial(self.transport.release, slot))
+            with slot.active():
+                self.producer.fill(sender, number, slot, sums=self.config.checksum)
+                self._attempt(functools.partial(self.transport.send, sender, number, slot))
+            slot.mark()
+        slots.rejoin()
+        committed = self._attempt(lambda: self.transport.commit(self.version, sums=self.config.checksum))
+        self._check(committed)
+        self._agree()
+        self.seconds = time.perf_counter() - started
+
+    def disconnect(self) -> None:
+        """Lets go of buffers and connections. The next update makes new ones, perhaps by another transport."""
+        self.transport.close()
+        self.slots = None
+
+    def _connect(self) -> Slots:
+        size = max(1, self.producer.largest_bucket)
+        return self.transport.connect(self.producer.plans, size, self.config.num_buffers)
+
+    def _connect_nothing(self) -> Slots:
+        """Buffers that only take part in the gathering."""
+        size, device = max(1, self.producer.largest_bucket), self.handle.layout.device
+        return Slots([torch.empty(size, dtype=torch.uint8, device=device)])
+
+    def _attempt(self, work: Callable[[], T]) -> T | None:
+        """Does a transport's work, unless it has failed before. The first failure ends the update on the other side."""
+        if self._problem:
+            return None
+        try:
+            return work()
+        except WeightSyncError as error:
+            self._problem = str(error)
+        except Exception as error:
+            self._problem = innermost(error)
+        self.transport.give_up()
+        return None
+
+    def _check(self, committed: Committed | None) -> None:
+        """Compares what the engine reports with what was sent."""
+        expected = self.producer.checksums() if self.config.checksum else {}
+        if committed is None:
+            return
+        if committed.version != self.version:
+            self._problem = f"the engine reports version {committed.version} after update {self.version}"
+        elif self.config.checksum:
+            found = committed.checksums or {}
+            wrong = [name for name in expected if found.get(name) != expected[name]]
+            if wrong:
+                self._problem = f"weight_sync.checksum: {len(wrong)} tensors differ in the engine, the first {wrong[0]}"
+
+    def _agree(self) -> None:
+        """If an update failed on a rank, all connect anew for the next: links between them may hold the rest of it."""
+        problems = gather_objects(self._problem, self.handle.layout.world_control)
+        if any(problems):
+            self.transport.give_up()
+            self.slots = None
+        if self._problem:
+            raise WeightSyncError(self._problem)
+
+
+def sync_dtype(config: WeightSyncConfig, handle: ModelHandle) -> torch.dtype:
+    """In which weights are sent and engines compute."""
+    return handle.dtype if config.dtype is None else getattr(torch, config.dtype)

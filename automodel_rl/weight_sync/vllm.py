@@ -1,0 +1,181 @@
+"""Weights for vLLM by its own weight transfer: over IPC to a process on the same device, over NCCL to others.
+
+vLLM loads whole tensors by their names in checkpoints, one expert at a time, so tensors are never cut. It gets a call
+for each bucket. Checked with vLLM 0.23.0.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from automodel_rl.launch.local import free_port
+from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, patience
+from automodel_rl.weight_sync.nccl import NcclSender
+from automodel_rl.weight_sync.shared_memory import share
+from automodel_rl.weight_sync.slots import Slot, Slots, in_time, wait_until
+from automodel_rl.weight_sync.transport import Committed, Transport
+
+
+class VllmChannel(Channel, Protocol):
+    """A channel to one engine of vLLM or several."""
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that hold weights."""
+        ...
+
+
+class _Vllm(Transport):
+    """What both ways have in common: how an update is told, and answered bucket by bucket.
+
+    Args:
+        channel: to this rank's engine, None if another rank has it.
+        layout: this rank's place.
+        seconds: longest wait for an answer.
+    """
+
+    reach = "all stages"
+    whole = True
+
+    def __init__(self, channel: VllmChannel | None, layout: Layout, seconds: float):
+        self.channel, self.layout, self.seconds = channel, layout, seconds
+        self.plans: Sequence[Plan] = []
+        self.asked = 0
+
+    def begin(self, version: int) -> None:
+        self.asked = 0
+        if self.channel is not None:
+            self.channel.tell(("begin", version, patience(self.seconds)))
+
+    def commit(self, version: int, *, sums: bool) -> Committed:
+        if self.channel is None:
+            return Committed(version, None)
+        self._take_answers(0)
+        self.channel.tell(("commit", False))
+        return Committed(*expect(self.channel, "committed", self.seconds))
+
+    def give_up(self) -> None:
+        if self.channel is not None:
+            end_quietly(self.channel)
+        self.close()
+
+    def _update(self, info: dict[str, Any]) -> None:
+        if self.channel is not None:
+            self.channel.tell(("update", info))
+            self.asked += 1
+
+    def _take_answers(self, left: int) -> None:
+        """Until so many updates are left without an answer."""
+        while self.asked > left:
+            assert self.channel is not None
+            expect(self.channel, "taken", self.seconds)
+            self.asked -= 1
+
+    def _describe(self, sender: int, number: int) -> dict[str, Any]:
+        plan = self.plans[sender]
+        specs = [plan.tensors[chunk.tensor] for chunk in plan.buckets[number].chunks]
+        return {
+            "names": [spec.name for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "dtype_names": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+        }
+
+
+class VllmSameDevice(_Vllm):
+    """To a process of vLLM on this rank's device."""
+
+    def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
+        assert self.channel is not None
+        self.plans = plans
+        made = [share(num_bytes, self.layout.device, torch.cuda.Event(interprocess=True)) for _ in range(num_buffers)]
+        self.channel.tell(("init", {"buffers": [shared.cuda for _, shared in made]}))
+        expect(self.channel, "ready", self.seconds)
+        self.num_buffers = num_buffers
+        return Slots([buffer for buffer, _ in made])
+
+    def release(self, slot: Slot) -> None:
+        self._take_answers(self.num_buffers - 1)
+
+    def send(self, sender: int, number: int, slot: Slot) -> None:
+        if slot.stream is not None:
+            slot.stream.synchronize()  # vLLM reads it when it is told, on streams that know nothing of this one
+        self._update({"buffer": slot.number, **self._describe(sender, number)})
+
+    def close(self) -> None:
+        """The buffers go with the slots."""
+
+
+class VllmNccl(_Vllm):
+    """To processes of vLLM on devices of their own, or to servers: the first rank broadcasts, tensor by tensor.
+
+    vLLM also takes packed buffers over NCCL, but loads those on streams that its next step does not wait for.
+    """
+
+    sender: NcclSender | None = None
+
+    def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
+        self.close()
+        self.plans = plans
+        workers = gather_objects(0 if self.channel is None else self.channel.num_workers, self.layout.world_control)
+        rank, world_size = dist.get_rank(), 1 + sum(workers)
+        place = (os.environ.get("MASTER_ADDR", "localhost"), free_port())
+        host, port = gather_objects(place, self.layout.world_control)[0]
+        if self.channel is not None:
+            self.channel.tell(
+                (
+                    "init",
+                    {
+                        "master_address": host,
+                        "master_port": port,
+                        "rank_offset": 1 + sum(workers[:rank]),
+                        "world_size": world_size,
+                    },
+                )
+            )
+        if rank == 0:
+            self.sender = self._meet(host, port, world_size)
+        if self.channel is not None:
+            expect(self.channel, "ready", self.seconds)
+        return Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.layout.device) for _ in range(num_buffers)])
+
+    def release(self, slot: Slot) -> None:
+        wait_until(slot.is_done, "a bucket of weights", self.seconds, self._watch)
+
+    def send(self, sender: int, number: int, slot: Slot) -> None:
+        self._update(self._describe(sender, number))
+        if self.sender is not None:
+            bucket = self.plans[sender].buckets[number]
+            elements = bucket.elements(slot.buffer)
+            for chunk in bucket.chunks:
+                self.sender.broadcast(elements[chunk.offset : chunk.offset + chunk.count])
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.abort()
+            self.sender = None
+
+    def _watch(self) -> None:
+        if self.channel is not None:
+            self.channel.ready()
+
+    def _meet(self, host: str, port: int, world_size: int) -> NcclSender:
+        """Joins vLLM's workers."""
+        return in_time(
+            lambda: NcclSender(host, port, world_size, self.layout.device, self.seconds),
+            "joining vLLM's workers",
+            self.seconds,
+            self._refuse_early_error,
+        )
+
+    def _refuse_early_error(self) -> None:
+        """An answer before this rank has joined can only be an error."""
+        if self.channel is not None and self.channel.ready():
+            with contextlib.suppress(TimeoutError):
+                expect(self.channel, "ready", self.seconds)

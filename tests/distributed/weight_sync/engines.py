@@ -1,0 +1,147 @@
+"""Receiving ends without a model: tensors by name, and a thread that answers as an engine's process does."""
+
+import os
+import queue
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, ParallelConfig, pack, sft_loss
+from automodel_rl.config import WeightSyncConfig
+from automodel_rl.config.families import FAMILIES
+from automodel_rl.errors import WeightSyncError
+from automodel_rl.rollout.engine_process import EngineProcess
+from automodel_rl.weight_sync.channel import Message
+from automodel_rl.weight_sync.collective import Collective
+from automodel_rl.weight_sync.engine_end import EngineEnd
+from automodel_rl.weight_sync.ipc import Ipc
+from automodel_rl.weight_sync.local import Local
+from automodel_rl.weight_sync.receiver import Receiver
+from automodel_rl.weight_sync.transport import Transport
+from tests.tiny import make_sequences
+
+CPU = torch.device("cpu")
+
+
+class ThreadEngine:
+    """Both ends of a channel: this rank's, and an engine's in a thread."""
+
+    def __init__(self, receiver: Receiver, device: torch.device = CPU):
+        self.inbox: queue.Queue[Message] = queue.Queue()
+        self.outbox: queue.Queue[Message] = queue.Queue()
+        self.gone = False
+        self.end = EngineEnd(receiver, device, self._next, self.outbox.put)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def tell(self, message: Message) -> None:
+        self.ready()
+        self.inbox.put(message)
+
+    def ready(self) -> bool:
+        if not self.outbox.empty():
+            return True
+        if self.gone:
+            raise WeightSyncError("the engine is gone")
+        return False
+
+    def hear(self) -> Message:
+        return self.outbox.get(timeout=1)
+
+    def _next(self, seconds: float) -> Message:
+        try:
+            return self.inbox.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def _run(self) -> None:
+        while not self.gone:
+            try:
+                self.end.handle(self.inbox.get())
+            except SystemExit:  # a test has the engine die
+                self.gone = True
+
+
+def empty_homes(folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> dict[str, Tensor]:
+    """A tensor of the sync's dtype for every tensor of a checkpoint, full of nonsense."""
+    homes = {}
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118
+            whole = tensors.get_tensor(name)
+            kept = torch.float32 if name.endswith("e_score_correction_bias") else dtype
+            homes[name] = torch.full(whole.shape, -77.0, dtype=kept, device=device)
+    return homes
+
+
+def receiving_process(
+    folder: Path, kind: str = "sound", device: str = "cpu", visible: str | None = None
+) -> EngineProcess:
+    """An engine's process that only takes weights; see receiving.py."""
+    command = [sys.executable, "-m", "tests.distributed.weight_sync.receiving", str(folder), kind, device]
+    environment = None if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    return EngineProcess(command, environment, ("start",))
+
+
+def make_transport(kind: str, receiver: Receiver, handle: ModelHandle, seconds: float) -> tuple[Transport, Any]:
+    device = handle.layout.device
+    if kind == "local":
+        return Local(receiver, device), None
+    engine = ThreadEngine(receiver)
+    if kind == "ipc":
+        return Ipc(engine, device, seconds), engine
+    return Collective(engine, handle.layout, seconds), engine
+
+
+def trained_model(
+    folder: Path, parallel: dict[str, Any], dtype: str = "float32", lora: dict[str, Any] | None = None
+) -> tuple[ModelHandle, Engine]:
+    """A model whose weights are no longer the checkpoint's."""
+    model = ModelConfig.model_validate({"path": str(folder), "dtype": dtype, "lora": lora})
+    handle = ModelHandle.from_pretrained(model, ParallelConfig.model_validate(parallel))
+    engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+    train(handle, engine, seed=0)
+    return handle, engine
+
+
+def train(handle: ModelHandle, engine: Engine, seed: int) -> None:
+    layout = handle.layout
+    sequences = make_sequences(8, seed)
+    rows = pack(sequences, 64, num_data_ranks=layout.parallel.num_data_ranks, data_rank=layout.data_rank)
+    engine.train_step(rows, sft_loss)
+
+
+def own_tensors(handle: ModelHandle, dtype: torch.dtype) -> dict[str, Tensor]:
+    """This rank's stages by the checkpoint's names, gathered one by one by DTensor, and cast after that."""
+    names = FAMILIES[handle.config.model_type].experts
+    whole: dict[str, Tensor] = {}
+    for name, parameter in handle.named_parameters():
+        tensor = parameter.full_tensor() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
+        whole[name] = tensor.detach().to(dtype)
+    for part in handle.parts:
+        stored = part.state_dict().keys()
+        whole |= {name: buffer for name, buffer in part.named_buffers() if name in stored}
+    if names is None:
+        return whole
+    split: dict[str, Tensor] = {}
+    for name, tensor in whole.items():
+        renamed = name.replace(".mlp.", f".{names.block}.")
+        if not renamed.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            split[renamed] = tensor
+            continue
+        block, _, kind = renamed.rpartition(".")
+        for expert, matrix in enumerate(tensor):
+            parts = {names.down: matrix}
+            if kind == "gate_up_proj":
+                gate, up = matrix.chunk(2)
+                parts = {names.gate: gate, names.up: up}
+            split |= {f"{block}.{expert}.{part}.weight": value for part, value in parts.items()}
+    return split
+
+
+def sync_config(**values: Any) -> WeightSyncConfig:
+    """With buffers so small that they matter for tiny models."""
+    return WeightSyncConfig.model_validate({"buffer_mib": 5000 / 2**20, "timeout": 30.0, **values})

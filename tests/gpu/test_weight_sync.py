@@ -1,0 +1,130 @@
+"""Weights over NCCL and CUDA IPC into engines' processes: every tensor's checksum is that of the trainer's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from automodel_rl.errors import WeightSyncError
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.weight_sync.checksum import checksum
+from automodel_rl.weight_sync.collective import Collective
+from automodel_rl.weight_sync.ipc import Ipc
+from automodel_rl.weight_sync.local import Local
+from automodel_rl.weight_sync.receiver import Receiver
+from automodel_rl.weight_sync.sync import WeightSync
+from automodel_rl.weight_sync.transport import Transport
+from tests.distributed.weight_sync.engines import (
+    empty_homes,
+    own_tensors,
+    receiving_process,
+    sync_config,
+    train,
+    trained_model,
+)
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_model
+
+pytestmark = pytest.mark.gpu
+DENSE: list[dict[str, Any]] = [
+    {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2},
+    {"tp": 2},
+    {"dp_shard": 2},
+    {"cp": 2},
+]
+MIXTURE: list[dict[str, Any]] = [{"dp_shard": 2, "ep": 2}, {"pp": 2}]
+FOUR: list[dict[str, Any]] = [{"pp": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}]
+
+
+def sync_all(folder: Path, layouts: list[dict[str, Any]], way: str, first_engine: int | None) -> list[str]:
+    """Names of tensors that differ after updates on one layout after the other, into the same engine."""
+    wrong: list[str] = []
+    engine = None
+    for parallel in layouts:
+        handle, trainer = trained_model(folder, parallel)
+        device, config = handle.layout.device, sync_config(checksum=True, num_buffers=3)
+        if way != "local" and engine is None:
+            first = dist.get_rank() if first_engine is None else first_engine + dist.get_rank()
+            engine = receiving_process(folder, device="cuda:0", visible=str(first))
+        transport: Transport
+        if way == "local":
+            transport = Local(Receiver(empty_homes(folder, torch.float32, device)), device)
+        elif way == "ipc":
+            transport = Ipc(engine, device, config.timeout)
+        else:
+            transport = Collective(engine, handle.layout, config.timeout)
+        sync = WeightSync(handle, transport, config)
+        for seed in (1, 2):
+            sync.update()  # compares what was packed with what the engine has
+            stages = gather_objects(
+                {
+                    name: int(checksum(tensor.contiguous()))
+                    for name, tensor in own_tensors(handle, torch.float32).items()
+                },
+                handle.layout.pp_control,
+            )
+            expected = {name: total for stage in stages for name, total in stage.items()}
+            packed = sync.producer.checksums()
+            wrong += [name for name in expected if packed[name] != expected[name]]
+            train(handle, trainer, seed)
+        sync.disconnect()
+    if engine is not None:
+        engine.close()
+    return wrong
+
+
+def needs(num_devices: int) -> None:
+    if torch.cuda.device_count() < num_devices:
+        pytest.skip(f"needs {num_devices} CUDA devices")
+
+
+@pytest.mark.parametrize("way", ["local", "ipc"])
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3", DENSE), ("qwen3_moe", MIXTURE)])
+def test_two_ranks_with_engines_on_their_devices(
+    ranks: RankPool, tmp_path: Path, way: str, family: str, layouts: list[dict[str, Any]]
+) -> None:
+    needs(2)
+    save_tiny_model(tmp_path, family, tied=way == "ipc" and family == "qwen3", dtype=torch.float32)
+    assert ranks(2).run(sync_all, tmp_path, layouts, way, None) == [[], []]
+
+
+def test_one_rank_with_an_engine_on_another_device(ranks: RankPool, tmp_path: Path) -> None:
+    needs(2)
+    save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
+    assert ranks(1).run(sync_all, tmp_path, [{}], "collective", 1) == [[]]
+
+
+@pytest.mark.parametrize(("family", "layouts"), [("qwen3", DENSE), ("qwen3_moe", MIXTURE)])
+def test_two_ranks_with_engines_on_two_other_devices(
+    ranks: RankPool, tmp_path: Path, family: str, layouts: list[dict[str, Any]]
+) -> None:
+    needs(4)
+    save_tiny_model(tmp_path, family, tied=family == "qwen3", dtype=torch.float32)
+    assert ranks(2).run(sync_all, tmp_path, layouts, "collective", 2) == [[], []]
+
+
+def test_four_ranks_with_engines_on_their_devices(ranks: RankPool, tmp_path: Path) -> None:
+    needs(4)
+    save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
+    assert ranks(4).run(sync_all, tmp_path, FOUR, "ipc", None) == [[]] * 4
+
+
+def lose_the_engine(folder: Path) -> str:
+    handle, _ = trained_model(folder, {})
+    config = sync_config(timeout=20.0)
+    engine = receiving_process(folder, "dies", "cuda:0", visible="1")
+    try:
+        WeightSync(handle, Collective(engine, handle.layout, config.timeout), config).update()
+    except WeightSyncError as error:
+        torch.cuda.synchronize()  # nothing of the broken link is left on the device
+        return str(error)
+    return ""
+
+
+def test_an_engine_that_dies_under_nccl_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
+    needs(2)
+    save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
+    (message,) = ranks(1).run(lose_the_engine, tmp_path)
+    assert "its process ended with code -9" in message
