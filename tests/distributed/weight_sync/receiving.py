@@ -1,4 +1,4 @@
-"""A process that only takes weights, and may go wrong in the midst of them: receiving.py FOLDER KIND DEVICE DESCRIPTOR."""
+"""A process that only takes weights, and may go wrong in the midst: receiving.py FOLDER KIND DEVICE DESCRIPTOR."""
 
 import os
 import queue
