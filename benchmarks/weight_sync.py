@@ -155,7 +155,9 @@ def check(handle: ModelHandle, sync: WeightSync, engine: EngineProcess, config: 
             local_tensor(parameter).mul_(1.001)
     sync.disconnect()
     compared = config.model_copy(update={"checksum": True})
-    WeightSync(handle, make_transport(way, engine, handle, config.timeout), compared).update()
+    again = WeightSync(handle, make_transport(way, engine, handle, config.timeout), compared)
+    again.update()
+    again.disconnect()
 
 
 def make_transport(name: str, engine: EngineProcess, handle: ModelHandle, seconds: float) -> Transport:

@@ -197,6 +197,8 @@ class StageBuckets:
             buffer: uint8, of at least `plan.largest_bucket` bytes, on the layout's device.
         """
         filling, bucket = self._filled[number], self.plan.buckets[number]
+        if number == 0:
+            self._read_last = None
         whole = bucket.elements(buffer)
         if not filling.axes:
             _copy_each([r.within(whole) for r in filling.regions], [self._shard(r, r.box) for r in filling.regions])

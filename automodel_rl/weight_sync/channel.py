@@ -5,6 +5,7 @@
     ("open", shared buffers)             -> ("opened", event handles)
     ("room", size, number of buffers)    -> ("room", number that fit)
     ("join", JoinOrder)                  -> ("joined",)
+    ("leave",)                           -> ("left",)              all links
     ("begin", version, seconds)             from here on the engine has no complete weights
       ("bucket", sender, number, slot)   -> ("taken", slot)           a shared buffer is filled
       ("receive",)                       -> ("received",)             all buckets come over links

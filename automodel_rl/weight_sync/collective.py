@@ -16,6 +16,8 @@ from automodel_rl.weight_sync.link import Address, Link, raise_failure, tell_fai
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.transport import Committed, Transport
 
+LEAVE_SECONDS = 10.0
+
 
 class Collective(Transport):
     """To all engines at once. Each rank has an engine; one rank of each stage sends what it owns.
@@ -38,7 +40,7 @@ class Collective(Transport):
         self.under_way: dict[int, Callable[[], bool]] = {}
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
-        self.close()
+        self._leave()
         self.plans = plans
         largest = max(1, *(plan.largest_bucket for plan in plans))
         self._all_agree(lambda: self._prepare_engine(plans, largest, num_buffers))
@@ -61,7 +63,7 @@ class Collective(Transport):
     def release(self, slot: Slot) -> None:
         done = self.under_way.pop(slot.number, None)
         if done is not None and self.link is not None:
-            self.link.wait(lambda: slot.is_done() and done(), self._watch)
+            self.link.wait(lambda: slot.has_room() and done(), self._watch)
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         if self.link is not None:
@@ -81,9 +83,17 @@ class Collective(Transport):
             with contextlib.suppress(RuntimeError):  # the first rank may be gone, and the store with it
                 tell_failure(self.store, f"rank {dist.get_rank()} gave up")
         end_quietly(self.channel)
-        self.close()
+        self._leave()
 
     def close(self) -> None:
+        if self.store is not None:  # the engine first, for a link that breaks off is an error to it
+            with contextlib.suppress(WeightSyncError):
+                self.channel.tell(("leave",))
+                expect(self.channel, "left", LEAVE_SECONDS)
+        self._leave()
+
+    def _leave(self) -> None:
+        self.store = None
         self.under_way = {}
         if self.link is not None:
             self.link.close(broken=True)
@@ -121,6 +131,6 @@ class Collective(Transport):
 
     def _watch(self) -> None:
         """There is no use in waiting when an engine or another sender is gone."""
-        assert self.store is not None
+        assert self.store is not None  # while an update runs
         raise_failure(self.store)
         self.channel.ready()

@@ -62,10 +62,14 @@ class EngineEnd:
             elif kind == "join":
                 self._join(rest[0])
                 self.answer(("joined",))
+            elif kind == "leave":
+                self._leave()
+                self.answer(("left",))
             elif kind == "begin":
                 self._update(*rest)
             # Anything else belongs to an update that has failed.
         except Exception as error:
+            self._leave()
             self.answer(("error", str(error) if isinstance(error, WeightSyncError) else innermost(error)))
 
     def _open(self, buffers: Sequence[SharedBuffer]) -> list[bytes]:
@@ -78,9 +82,8 @@ class EngineEnd:
 
     def _make_room(self, num_bytes: int, num_buffers: int) -> int:
         """Buffers of the size that the trainer has chosen; fewer than it has, if no more fit."""
-        for link in self.links:
-            link.close(broken=True)
-        self.links, self.slots = [], Slots([])
+        self._leave()
+        self.slots = Slots([])
         count = min(num_buffers, _room(self.device) // num_bytes)
         if count == 0:
             raise WeightSyncError(
@@ -89,6 +92,11 @@ class EngineEnd:
             )
         self.slots = Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(count)])
         return count
+
+    def _leave(self) -> None:
+        for link in self.links:
+            link.close(broken=True)
+        self.links = []
 
     def _join(self, order: JoinOrder) -> None:
         self.store = order.address.store(order.seconds)
@@ -135,15 +143,17 @@ class EngineEnd:
         """Takes all buckets from the links: as many as there are slots are on their way at once."""
         on_the_way: deque[tuple[int, int, int, Callable[[], bool]]] = deque()
         for turn, (sender, number) in enumerate(in_turn(self.plans)):
-            if len(on_the_way) == len(self.slots):
+            while on_the_way and (len(on_the_way) == len(self.slots) or on_the_way[0][3]()):
                 self._load_next(on_the_way)
             slot = self.slots[turn]
-            self._wait(sender, slot.is_done)
+            self._wait(sender, slot.has_room)
             with slot.active():
                 done = self.links[sender].start(self._part(sender, number, slot.buffer))
             on_the_way.append((turn, sender, number, done))
         while on_the_way:
             self._load_next(on_the_way)
+        for slot in self.slots.ring:
+            self._wait(0, slot.is_done)
 
     def _load_next(self, on_the_way: deque[tuple[int, int, int, Callable[[], bool]]]) -> None:
         turn, sender, number, done = on_the_way.popleft()

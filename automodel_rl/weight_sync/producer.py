@@ -59,7 +59,8 @@ class Producer:
 
     def begin(self) -> None:
         """Starts over with the weights that the model has now. A collective of each stage's ranks."""
-        self._stage.reread(self._sources())
+        if self.handle.model.lora is not None:
+            self._stage.reread(self._sources())  # merged with what the adapters are now
         self._sums = {}
 
     def fill(self, sender: int, number: int, slot: Slot, *, sums: bool) -> None:

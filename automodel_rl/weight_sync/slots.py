@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -13,6 +14,9 @@ from torch import Tensor
 from automodel_rl.errors import WeightSyncError
 
 T = TypeVar("T")
+
+TURNS_AHEAD = 4
+"""Turns of a slot that may be queued on its stream."""
 
 POLL_SECONDS = 5e-5
 WATCH_SECONDS = 0.1
@@ -29,20 +33,27 @@ class Slot:
     def __init__(self, number: int, buffer: Tensor):
         self.number, self.buffer = number, buffer
         self.stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
-        self._used = torch.cuda.Event() if buffer.is_cuda else None
+        self._uses: deque[torch.cuda.Event] = deque()
 
     def active(self) -> AbstractContextManager[None]:
         """Within this block work is queued on the slot's stream."""
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> None:
-        """Notes that all work on the buffer is queued."""
-        if self._used is not None:
-            self._used.record(self.stream)
+        """Notes that all work of this turn is queued."""
+        if self.stream is not None:
+            self._uses.append(self.stream.record_event())
+
+    def has_room(self) -> bool:
+        """Whether another turn may be queued. The stream keeps turns in order; this keeps their number small, so that
+        the host sees within a few turns that a peer no longer answers. Asks, and does not wait."""
+        while self._uses and self._uses[0].query():
+            self._uses.popleft()
+        return len(self._uses) < TURNS_AHEAD
 
     def is_done(self) -> bool:
-        """Whether the work before the last mark has ended. Asks, and does not wait."""
-        return self._used is None or self._used.query()
+        """Whether the work of all turns has ended. Asks, and does not wait."""
+        return self.has_room() and not self._uses
 
 
 class Slots:

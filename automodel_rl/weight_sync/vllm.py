@@ -146,7 +146,7 @@ class VllmNccl(_Vllm):
         return Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.layout.device) for _ in range(num_buffers)])
 
     def release(self, slot: Slot) -> None:
-        wait_until(slot.is_done, "a bucket of weights", self.seconds, self._watch)
+        wait_until(slot.has_room, "a bucket of weights", self.seconds, self._watch)
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         self._update(self._describe(sender, number))

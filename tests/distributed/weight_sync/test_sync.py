@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.receiver import Receiver
@@ -70,3 +71,43 @@ def test_every_layout(ranks: RankPool, tmp_path: Path, layout: str, tied: bool) 
     transport = "collective" if tied else "local"
     for wrong in ranks(num_ranks).run(exchange, tmp_path, parallel, transport, {"dtype": "bfloat16"}):
         assert wrong == []
+
+
+@pytest.mark.parametrize("way", ["local", "ipc", "collective"])
+def test_ways_and_dtypes(ranks: RankPool, tmp_path: Path, way: str) -> None:
+    save_tiny_model(tmp_path, "qwen3_moe", dtype=torch.float32)
+    parallel = {"pp": 2, "dp_shard": 2, "ep": 2}
+    for changes in ({"dtype": "float32", "num_buffers": 1}, {"dtype": "float16", "buffer_mib": 1e-3, "num_buffers": 4}):
+        assert ranks(4).run(exchange, tmp_path, parallel, way, changes) == [[]] * 4
+
+
+def sync_adapters(folder: Path, parallel: dict[str, Any], adapters: str) -> tuple[dict[str, float], int]:
+    """How far the engine's tensors are from what plain tensors give, and how many it got."""
+    handle, _ = trained_model(folder, parallel, "float64", lora={"rank": 3, "alpha": 6.0})
+    own = {name: parameter for part in handle.parts for name, parameter in part.named_parameters()}
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in own.items()}
+    expected = {}
+    for name, tensor in whole.items():
+        if adapters == "alone" and ".lora_" in name:
+            expected[name] = tensor.to(torch.float32)
+        elif adapters == "merged" and ".lora_" not in name:
+            layer = name.removesuffix(".weight")
+            down, up = whole.get(f"{layer}.lora_A.weight"), whole.get(f"{layer}.lora_B.weight")
+            expected[name] = (tensor if down is None or up is None else tensor + 2.0 * up @ down).to(torch.float32)
+    expected = {n: t for stage in gather_objects(expected, handle.layout.pp_control) for n, t in stage.items()}
+    receiver = Receiver({name: torch.full_like(tensor, -77.0) for name, tensor in expected.items()})
+    config = sync_config(adapters=adapters, dtype="float32", checksum=True)
+    way, _ = make_transport("local", receiver, handle, config.timeout)
+    WeightSync(handle, way, config).update()
+    # Merged in float64 on shards; the products are rounded where they are cast, so they may differ in the last bit.
+    worst = {n: (receiver.homes[n] - t).abs().max().item() for n, t in expected.items()}
+    return {name: value for name, value in worst.items() if value > 1e-7}, len(expected)
+
+
+@pytest.mark.parametrize("adapters", ["merged", "alone"])
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"dp_shard": 2}], ids=str)
+def test_adapters(ranks: RankPool, tmp_path: Path, parallel: dict[str, Any], adapters: str) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    for wrong, count in ranks(2).run(sync_adapters, tmp_path, parallel, adapters):
+        assert wrong == {}
+        assert count == (2 * 7 * 4 if adapters == "alone" else 4 * 11 + 3)
