@@ -72,8 +72,6 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
     vllm: dict[str, Any] = {"memory_fraction": options.memory_fraction, "options": {"enforce_eager": options.eager}}
     if options.vllm_python:
         vllm["python"] = options.vllm_python
-    if options.device is not None:
-        vllm["devices"] = [options.device]
     longest = 24 if options.tiny else 256
     return {
         "output": str(output),
@@ -86,10 +84,13 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
             "max_prompt_tokens": 512,
             "max_new_tokens": longest,
             "engine": options.engine,
+            "own_process": options.own_process,
+            "devices": [] if options.device is None else [options.device],
+            "max_staleness": options.max_staleness,
             "vllm": vllm,
         },
         "rewards": [{"function": "benchmarks.grpo:digits"}],
-        "loss": {"kl": {"coefficient": 0.01}},
+        "loss": {"kl": {"coefficient": 0.01}, "correction": {"kind": "truncate"}},
         "length": {"steps": options.steps},
         "optimizer": {"lr": 1e-5, "decay": "constant"},
         "checkpoint": {"every": None},
@@ -102,7 +103,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("prompts", help="JSON lines with prompt")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
-    parser.add_argument("--device", type=int, help="vLLM's own, by its number")
+    parser.add_argument("--own-process", action="store_true", help="the transformers engine in a process of its own")
+    parser.add_argument("--device", type=int, help="the engine's own, by its number")
+    parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--memory-fraction", type=float, default=0.3)
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs, which starts sooner")
     parser.add_argument("--steps", type=int, default=5)
