@@ -53,6 +53,7 @@ def run(options: argparse.Namespace, staleness: int) -> dict[str, Any]:
         "max_staleness": staleness,
         "reward before": round(first["val/reward_mean"], 3),
         "reward after": round(rows[-1]["val/reward_mean"], 3),
+        "reward of the last 10 steps": round(statistics.mean(row["rollout/reward_mean"] for row in rows[-10:]), 3),
         "staleness": round(statistics.mean(row["rollout/staleness_mean"] for row in rows[1:]), 2),
         **{part: round(statistics.median(row[part] for row in rows[1:-1]), 3) for part in PARTS},
     }

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.config import WeightSyncConfig
@@ -70,6 +72,8 @@ def main() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**SIZES, **(MIXTURE if options.mixture else DENSE))
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(old)
+    words = Tokenizer(WordLevel({f"t{number}": number for number in range(VOCAB)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(old)  # a server needs one
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(old), dtype="bfloat16"))
     trainer = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
     server = start_server(options, old) if options.server is not None else None
@@ -131,7 +135,7 @@ def start_server(options: argparse.Namespace, source: Path) -> Any:
     """`vllm serve`, once it answers."""
     port = free_port()
     command = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(source), "--port", str(port)]
-    flags = ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512"]
+    flags = ["--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "512"]
     transfer = ["--weight-transfer-config", '{"backend": "nccl"}', "--logprobs-mode", "processed_logprobs"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(options.server), "VLLM_SERVER_DEV_MODE": "1"}
     limits = ["--gpu-memory-utilization", "0.2"]

@@ -145,6 +145,7 @@ class _Filling:
     regions: list[_Region] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     shares: "list[_Share]" = field(default_factory=list)
+    own: list[tuple[int, Box]] = field(default_factory=list)
 
 
 _Share = list[tuple[_Region, Box]]
@@ -168,7 +169,7 @@ class StageBuckets:
     def __init__(self, sources: Sequence[Source], family: str, layout: Layout, most_bytes: int, *, whole: bool = False):
         self.sources, self.layout, self.most_bytes, self.whole = list(sources), layout, most_bytes, whole
         self._boxes = [boxes_of_ranks(source.tensor) for source in self.sources]
-        self._own = [local_box(source.tensor) for source in self.sources]
+        self._own_boxes = [local_box(source.tensor) for source in self.sources]
         self._read_last: tuple[int, Tensor] | None = None
         tensors: list[TensorSpec] = []
         self._filled: list[_Filling] = []
@@ -180,7 +181,7 @@ class StageBuckets:
         self._filled += open_.values()
         self._filled.sort(key=lambda filling: filling.regions[0].source)
         for filling in self._filled:
-            filling.shares = self._shares(filling)
+            filling.shares, filling.own = self._shares(filling), self._own(filling)
         buckets = (Bucket(filling.dtype, filling.numel, tuple(filling.chunks)) for filling in self._filled)
         self.plan = Plan(tuple(tensors), tuple(buckets))
 
@@ -188,35 +189,47 @@ class StageBuckets:
         """Reads the same tensors from new sources from here on."""
         self.sources, self._read_last = list(sources), None
 
+    def targets(self, number: int, buffer: Tensor) -> list[Tensor]:
+        """Where in a buffer `pack` writes a bucket; may be kept as long as the buffer.
+
+        Args:
+            number: of the bucket.
+            buffer: uint8, of at least `plan.largest_bucket` bytes, on the layout's device.
+        """
+        whole = self.plan.buckets[number].elements(buffer)
+        return [
+            region.within(whole)[_relative(box, region.box)]
+            for share in self._filled[number].shares
+            for region, box in share
+        ]
+
     @torch.no_grad()
-    def pack(self, number: int, buffer: Tensor) -> None:
+    def pack(self, number: int, targets: list[Tensor]) -> None:
         """Fills a buffer with a bucket, on all ranks of the stage. A collective of theirs where tensors are cut.
 
         Args:
             number: of the bucket; every rank packs all buckets in order.
-            buffer: uint8, of at least `plan.largest_bucket` bytes, on the layout's device.
+            targets: of this bucket in the buffer.
         """
-        filling, bucket = self._filled[number], self.plan.buckets[number]
         if number == 0:
             self._read_last = None
-        whole = bucket.elements(buffer)
+        filling = self._filled[number]
+        own = [self._shard(source, box) for source, box in filling.own]
         if not filling.axes:
-            _copy_each([r.within(whole) for r in filling.regions], [self._shard(r, r.box) for r in filling.regions])
+            _copy_each(targets, own)
             return
-        shares = filling.shares
-        longest = max(sum(math.prod(_sizes(box)) for _, box in share) for share in shares)
-        gathered = self._own_share(filling, longest)
+        longest = max(sum(math.prod(_sizes(box)) for _, box in share) for share in filling.shares)
+        gathered = torch.zeros(longest, dtype=filling.dtype, device=self.layout.device)
+        _copy_each(_stretches(gathered, [shard.shape for shard in own]), own)
         for axis in reversed(filling.axes):
             gathered = all_gather(gathered, self.layout.group_of(axis))
-        targets, stretches = [], []
-        for share, sent in zip(shares, gathered.view(len(shares), longest), strict=True):
-            start = 0
-            for region, box in share:
-                sizes = _sizes(box)
-                targets.append(region.within(whole)[_relative(box, region.box)])
-                stretches.append(sent[start : start + math.prod(sizes)].view(sizes))
-                start += math.prod(sizes)
-        _copy_each(targets, stretches)
+        ranks = gathered.view(len(filling.shares), longest)
+        sent = [
+            stretch
+            for rank, share in zip(ranks, filling.shares, strict=True)
+            for stretch in _stretches(rank, [_sizes(box) for _, box in share])
+        ]
+        _copy_each(targets, sent)
 
     def _place(self, number: int, source: Source, names: "_Names", open_: dict[Any, _Filling]) -> None:
         """Adds a source to the open bucket of its kind, and closes those that are full."""
@@ -254,24 +267,16 @@ class StageBuckets:
             for rank in range(num_ranks)
         ]
 
-    def _own_share(self, filling: _Filling, longest: int) -> Tensor:
-        share = torch.zeros(longest, dtype=filling.dtype, device=self.layout.device)
-        targets, shards, start = [], [], 0
-        for region in filling.regions:
-            box = _overlap(region.box, self._own[region.source])
-            if box is not None:
-                shard = self._shard(region, box)
-                targets.append(share[start : start + shard.numel()].view(shard.shape))
-                shards.append(shard)
-                start += shard.numel()
-        _copy_each(targets, shards)
-        return share
+    def _own(self, filling: _Filling) -> list[tuple[int, Box]]:
+        """Sources, and the boxes within this rank's shards of them that it sends."""
+        met = [(region.source, _overlap(region.box, self._own_boxes[region.source])) for region in filling.regions]
+        return [(source, _relative(box, self._own_boxes[source])) for source, box in met if box is not None]
 
-    def _shard(self, region: _Region, box: Box) -> Tensor:
-        """A box of a source, which this rank holds."""
-        if self._read_last is None or self._read_last[0] != region.source:  # reading may be work, as merging is
-            self._read_last = region.source, self.sources[region.source].read().detach()
-        return self._read_last[1][_relative(box, self._own[region.source])]
+    def _shard(self, source: int, box: Box) -> Tensor:
+        """A box of this rank's shard of a source."""
+        if self._read_last is None or self._read_last[0] != source:  # reading may be work, as merging is
+            self._read_last = source, self.sources[source].read().detach()
+        return self._read_last[1][box]
 
 
 class _Names:
@@ -303,7 +308,7 @@ def whole_tensors(sources: Iterable[Source], family: str, layout: Layout) -> Ite
     buckets = StageBuckets(list(sources), family, layout, WHOLE_BUCKET, whole=True)
     for number, bucket in enumerate(buckets.plan.buckets):
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=layout.device)
-        buckets.pack(number, buffer)
+        buckets.pack(number, buckets.targets(number, buffer))
         for chunk in bucket.chunks:
             spec = buckets.plan.tensors[chunk.tensor]
             yield spec.name, bucket.elements(buffer)[chunk.offset : chunk.offset + chunk.count].view(spec.shape)
@@ -313,6 +318,13 @@ def _cut_dim(shape: Sequence[int], capacity: int) -> int:
     """The dim to cut a tensor along, index by index of the dims before, so that one index of it fits into a bucket."""
     fitting = (dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= capacity)
     return next(fitting, len(shape) - 1)
+
+
+def _stretches(elements: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+    """Tensors of these shapes, one behind the other in memory."""
+    shapes = list(shapes)
+    ends = itertools.accumulate(map(math.prod, shapes))
+    return [elements[end - math.prod(shape) : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]
 
 
 def _sizes(box: Box) -> tuple[int, ...]:

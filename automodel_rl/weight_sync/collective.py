@@ -86,11 +86,13 @@ class Collective(Transport):
         self._leave()
 
     def close(self) -> None:
-        if self.store is not None:  # the engine first, for a link that breaks off is an error to it
-            with contextlib.suppress(WeightSyncError):
+        was_open = self.store is not None
+        with contextlib.suppress(WeightSyncError):
+            if was_open:
                 self.channel.tell(("leave",))
+            self._leave()  # both at once: NCCL waits for the other side
+            if was_open:
                 expect(self.channel, "left", LEAVE_SECONDS)
-        self._leave()
 
     def _leave(self) -> None:
         self.store = None

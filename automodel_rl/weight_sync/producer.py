@@ -74,7 +74,9 @@ class Producer:
         """
         bucket = self.plans[sender].buckets[number]
         if sender == self.layout.pp_rank:
-            self._stage.pack(number, slot.buffer)
+            if number not in slot.targets:
+                slot.targets[number] = self._stage.targets(number, slot.buffer)
+            self._stage.pack(number, slot.targets[number])
         if self.shares:
             dist.broadcast(slot.buffer[: bucket.num_bytes], group=self.layout.pp_group, group_src=sender)
         if sums:

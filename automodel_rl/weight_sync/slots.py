@@ -28,10 +28,14 @@ class Slot:
     Args:
         number: its place among all.
         buffer: uint8.
+
+    Attributes:
+        targets: where in the buffer the buckets are written that are filled into it.
     """
 
     def __init__(self, number: int, buffer: Tensor):
         self.number, self.buffer = number, buffer
+        self.targets: dict[int, list[Tensor]] = {}
         self.stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
         self._uses: deque[torch.cuda.Event] = deque()
 

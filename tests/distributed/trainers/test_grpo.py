@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -434,3 +435,19 @@ def test_engines_ahead_of_training_write_with_weights_of_limited_age(
     assert max(row["train/logprob_error"] for row in rows) > 1.01 > rows[0]["train/logprob_error"]
     prompts = [record["prompt"] for step in range(1, 6) for record in rollouts_of(tmp_path / "run", step)]
     assert len(set(prompts)) > 16
+
+
+def test_a_run_with_engines_ahead_goes_on_with_the_prompts_it_had_not_trained_on(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 4}, checkpoint={"every": 1, "keep_last": 9})
+    settings["rollout"] |= {"own_process": True, "max_staleness": 1}
+    settings["loss"] |= {"correction": {"kind": "truncate"}}
+    ranks(1).run(train, settings)
+    before = [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)]
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step}")
+        (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").unlink()
+    ranks(1).run(train, settings, True)
+    assert [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)] == before
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]

@@ -34,7 +34,7 @@ def unpacked(buckets: StageBuckets) -> list[torch.Tensor]:
     got = [torch.full(spec.shape, torch.nan, dtype=spec.dtype) for spec in buckets.plan.tensors]
     for number, bucket in enumerate(buckets.plan.buckets):
         buffer = torch.full((buckets.plan.largest_bucket,), 0xFF, dtype=torch.uint8)
-        buckets.pack(number, buffer)
+        buckets.pack(number, buckets.targets(number, buffer))
         for chunk in bucket.chunks:
             home = got[chunk.tensor].view(-1)[chunk.start : chunk.start + chunk.count]
             assert home.isnan().all()

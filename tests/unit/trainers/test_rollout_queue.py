@@ -1,0 +1,94 @@
+"""How far engines are ahead of training, and where a run goes on."""
+
+from typing import Any
+
+import pytest
+
+from automodel_rl.config import RolloutConfig
+from automodel_rl.errors import RolloutError
+from automodel_rl.trainers.rollout_queue import RolloutQueue
+
+
+class Prompts:
+    """Numbers."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def take(self, count: int) -> list[int]:
+        self.place += count
+        return list(range(self.place - count, self.place))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Engines:
+    """Notes what it is asked, and gives back what it was asked."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fails = False
+
+    def submit(self, prompts: list[int], group_size: int, temperature: float) -> list[int]:
+        assert (group_size, temperature) == (8, 1.0)
+        self.log.append(f"asked {prompts[0]}")
+        return prompts
+
+    def take(self, pending: list[int]) -> list[int]:
+        if self.fails:
+            raise RolloutError("gone")
+        self.log.append(f"took {pending[0]}")
+        return pending
+
+
+def make_queue(max_staleness: int) -> tuple[RolloutQueue, Any, Any]:
+    prompts: Any = Prompts()
+    engines: Any = Engines()
+    settings = {"prompts": 2, "own_process": True, "max_staleness": max_staleness}
+    return RolloutQueue(prompts, engines, RolloutConfig.model_validate(settings)), prompts, engines
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "log"),
+    [
+        (0, "asked 0, took 0, asked 2, took 2, asked 4, took 4"),
+        (1, "asked 0, asked 2, took 0, asked 4, took 2, took 4"),
+        (2, "asked 0, asked 2, asked 4, took 0, took 2, took 4"),
+        (5, "asked 0, asked 2, asked 4, took 0, took 2, took 4"),
+    ],
+)
+def test_engines_are_asked_ahead_but_not_beyond_the_end(max_staleness: int, log: str) -> None:
+    queue, _, engines = make_queue(max_staleness)
+    batches = [queue.next(steps_left) for steps_left in (3, 2, 1)]
+    assert [prompts for prompts, _ in batches] == [[0, 1], [2, 3], [4, 5]]
+    assert all(prompts == rollouts for prompts, rollouts in batches)
+    assert ", ".join(engines.log) == log
+
+
+def test_a_run_goes_on_with_the_first_batch_that_was_not_taken() -> None:
+    queue, prompts, engines = make_queue(2)
+    queue.next(9)
+    assert prompts.place == 6
+    assert queue.state_dict() == {"place": 2}
+    engines.fails = True
+    with pytest.raises(RolloutError):
+        queue.next(8)
+    assert queue.state_dict() == {"place": 2}
+    again, _, _ = make_queue(2)
+    again.load_state_dict(queue.state_dict())
+    assert again.next(8)[0] == [2, 3]
+    queue.load_state_dict({"place": 2})
+    engines.fails = False
+    assert queue.next(8)[0] == [2, 3]
+
+
+def test_refills_come_after_what_is_under_way() -> None:
+    queue, _, engines = make_queue(1)
+    queue.next(9)
+    assert queue.more(1)[0] == [4]
+    assert queue.next(8)[0] == [2, 3]
+    assert engines.log[-2:] == ["asked 5", "took 2"]
