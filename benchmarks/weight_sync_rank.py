@@ -1,0 +1,113 @@
+"""A rank of benchmarks/weight_sync.py."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from weight_sync import Case
+
+from automodel_rl.config import ModelConfig, ParallelConfig, WeightSyncConfig
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.launch.process_group import join_process_group
+from automodel_rl.launch.quiet import quiet_libraries
+from automodel_rl.model.attention import choose_attention
+from automodel_rl.model.build import build_empty_model
+from automodel_rl.model.flops import StepFlops
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.nemo import split_model
+from automodel_rl.parallel.layout import build_layout
+from automodel_rl.parallel.sharding import give_storage, local_tensor
+from automodel_rl.rollout.engine_process import EngineProcess
+from automodel_rl.rollout.make_engine import TRANSFORMERS_WORKER
+from automodel_rl.weight_sync.collective import Collective
+from automodel_rl.weight_sync.ipc import Ipc
+from automodel_rl.weight_sync.sync import WeightSync
+from automodel_rl.weight_sync.transport import Transport
+
+
+def measure(name: str, case: Case, sizes: dict[str, Any], options: argparse.Namespace) -> None:
+    """All settings of a case, one after the other, with the same model and engine."""
+    quiet_libraries()
+    handle = random_model(sizes, case.layout)
+    engine = start_engine(handle, case.first_engine + dist.get_rank())
+    for transport, mib, num_buffers in case.settings:
+        config = WeightSyncConfig(buffer_mib=0.1 if options.tiny else mib, num_buffers=num_buffers, timeout=60.0)
+        sync = WeightSync(handle, make_transport(transport, engine, handle, config.timeout), config)
+        seconds = []
+        for _ in range(2 + options.updates):
+            dist.barrier()
+            sync.update()
+            slowest = torch.tensor(sync.seconds, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=handle.layout.world_control)
+            seconds.append(slowest.item())
+        check(handle, sync, engine, config, transport)
+        sync.disconnect()
+        if dist.get_rank() == 0:
+            median = statistics.median(seconds[2:])
+            result = {"seconds": round(median, 4), "gb_per_s": round(sync.num_bytes / median / 1e9, 1)}
+            spread = {"fastest": round(min(seconds[2:]), 4), "slowest": round(max(seconds[2:]), 4)}
+            setting = {"transport": transport, "buffer_mib": mib, "num_buffers": num_buffers}
+            print(json.dumps({"case": name, **setting, "gb": round(sync.num_bytes / 1e9, 2), **result, **spread}))
+    engine.close()
+
+
+def check(handle: ModelHandle, sync: WeightSync, engine: EngineProcess, config: WeightSyncConfig, way: str) -> None:
+    """One more update with other weights, of which every tensor is compared by its checksum."""
+    with torch.no_grad():
+        for _, parameter in handle.named_parameters():
+            local_tensor(parameter).mul_(1.001)
+    sync.disconnect()
+    compared = config.model_copy(update={"checksum": True})
+    again = WeightSync(handle, make_transport(way, engine, handle, config.timeout), compared)
+    again.update()
+    again.disconnect()
+
+
+def make_transport(name: str, engine: EngineProcess, handle: ModelHandle, seconds: float) -> Transport:
+    if name == "ipc":
+        return Ipc(engine, handle.layout.device, seconds)
+    return Collective(engine, handle.layout, seconds)
+
+
+def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle:
+    """A model without a checkpoint."""
+    from transformers import AutoConfig
+
+    device = join_process_group(parallel.world_size)
+    layout = build_layout(parallel, device)
+    config = AutoConfig.for_model(**sizes, bos_token_id=None, eos_token_id=None)
+    attention = choose_attention("auto", False, device, torch.bfloat16)
+    empty = build_empty_model(config, "transformers", torch.float32, attention, untie=parallel.pp > 1)
+    flops = StepFlops(empty)
+    model = ModelConfig(path="random", dtype="bfloat16")
+    handle = ModelHandle(split_model(empty, layout), config, model, MemoryConfig(), layout, flops)
+    torch.manual_seed(dist.get_rank())
+    for part in handle.parts:
+        for parameter in part.parameters():
+            give_storage(parameter, device)
+        part.to(device)
+        with torch.no_grad():
+            for parameter in part.parameters():
+                local_tensor(parameter).normal_(std=0.02)
+    return handle
+
+
+def start_engine(handle: ModelHandle, device: int) -> EngineProcess:
+    is_cuda = handle.layout.device.type == "cuda"
+    arguments = {
+        "config": handle.config,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda", 0) if is_cuda else torch.device("cpu"),
+        "tokenizer": SimpleNamespace(eos_token_id=None),
+        "max_new_tokens": 1,
+        "stop": (),
+        "batch_size": 1,
+    }
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device)}
+    return EngineProcess([sys.executable, *TRANSFORMERS_WORKER], environment, ("start", arguments))
