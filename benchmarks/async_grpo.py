@@ -38,7 +38,8 @@ def run(options: argparse.Namespace, staleness: int) -> dict[str, Any]:
         "output": output,
         "parallel.pp": 1,
         "length.steps": options.steps,
-        "length.validate_every": options.steps,
+        "length.validate_every": 5,
+        "seed": options.seed,
         "rollout.own_process": "true",
         "rollout.batch_size": options.batch_size,
         "rollout.max_staleness": staleness,
@@ -49,10 +50,12 @@ def run(options: argparse.Namespace, staleness: int) -> dict[str, Any]:
     if code:
         sys.exit(code)
     first, *rows = read_metrics(output / "metrics.jsonl")
+    held_out = [row["val/reward_mean"] for row in rows if "val/reward_mean" in row]
     return {
         "max_staleness": staleness,
         "reward before": round(first["val/reward_mean"], 3),
-        "reward after": round(rows[-1]["val/reward_mean"], 3),
+        "reward after, every 5 steps": [round(reward, 3) for reward in held_out],
+        "mean of the last 3": round(statistics.mean(held_out[-3:]), 3),
         "reward of the last 10 steps": round(statistics.mean(row["rollout/reward_mean"] for row in rows[-10:]), 3),
         "staleness": round(statistics.mean(row["rollout/staleness_mean"] for row in rows[1:]), 2),
         **{part: round(statistics.median(row[part] for row in rows[1:-1]), 3) for part in PARTS},
@@ -63,6 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="that `automodel-rl quickstart` has made")
     parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=256)
     return parser.parse_args()

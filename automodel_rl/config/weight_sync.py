@@ -19,7 +19,7 @@ class WeightSyncConfig(Section):
     buffer_mib: Annotated[float, Field(gt=0)] = 256.0
     """Size of a buffer in MiB. A tensor that is larger takes several, but for vllm, which gets one as large as it."""
 
-    num_buffers: Positive = 2
+    num_buffers: Positive = 4
     """Buffers in turn, each on a stream of its own: one is filled while another one is on its way."""
 
     dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None

@@ -73,6 +73,18 @@ def test_adapters_are_trained_against_the_model_without_them(ranks: RankPool, wo
     )
 
 
+def test_adapters_may_reach_the_engine_alone(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    model = {"path": str(workspace / "model"), "dtype": "float64", "lora": {"rank": 2}}
+    settings = values(workspace, tmp_path / "run", model=model, length={"steps": 3}, parallel={"pp": 2})
+    settings |= {"weight_sync": {"adapters": "alone", "checksum": True}}
+    for output, own_process in (("same", False), ("own", True)):
+        rollout = settings["rollout"] | {"own_process": own_process}
+        ranks(2).run(train, settings | {"output": str(tmp_path / output), "rollout": rollout})
+        for row in metrics_of(tmp_path / output):
+            assert row["train/logprob_error"] == pytest.approx(1, abs=1e-6)
+    assert_same_weights(tmp_path / "same" / "final", tmp_path / "own" / "final")
+
+
 def watch(settings: Settings) -> tuple[list[dict[str, Any]], dict[str, float] | None]:
     """Every sequence that is trained on: step, update, place in it, advantage, and divergence from the reference; and
     what is known of the best checkpoint."""

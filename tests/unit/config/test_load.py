@@ -1,6 +1,7 @@
 """Configs: every shipped one is read, every mistake is named with its key."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -104,6 +105,62 @@ def test_odd_files_and_values_are_refused(tmp_path: Path, values: object, overri
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(InputError, match=message):
         load_config(path, overrides)
+
+
+GRPO: dict[str, Any] = {
+    "algorithm": "grpo",
+    "output": "run",
+    "model": {"path": "m"},
+    "data": {"train": [{"path": "d"}]},
+    "batch": {"row_tokens": 4096},
+    "length": {"steps": 1},
+    "optimizer": {"lr": 1e-5},
+    "rewards": [{"function": "length"}],
+    "rollout": {"prompts": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "transport"),
+    [
+        ({}, "local"),
+        ({"rollout": {"own_process": True}}, "ipc"),
+        ({"rollout": {"own_process": True}, "weight_sync": {"transport": "collective"}}, "collective"),
+        ({"rollout": {"own_process": True, "devices": [1]}}, "collective"),
+        ({"rollout": {"engine": "vllm", "devices": [1]}}, "vllm"),
+    ],
+)
+def test_weights_go_the_way_that_fits_the_engines_place(changes: dict[str, Any], transport: str) -> None:
+    rollout = GRPO["rollout"] | changes.get("rollout", {})
+    assert GRPOConfig.model_validate(GRPO | changes | {"rollout": rollout}).transport == transport
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_sync": {"transport": "ipc"}}, "weight_sync.transport=ipc: with this .* it can be local: use auto"),
+        (
+            {"weight_sync": {"transport": "ipc"}, "rollout": {"own_process": True, "devices": [1]}},
+            "it can be collective: use auto",
+        ),
+        ({"rollout": {"devices": [1]}}, "devices=.1. are for engines in processes: set own_process to true"),
+        ({"rollout": {"max_staleness": 1}}, "an engine in this process cannot write while it trains"),
+        (
+            {"rollout": {"max_staleness": 1, "own_process": True}},
+            "loss.correction.kind=none: completions of older weights need a correction",
+        ),
+        ({"weight_sync": {"adapters": "alone"}}, "adapters=alone needs model.lora and rollout.engine=transformers"),
+        (
+            {"weight_sync": {"checksum": True}, "rollout": {"engine": "vllm"}},
+            "vllm keeps weights in other shapes than checkpoints",
+        ),
+    ],
+)
+def test_weight_sync_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    rollout = GRPO["rollout"] | changes.get("rollout", {})
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(GRPO | changes | {"rollout": rollout}))
+    with pytest.raises(InputError, match=message):
+        load_config(tmp_path / "c.yaml")
 
 
 def test_help_lists_keys_of_lists_and_of_optional_sections() -> None:
