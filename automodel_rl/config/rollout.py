@@ -77,6 +77,10 @@ class RolloutConfig(Section):
         has_process = self.own_process or self.engine == "vllm"
         if self.devices and not has_process:
             raise ValueError(f"devices={list(self.devices)} are for engines in processes: set own_process to true")
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"devices={list(self.devices)}: each engine needs a device of its own: name none twice")
+        if self.devices and self.engine == "vllm" and self.vllm.servers:
+            raise ValueError(f"devices={list(self.devices)}: servers have theirs already: leave devices out")
         if self.max_staleness and not has_process:
             raise ValueError(
                 f"max_staleness={self.max_staleness}: an engine in this process cannot write while it trains: set "

@@ -17,7 +17,8 @@ class WeightSyncConfig(Section):
     place."""
 
     buffer_mib: Annotated[float, Field(gt=0)] = 256.0
-    """Size of a buffer in MiB. A tensor that is larger takes several, but for vllm, which gets one as large as it."""
+    """Size of a buffer in MiB; they stay allocated between updates. A tensor that is larger takes several, but for
+    vllm, which gets one as large as it."""
 
     num_buffers: Positive = 4
     """Buffers in turn, each on a stream of its own: one is filled while another one is on its way."""

@@ -187,7 +187,7 @@ class StageBuckets:
 
     def reread(self, sources: Sequence[Source]) -> None:
         """Reads the same tensors from new sources from here on."""
-        self.sources, self._read_last = list(sources), None
+        self.sources = list(sources)
 
     def targets(self, number: int, buffer: Tensor) -> list[Tensor]:
         """Where in a buffer `pack` writes a bucket; may be kept as long as the buffer.
@@ -211,10 +211,9 @@ class StageBuckets:
             number: of the bucket; every rank packs all buckets in order.
             targets: of this bucket in the buffer.
         """
-        if number == 0:
-            self._read_last = None
         filling = self._filled[number]
         own = [self._shard(source, box) for source, box in filling.own]
+        self._read_last = None  # what is read may be made on the current stream, and the next bucket has another
         if not filling.axes:
             _copy_each(targets, own)
             return

@@ -1,5 +1,6 @@
 """Rewarded completions of a batch of prompts, written and scored by all ranks together."""
 
+import dataclasses
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class RolloutCollector:
 
     Attributes:
         sync: the weights' way.
+        updates: of the weights that engines got, by which the age of completions is told.
     """
 
     def __init__(self, config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, scorer: Scorer):
@@ -67,9 +69,16 @@ class RolloutCollector:
         self.engine, transport = make_engine(config, handle, tokenizer)
         self.sync = WeightSync(handle, transport, config.weight_sync)
         self.lost = ""
+        self.updates = 0
+        self._update_of: dict[int, int] = {0: 0}
 
     def load_weights(self) -> None:
-        """Gives all engines the weights that the model has now. An engine that fails is started anew by `take`."""
+        """Gives all engines the weights of an update. An engine that fails is started anew by `take`."""
+        self.updates += 1
+        self._sync()
+
+    def _sync(self) -> None:
+        self._update_of[self.sync.version + 1] = self.updates  # syncs that mend a failure are no updates
         try:
             self.sync.update()
         except WeightSyncError as problem:
@@ -126,10 +135,12 @@ class RolloutCollector:
         """This rank's completions. Ranks that fail start their engine anew; all wait for them."""
         completions: list[Completion] | None = None
         for attempt in range(self.config.rollout.retries + 1):
-            error = self.lost
-            if completions is None and not error:
-                completions, error = self._completions(pending)
-            errors = gather_objects(error, self.world)
+            # First who has lost its weights: what the others are waiting for may wait for these.
+            error, errors = self.lost, gather_objects(self.lost, self.world)
+            if not any(errors):
+                if completions is None:
+                    completions, error = self._completions(pending)
+                errors = gather_objects(error, self.world)
             failed = next((rank for rank, text in enumerate(errors) if text), None)
             if failed is None and completions is not None:
                 return completions
@@ -147,11 +158,19 @@ class RolloutCollector:
             completions = pending.wait()
         except Exception as problem:
             return None, innermost(problem)
-        oldest = min((c.versions[0] for c in completions if c.versions is not None), default=self.sync.version)
-        staleness, most = self.sync.version - oldest, self.config.rollout.max_staleness
+        completions = [self._by_update(completion) for completion in completions]
+        oldest = min((c.versions[0] for c in completions if c.versions is not None), default=self.updates)
+        staleness, most = self.updates - oldest, self.config.rollout.max_staleness
         if staleness > most:
             return None, f"the engine wrote with weights {staleness} updates old, of rollout.max_staleness={most}"
         return completions, ""
+
+    def _by_update(self, completion: Completion) -> Completion:
+        """With the updates that wrote it in place of the syncs that brought them."""
+        if completion.versions is None:
+            return completion
+        oldest, newest = completion.versions
+        return dataclasses.replace(completion, versions=(self._update_of[oldest], self._update_of[newest]))
 
     def _start_again(self, failed: bool) -> None:
         if failed:
@@ -168,7 +187,8 @@ class RolloutCollector:
                 self.lost = innermost(problem)
         else:
             self.sync.disconnect()  # links may have had the failed engine for a member
-        self.load_weights()
+        gather_objects("", self.world)  # starting an engine may take longer than other collectives are allowed to
+        self._sync()
 
     def _seed(self, prompt: Promptlike, sample: int) -> int:
         return int(np.random.SeedSequence([self.config.seed, prompt.number, sample]).generate_state(1)[0])

@@ -1,17 +1,21 @@
 """An engine in a process of its own: requests go in, completions come out, and weights in between."""
 
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.rollout.child_process import ChildEndedError, ChildProcess
+from automodel_rl.rollout.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
 from automodel_rl.rollout.protocol import Completion, Request
 from automodel_rl.weight_sync.channel import Message
 
 
 class EngineProcess:
     """The rank's end: a `RolloutEngine`, and the `Channel` of its weights.
+
+    A thread takes what the process says as soon as it says it: the process must not wait, in the midst of saying
+    something long, for a rank that trains, or that is itself saying something.
 
     Args:
         command: of the worker.
@@ -30,16 +34,18 @@ class EngineProcess:
         self._batches = 0
         self._done: dict[int, Message] = {}
         self._answers: deque[Message] = deque()
-        self.child.send(start)
+        self._news = threading.Condition()
+        self._ended: ChildEndedError | None = None
+        threading.Thread(target=self._read, daemon=True, name="engine-messages").start()
         try:
-            while not self._answers:
-                self._take(self.child.receive())
-            if self._answers[0][0] == "error":
-                raise RuntimeError(self._answers[0][1])
+            self.child.send(start)
+            self._wait_for(lambda: bool(self._answers))
+            kind, *rest = self.hear()
+            if kind == "error":
+                raise RuntimeError(rest[0])
         except RuntimeError:
             self.close()
             raise
-        self._answers.popleft()
 
     def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
         """Lets it begin; what is returned waits for the completions.
@@ -52,7 +58,7 @@ class EngineProcess:
         self._batches += 1
         asked = [(request.prompt, request.seed, request.temperature) for request in requests]
         self.child.send(("generate", self._batches, asked))
-        return functools.partial(self._wait, self._batches)
+        return functools.partial(self._completions, self._batches)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self.submit(requests)()
@@ -67,31 +73,43 @@ class EngineProcess:
             raise WeightSyncError(str(error)) from None
 
     def ready(self) -> bool:
-        try:
-            while not self._answers and self.child.has_message():
-                self._take(self.child.receive())
-        except ChildEndedError as error:
-            raise WeightSyncError(str(error)) from None
+        if not self._answers and self._ended is not None:
+            raise WeightSyncError(str(self._ended))
         return bool(self._answers)
 
     def hear(self) -> Message:
         return self._answers.popleft()
 
-    def _wait(self, number: int) -> list[Completion]:
-        while number not in self._done:
-            self._take(self.child.receive())
+    def _completions(self, number: int) -> list[Completion]:
+        self._wait_for(lambda: number in self._done)
         kind, *rest = self._done.pop(number)
         if kind == "failed":
             raise RuntimeError(rest[0])
         return [completion_of(*parts) for parts in rest[0]]
 
-    def _take(self, message: Message) -> None:
+    def _wait_for(self, arrived: Callable[[], bool]) -> None:
+        """Raises ChildEndedError if it never will."""
+        with self._news:
+            while not arrived():
+                if self._ended is not None:
+                    raise self._ended
+                self._news.wait(LOOK_SECONDS)
+
+    def _read(self) -> None:
         """Puts completions with completions, and everything else with what is said of weights."""
-        kind, *rest = message
-        if kind in ("completions", "failed"):
-            self._done[rest[0]] = (kind, rest[1])
-        else:
-            self._answers.append(message)
+        while self._ended is None:
+            try:
+                message = self.child.receive()
+            except ChildEndedError as error:
+                self._ended, message = error, ()
+            except (OSError, TypeError, ValueError):  # closed by this rank in the midst of reading
+                self._ended, message = ChildEndedError("it is closed"), ()
+            with self._news:
+                if message and message[0] in ("completions", "failed"):
+                    self._done[message[1]] = (message[0], message[2])
+                elif message:
+                    self._answers.append(message)
+                self._news.notify_all()
 
 
 def completion_of(

@@ -54,7 +54,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], version: in
     Args:
         groups: all that were generated.
         rewards: names of the reward functions.
-        version: of the weights that are about to be trained.
+        version: update of the weights that are about to be trained.
 
     Raises:
         InputError: every call of a reward failed.

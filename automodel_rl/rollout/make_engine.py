@@ -88,8 +88,8 @@ def _vllm(
     if rollout.stop:
         sampling |= {"stop": list(rollout.stop), "include_stop_str_in_output": True}
     if rollout.vllm.servers:
-        servers = VllmServers(rollout.vllm.servers, sampling)
-        return servers, VllmNccl(servers if dist.get_rank() == 0 else None, layout, weights.timeout)
+        servers = VllmServers(rollout.vllm.servers, sampling, leads=dist.get_rank() == 0)
+        return servers, VllmNccl(servers, layout, weights.timeout)
     options = {
         "model": str(handle.source),
         "dtype": str(sync_dtype(weights, handle)).removeprefix("torch."),

@@ -31,7 +31,8 @@ class Completion:
         logprobs: of every one of them under the distribution it was sampled from, temperature included.
         finish: "stop" at an end-of-sequence token or a stop text, "length" at the limit, "error" if it failed.
         error: why it failed.
-        versions: of the weights, oldest and newest, that wrote it; None if the engine does not say.
+        versions: of the weights, oldest and newest, that wrote it, None if the engine does not say. From an engine the
+            number of a sync, from `RolloutCollector` that of an update.
     """
 
     token_ids: list[int]

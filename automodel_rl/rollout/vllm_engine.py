@@ -75,9 +75,11 @@ class VllmServers:
     Args:
         urls: of the servers; requests go to them in turn.
         sampling: of vllm.SamplingParams, the same for every request.
+        leads: whether this rank tells them of weights; others only keep count of versions.
     """
 
-    def __init__(self, urls: Sequence[str], sampling: dict[str, Any]):
+    def __init__(self, urls: Sequence[str], sampling: dict[str, Any], leads: bool = True):
+        self.leads = leads
         self.urls, self.sampling = [url.rstrip("/") for url in urls], sampling
         for url in self.urls:
             self._check(url)
@@ -90,8 +92,8 @@ class VllmServers:
 
     @property
     def num_workers(self) -> int:
-        """Processes of all servers that hold weights."""
-        return sum(self._world_sizes())
+        """Processes of all servers that hold weights; of the rank that leads."""
+        return sum(self._world_sizes()) if self.leads else 0
 
     def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
         if self._broken:
@@ -118,7 +120,13 @@ class VllmServers:
         self._orders.shutdown(wait=False, cancel_futures=True)
 
     def tell(self, message: Message) -> None:
-        self._orders.submit(self._obey, message)
+        if not self.leads:
+            self._follow(message)
+            return
+        try:
+            self._orders.submit(self._obey, message)
+        except RuntimeError:
+            raise WeightSyncError("the servers are given up") from None
 
     def ready(self) -> bool:
         return bool(self._answers)
@@ -149,6 +157,17 @@ class VllmServers:
         except Exception as error:
             self._broken = True
             self._answers.append(("error", innermost(error)))
+
+    def _follow(self, message: Message) -> None:
+        """What another rank tells the servers."""
+        kind, *rest = message
+        if kind == "begin":
+            self.coming = rest[0]
+        elif kind == "commit":
+            self.version = self.coming
+            self._answers.append(("committed", self.version, None))
+        elif kind in _ANSWERS:
+            self._answers.append((_ANSWERS[kind],))
 
     def _init(self, info: dict[str, Any]) -> None:
         offsets = itertools.accumulate(self._world_sizes(), initial=info["rank_offset"])
@@ -188,6 +207,10 @@ class VllmServers:
             info = json.dumps(self._get(f"{url}/server_info?config_format=json"))
         except (OSError, ValueError) as error:
             raise InputError(f"rollout.vllm.servers: {url} does not answer ({error}): start it with {SERVE}") from None
+        if self._get(f"{url}/is_paused")["is_paused"]:
+            raise InputError(
+                f"rollout.vllm.servers: {url} is paused, as after an update of its weights that failed: start it anew"
+            )
         if "processed_logprobs" not in info:
             raise InputError(
                 f"rollout.vllm.servers: {url} reports raw log-probabilities, which are wrong at any temperature but 1: "
@@ -204,6 +227,8 @@ class VllmServers:
             text = response.read()
         return json.loads(text) if text else None
 
+
+_ANSWERS = {"init": "ready", "update": "taken"}
 
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "

@@ -56,9 +56,7 @@ class Worker:
     def handle(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
         try:
-            if kind == "hello":
-                self.connection.send(message)
-            elif kind == "start":
+            if kind == "start":
                 self.start(*rest)
                 self.connection.send(("started",))
             elif kind == "generate":
@@ -94,13 +92,20 @@ class Worker:
         if self.version is None:
             self.connection.send(("failed", number, "the engine has no complete weights: an update was interrupted"))
             return
+        names: list[str] = []
+        try:
+            for place, (prompt, seed, temperature) in enumerate(requests):
+                params = SamplingParams(seed=seed, temperature=temperature, logprobs=0, **self.sampling)
+                params.output_kind = RequestOutputKind.FINAL_ONLY
+                names.append(f"{number}/{place}")
+                self.engine.llm_engine.add_request(names[-1], {"prompt_token_ids": prompt}, params)
+        except Exception as error:
+            traceback.print_exc()
+            self.engine.llm_engine.abort_request(names)
+            self.connection.send(("failed", number, describe(error)))
+            return
         self.batches[number] = [None] * len(requests)
-        for place, (prompt, seed, temperature) in enumerate(requests):
-            params = SamplingParams(seed=seed, temperature=temperature, logprobs=0, **self.sampling)
-            params.output_kind = RequestOutputKind.FINAL_ONLY
-            name = f"{number}/{place}"
-            self.oldest[name] = self.version
-            self.engine.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        self.oldest |= dict.fromkeys(names, self.version)
 
     def step(self) -> None:
         try:
@@ -109,8 +114,7 @@ class Worker:
             traceback.print_exc()
             for number in self.batches:
                 self.connection.send(("failed", number, describe(error)))
-            self.batches = {}
-            return
+            raise SystemExit(1) from None  # what is left in vLLM of these requests would be taken for others'
         for output in outputs:
             if output.finished:
                 self.finish(output)
@@ -133,7 +137,8 @@ class Worker:
     def commit(self) -> None:
         self.engine.finish_weight_update()
         # Keys and values of the old weights; running requests are computed again up to where they are.
-        self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.batches))
+        if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.batches)):
+            raise RuntimeError("vLLM keeps its cache of keys and values of the old weights")
         self.version, self.coming = self.coming, None
         self.connection.send(("committed", self.version, None))
 

@@ -123,7 +123,7 @@ class GRPOTrainer:
             with step.time("rollout"):
                 generated, groups = self._generate()
             self._check_signal(groups)
-            step.row |= rollout_metrics(generated, self.rewards, self.rollouts.sync.version)
+            step.row |= rollout_metrics(generated, self.rewards, self.rollouts.updates)
         except (RolloutError, InputError):
             self.queue.load_state_dict(before)
             self.run.abandon_step()

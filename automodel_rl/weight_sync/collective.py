@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from automodel_rl.errors import WeightSyncError
+from automodel_rl.errors import WeightSyncError, innermost
 from automodel_rl.model.hf_buckets import Plan
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
@@ -111,8 +111,8 @@ class Collective(Transport):
         problem = ""
         try:
             work()
-        except WeightSyncError as error:
-            problem = str(error)
+        except Exception as error:
+            problem = str(error) if isinstance(error, WeightSyncError) else innermost(error)
         problems = gather_objects(problem, self.layout.world_control)
         failed = next((rank for rank, text in enumerate(problems) if text), None)
         if problem:

@@ -25,7 +25,7 @@ class Producer:
         dtype: that parameters are sent in.
         most_bytes: of a bucket.
         whole: never cut a tensor, for engines that load whole ones.
-        adapters_alone: only the adapters, under PEFT's names.
+        adapters_alone: only the adapters, under the model's names.
         reach: with "all stages" every bucket also goes to this rank's pipeline peers.
 
     Attributes:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from automodel_rl.errors import WeightSyncError
+
 DEVICE_ARGUMENT = 6
 """Of rebuild_cuda_tensor: the device's number, which differs where processes see different devices."""
 
@@ -54,8 +56,16 @@ def share(num_bytes: int, device: torch.device, filled: torch.cuda.Event | None)
     if device.type == "cpu":
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         descriptor, file = tempfile.mkstemp(prefix="automodel_rl_", dir=folder)
-        os.truncate(descriptor, num_bytes)
-        os.close(descriptor)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            Path(file).unlink()
+            raise WeightSyncError(
+                f"no room for a buffer of {num_bytes / 2**20:.0f} MiB in shared memory ({error.strerror}): lower "
+                "weight_sync.buffer_mib or num_buffers"
+            ) from None
+        finally:
+            os.close(descriptor)
         return torch.from_file(file, shared=True, size=num_bytes, dtype=torch.uint8), SharedBuffer(
             num_bytes, file, (), b""
         )

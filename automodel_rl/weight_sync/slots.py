@@ -46,6 +46,7 @@ class Slot:
     def mark(self) -> None:
         """Notes that all work of this turn is queued."""
         if self.stream is not None:
+            self.has_room()  # lets go of those that have ended
             self._uses.append(self.stream.record_event())
 
     def has_room(self) -> bool:

@@ -4,7 +4,6 @@ vLLM loads whole tensors by their names in checkpoints, one expert at a time, so
 for each bucket. Checked with vLLM 0.23.0.
 """
 
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from automodel_rl.errors import WeightSyncError, innermost
 from automodel_rl.launch.local import free_port
 from automodel_rl.model.hf_buckets import Plan
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -36,7 +36,7 @@ class _Vllm(Transport):
     """What both ways have in common: how an update is told, and answered bucket by bucket.
 
     Args:
-        channel: to this rank's engine, None if another rank has it.
+        channel: to this rank's engine.
         layout: this rank's place.
         seconds: longest wait for an answer.
     """
@@ -44,37 +44,31 @@ class _Vllm(Transport):
     reach = "all stages"
     whole = True
 
-    def __init__(self, channel: VllmChannel | None, layout: Layout, seconds: float):
+    def __init__(self, channel: VllmChannel, layout: Layout, seconds: float):
         self.channel, self.layout, self.seconds = channel, layout, seconds
         self.plans: Sequence[Plan] = []
         self.asked = 0
 
     def begin(self, version: int) -> None:
         self.asked = 0
-        if self.channel is not None:
-            self.channel.tell(("begin", version, patience(self.seconds)))
+        self.channel.tell(("begin", version, patience(self.seconds)))
 
     def commit(self, version: int, *, sums: bool) -> Committed:
-        if self.channel is None:
-            return Committed(version, None)
         self._take_answers(0)
         self.channel.tell(("commit", False))
         return Committed(*expect(self.channel, "committed", self.seconds))
 
     def give_up(self) -> None:
-        if self.channel is not None:
-            end_quietly(self.channel)
+        end_quietly(self.channel)
         self.close()
 
     def _update(self, info: dict[str, Any]) -> None:
-        if self.channel is not None:
-            self.channel.tell(("update", info))
-            self.asked += 1
+        self.channel.tell(("update", info))
+        self.asked += 1
 
     def _take_answers(self, left: int) -> None:
         """Until so many updates are left without an answer."""
         while self.asked > left:
-            assert self.channel is not None
             expect(self.channel, "taken", self.seconds)
             self.asked -= 1
 
@@ -92,7 +86,6 @@ class VllmSameDevice(_Vllm):
     """To a process of vLLM on this rank's device."""
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
-        assert self.channel is not None
         self.plans = plans
         made = [share(num_bytes, self.layout.device, torch.cuda.Event(interprocess=True)) for _ in range(num_buffers)]
         self.channel.tell(("init", {"buffers": [shared.cuda for _, shared in made]}))
@@ -119,29 +112,24 @@ class VllmNccl(_Vllm):
     """
 
     sender: NcclSender | None = None
+    is_ready = False
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
         self.close()
         self.plans = plans
-        workers = gather_objects(0 if self.channel is None else self.channel.num_workers, self.layout.world_control)
-        rank, world_size = dist.get_rank(), 1 + sum(workers)
+        rank = dist.get_rank()
         place = (os.environ.get("MASTER_ADDR", "localhost"), free_port())
-        host, port = gather_objects(place, self.layout.world_control)[0]
-        if self.channel is not None:
-            self.channel.tell(
-                (
-                    "init",
-                    {
-                        "master_address": host,
-                        "master_port": port,
-                        "rank_offset": 1 + sum(workers[:rank]),
-                        "world_size": world_size,
-                    },
-                )
-            )
+        told = gather_objects((*self._workers(), place), self.layout.world_control)
+        workers, problems, places = zip(*told, strict=True)
+        if any(problems):
+            raise WeightSyncError(next(problem for problem in problems if problem))
+        (host, port), world_size = places[0], 1 + sum(workers)
+        init = {"master_address": host, "master_port": port, "world_size": world_size}
+        self.channel.tell(("init", {**init, "rank_offset": 1 + sum(workers[:rank])}))
+        self.is_ready = False
         if rank == 0:
             self.sender = self._meet(host, port, world_size)
-        if self.channel is not None:
+        if not self.is_ready:
             expect(self.channel, "ready", self.seconds)
         return Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.layout.device) for _ in range(num_buffers)])
 
@@ -161,9 +149,15 @@ class VllmNccl(_Vllm):
             self.sender.abort()
             self.sender = None
 
+    def _workers(self) -> tuple[int, str]:
+        """How many processes this rank's engine has, or why that is not known."""
+        try:
+            return self.channel.num_workers, ""
+        except (OSError, ValueError, LookupError) as error:
+            return 0, f"vLLM does not answer: {innermost(error)}"
+
     def _watch(self) -> None:
-        if self.channel is not None:
-            self.channel.ready()
+        self.channel.ready()
 
     def _meet(self, host: str, port: int, world_size: int) -> NcclSender:
         """Joins vLLM's workers."""
@@ -171,11 +165,11 @@ class VllmNccl(_Vllm):
             lambda: NcclSender(host, port, world_size, self.layout.device, self.seconds),
             "joining vLLM's workers",
             self.seconds,
-            self._refuse_early_error,
+            self._take_early_answer,
         )
 
-    def _refuse_early_error(self) -> None:
-        """An answer before this rank has joined can only be an error."""
-        if self.channel is not None and self.channel.ready():
-            with contextlib.suppress(TimeoutError):
-                expect(self.channel, "ready", self.seconds)
+    def _take_early_answer(self) -> None:
+        """An answer before this rank has joined can only be an error; it may also come just as it joins."""
+        if self.channel.ready():
+            expect(self.channel, "ready", self.seconds)
+            self.is_ready = True

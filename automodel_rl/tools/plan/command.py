@@ -65,13 +65,16 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
 
 
 def engine_bytes(config: RunConfig, model_bytes: int, device: str) -> float:
-    """What a rollout engine takes on each rank's device."""
+    """What a rollout engine takes on each rank's device, and the buffers through which it gets weights."""
     if not isinstance(config, GRPOConfig):
         return 0
-    rollout = config.rollout
+    rollout, sync = config.rollout, config.weight_sync
+    buffers = sync.num_buffers * min(sync.buffer_mib * 2**20, model_bytes)
     if rollout.devices or (rollout.engine == "vllm" and rollout.vllm.servers):
-        return 0
-    return model_bytes if rollout.engine == "transformers" else rollout.vllm.memory_fraction * DEVICES[device] * GIB
+        return buffers
+    return buffers + (
+        model_bytes if rollout.engine == "transformers" else rollout.vllm.memory_fraction * DEVICES[device] * GIB
+    )
 
 
 def _spread(parallel: ParallelConfig, num_gpus: int) -> ParallelConfig:

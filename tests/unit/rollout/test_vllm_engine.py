@@ -39,7 +39,13 @@ class LLM:
         self.loaded, self.waiting, self.llm_engine, self.open = 0, {}, self, False
 
     def add_request(self, name, prompt, params):
+        if prompt["prompt_token_ids"] == [99]:
+            raise ValueError("the prompt is too long")
         self.waiting[name] = [prompt["prompt_token_ids"], params, 3]
+
+    def abort_request(self, names):
+        for name in names:
+            self.waiting.pop(name, None)
 
     def step(self):
         print("noise on stdout")
@@ -77,6 +83,7 @@ class LLM:
 
     def reset_prefix_cache(self, reset_running_requests):
         assert reset_running_requests == bool(self.waiting)
+        return True
 """
 
 
@@ -131,6 +138,9 @@ def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
         (after,) = engine.generate(requests[:1])
         assert (after.token_ids, after.versions) == ([1, 2, 2], (4, 4))
         assert engine.generate([]) == []
+        with pytest.raises(RuntimeError, match="ValueError: the prompt is too long"):
+            engine.generate([requests[0], Request([99], 8, 0.5)])
+        assert engine.generate(requests[:1]) == [after]
         os.kill(engine.child.process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="its process ended with code -9"):
             engine.generate(requests)
@@ -185,10 +195,13 @@ def test_an_engine_that_does_not_start_is_bad_input(python: str, model: str, mes
 
 class Server(BaseHTTPRequestHandler):
     mode = "processed_logprobs"
+    paused = False
     told: ClassVar[list[tuple[str, dict[str, Any]]]] = []
 
     def do_GET(self) -> None:
-        if self.path.startswith("/get_world_size"):
+        if self.path == "/is_paused":
+            self._answer({"is_paused": self.paused})
+        elif self.path.startswith("/get_world_size"):
             self._answer({"world_size": 2})
         elif self.path.startswith("/server_info"):
             self._answer({"vllm_config": {"model_config": {"logprobs_mode": self.mode}}})
@@ -264,6 +277,12 @@ def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str) -
     assert len(Server.told) == 10
     (after,) = engine.generate([Request([5], 7, 0.5)])
     assert after.versions == (3, 3)
+    other = VllmServers([url], {}, leads=False)
+    assert other.num_workers == 0
+    Server.told.clear()
+    assert tell_update(other, 3, "a") == (3, None)
+    assert other.generate([Request([5], 7, 0.5)])[0].versions == (3, 3)
+    assert Server.told == []
     with pytest.raises(WeightSyncError, match="500"):
         tell_update(engine, 4, "bad")
     with pytest.raises(WeightSyncError, match="start the servers anew"):
@@ -276,6 +295,10 @@ def test_servers_that_are_not_there_or_report_raw_logprobs_are_refused(
 ) -> None:
     with pytest.raises(InputError, match="http://127.0.0.1:9 does not answer"):
         VllmServers(["http://127.0.0.1:9"], {})
+    monkeypatch.setattr(Server, "paused", True)
+    with pytest.raises(InputError, match="is paused, as after an update of its weights that failed: start it anew"):
+        VllmServers([url], {})
+    monkeypatch.setattr(Server, "paused", False)
     monkeypatch.setattr(Server, "mode", "raw_logprobs")
     with pytest.raises(InputError, match="reports raw log-probabilities, .* start it with VLLM_SERVER_DEV_MODE=1"):
         VllmServers([url], {})
