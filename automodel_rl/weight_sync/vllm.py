@@ -22,6 +22,9 @@ from automodel_rl.weight_sync.shared_memory import share
 from automodel_rl.weight_sync.slots import Slot, Slots, in_time, wait_until
 from automodel_rl.weight_sync.transport import Committed, Transport
 
+MOST_UNANSWERED = 8
+"""Buckets that vLLM may be told of before it has taken them: more could fill the pipe, and block this rank in it."""
+
 
 class VllmChannel(Channel, Protocol):
     """A channel to one engine of vLLM or several."""
@@ -135,6 +138,7 @@ class VllmNccl(_Vllm):
 
     def release(self, slot: Slot) -> None:
         wait_until(slot.has_room, "a bucket of weights", self.seconds, self._watch)
+        self._take_answers(MOST_UNANSWERED)
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         self._update(self._describe(sender, number))
