@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -463,3 +465,40 @@ def test_a_run_with_engines_ahead_goes_on_with_the_prompts_it_had_not_trained_on
     ranks(1).run(train, settings, True)
     assert [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)] == before
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def run_with_a_death(settings: Settings) -> int:
+    """Kills the first rank's engine while it is ahead; how many engines this rank has started."""
+    made = 0
+
+    def make(*arguments: Any) -> tuple[RolloutEngine, Transport]:
+        nonlocal made
+        made += 1
+        return make_engine(*arguments)
+
+    with mock.patch("automodel_rl.rollout.collect.make_engine", make):
+        trainer = trainer_of(settings)
+        take, calls = trainer.rollouts.take, 0
+
+        def killing(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3 and trainer.handle.layout.data_rank == 0:
+                os.kill(trainer.rollouts.engine.child.process.pid, signal.SIGKILL)
+            return take(*arguments)
+
+        trainer.rollouts.take = killing
+        trainer.train()
+    return made
+
+
+def test_an_engine_that_dies_ahead_of_training_does_not_make_the_others_completions_older(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 5}, parallel={"dp_shard": 2})
+    settings["rollout"] |= {"own_process": True, "max_staleness": 1}
+    settings["loss"] |= {"correction": {"kind": "truncate"}}
+    settings["weight_sync"] = {"checksum": True}
+    assert ranks(2).run(run_with_a_death, settings) == [2, 1]
+    ages = [row["rollout/staleness_max"] for row in metrics_of(tmp_path / "run")]
+    assert max(ages) <= 1
