@@ -59,3 +59,8 @@ def innermost(error: BaseException) -> str:
         error = error.__cause__
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}"
+
+
+def reason(error: Exception) -> str:
+    """Why a sync failed: an error that is written for it speaks for itself, any other is named."""
+    return str(error) if isinstance(error, WeightSyncError) else innermost(error)

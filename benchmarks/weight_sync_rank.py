@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 import statistics
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +22,7 @@ from automodel_rl.model.nemo import split_model
 from automodel_rl.parallel.layout import build_layout
 from automodel_rl.parallel.sharding import give_storage, local_tensor
 from automodel_rl.rollout.engine_process import EngineProcess
-from automodel_rl.rollout.make_engine import TRANSFORMERS_WORKER
+from automodel_rl.rollout.make_engine import start_transformers
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.ipc import Ipc
 from automodel_rl.weight_sync.sync import WeightSync
@@ -109,5 +107,4 @@ def start_engine(handle: ModelHandle, device: int) -> EngineProcess:
         "stop": (),
         "batch_size": 1,
     }
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device)}
-    return EngineProcess([sys.executable, *TRANSFORMERS_WORKER], environment, ("start", arguments))
+    return start_transformers(arguments, str(device))

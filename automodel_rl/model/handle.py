@@ -231,10 +231,10 @@ class ModelHandle:
                 linear = adapted[parameter]
                 sources.append(Source(name, parameter, dtype, functools.partial(merge, linear, downs[linear])))
             elif not is_adapter(name):
-                sources.append(Source(name, parameter, dtype, functools.partial(local_tensor, parameter)))
+                sources.append(Source.of(name, parameter, dtype))
         for part in self.parts:
             for name, buffer in stored_buffers(part):
-                sources.append(Source(name, buffer, buffer.dtype, functools.partial(local_tensor, buffer)))
+                sources.append(Source.of(name, buffer, buffer.dtype))
         return sources
 
     def adapter_sources(self, dtype: torch.dtype) -> list[Source]:
@@ -244,12 +244,12 @@ class ModelHandle:
             dtype: that they are sent in.
         """
         own = [(name, parameter) for name, parameter in self.named_parameters() if is_adapter(name)]
-        return [Source(name, p, dtype, functools.partial(local_tensor, p)) for name, p in own]
+        return [Source.of(name, p, dtype) for name, p in own]
 
     def _whole_downs(self, linears: Collection[Any]) -> dict[Any, Tensor]:
         """All of each adapter's `lora_A`."""
         weights = {str(number): linear.lora_A.weight for number, linear in enumerate(linears)}
-        sources = [Source(name, w, w.dtype, functools.partial(local_tensor, w)) for name, w in weights.items()]
+        sources = [Source.of(name, w, w.dtype) for name, w in weights.items()]
         whole = dict(whole_tensors(sources, self.config.model_type, self.layout))
         return {linear: whole[str(number)] for number, linear in enumerate(linears)}
 

@@ -4,6 +4,7 @@ A bucket is filled by one collective for each mesh axis that cuts its tensors, h
 of whole tensors, back to back and of one dtype, and `Plan` says which: whoever reads a bucket needs nothing else.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from automodel_rl.model.hf_names import pieces
 from automodel_rl.parallel.collectives import all_gather
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.parallel.sharding import Box, boxes_of_ranks, local_box, sharded_axes
+from automodel_rl.parallel.sharding import Box, boxes_of_ranks, local_box, local_tensor, sharded_axes
 
 WHOLE_BUCKET = 2**29
 """Bytes that `whole_tensors` gathers at once, or one tensor if that is larger."""
@@ -116,6 +117,11 @@ class Source:
     tensor: Tensor
     dtype: torch.dtype
     read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, dtype: torch.dtype) -> "Source":
+        """A tensor that is sent as it is."""
+        return cls(name, tensor, dtype, functools.partial(local_tensor, tensor))
 
 
 @dataclass(frozen=True)

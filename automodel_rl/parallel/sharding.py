@@ -78,16 +78,15 @@ def give_storage(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def gather_whole(tensor: Tensor, layout: Layout, dtype: torch.dtype | None = None) -> Tensor:
+def gather_whole(tensor: Tensor, layout: Layout) -> Tensor:
     """The whole of a (sharded) tensor, on all ranks of its mesh. A collective.
 
     Args:
         tensor: this rank's.
         layout: this rank's place.
-        dtype: cast before gathering, so that less travels.
     """
     if not isinstance(tensor, DTensor):
-        return tensor.detach().to(dtype)
+        return tensor.detach()
     mesh, sizes, coordinate = tensor.device_mesh, list(tensor.shape), _coordinate(tensor)
     steps = []  # as local_box cuts: the axis, the dim, and its size before the cut
     for axis in reversed(range(mesh.ndim)):
@@ -96,7 +95,7 @@ def gather_whole(tensor: Tensor, layout: Layout, dtype: torch.dtype | None = Non
             steps.append((axis, placement.dim, sizes[placement.dim]))
             part = _chunk(slice(0, sizes[placement.dim]), mesh.size(axis), coordinate[axis])
             sizes[placement.dim] = part.stop - part.start
-    whole = tensor.to_local().to(dtype)
+    whole = tensor.to_local()
     for axis, dim, size in reversed(steps):
         longest = -(-size // mesh.size(axis))
         own = whole.movedim(dim, 0)

@@ -58,7 +58,7 @@ def make_engine(
     visible = visible_device(rollout.devices, device)
     if visible is not None:
         arguments["device"] = torch.device("cuda", 0)
-    process = _start_worker(arguments, visible)
+    process = start_transformers(arguments, visible)
     if config.transport == "ipc":
         return process, Ipc(process, device, weights.timeout)
     if device.type == "cuda" and not rollout.devices:
@@ -69,7 +69,16 @@ def make_engine(
     return process, Collective(process, handle.layout, weights.timeout)
 
 
-def _start_worker(arguments: dict[str, Any], visible: str | None) -> EngineProcess:
+def start_transformers(arguments: dict[str, Any], visible: str | None) -> EngineProcess:
+    """A transformers engine in a process of its own.
+
+    Args:
+        arguments: of `TransformersEngine`.
+        visible: its CUDA_VISIBLE_DEVICES; None leaves the environment's.
+
+    Raises:
+        InputError: it does not start.
+    """
     environment = None if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
     try:
         return EngineProcess([sys.executable, *TRANSFORMERS_WORKER], environment, ("start", arguments))

@@ -53,7 +53,7 @@ class Worker:
         self.weights: queue.Queue[Message] = queue.Queue()
         self.batches: queue.Queue[Message] = queue.Queue()
         self.something = threading.Semaphore(0)
-        self.end = EngineEnd(engine.receiver, engine.device, self._next_of_update, connection.send)
+        self.end = EngineEnd(engine.receiver, engine.device, self.weights, connection.send)
 
     def run(self) -> None:
         """Until the rank is gone."""
@@ -76,12 +76,6 @@ class Worker:
         except Exception as error:
             answer = ("failed", number, innermost(error))
         self.connection.send(answer)
-
-    def _next_of_update(self, seconds: float) -> Message:
-        try:
-            return self.weights.get(timeout=seconds)
-        except queue.Empty:
-            raise TimeoutError from None
 
     def _read(self) -> None:
         """In a thread: what comes while the engine works waits in memory, not in the pipe, which has little room."""

@@ -4,10 +4,9 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 
-from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.errors import WeightSyncError, reason
 from automodel_rl.model.hf_buckets import Plan
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
@@ -53,7 +52,7 @@ class Collective(Transport):
             name = f"sender{self.layout.pp_rank}"
             self.link = Link(self.store, name, 0, 1 + num_engines, self.layout.device, self.seconds)
         expect(self.channel, "joined", self.seconds)
-        return Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.layout.device) for _ in range(num_buffers)])
+        return Slots.allocate(num_bytes, num_buffers, self.layout.device)
 
     def begin(self, version: int) -> None:
         self.under_way = {}
@@ -112,7 +111,7 @@ class Collective(Transport):
         try:
             work()
         except Exception as error:
-            problem = str(error) if isinstance(error, WeightSyncError) else innermost(error)
+            problem = reason(error)
         problems = gather_objects(problem, self.layout.world_control)
         failed = next((rank for rank, text in enumerate(problems) if text), None)
         if problem:

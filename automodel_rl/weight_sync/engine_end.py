@@ -1,6 +1,7 @@
 """The engine's end of a channel: does what the rank says, one update at a time, between two tokens."""
 
 import functools
+import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -8,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.errors import WeightSyncError, innermost
-from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.errors import WeightSyncError, reason
 from automodel_rl.weight_sync.channel import JoinOrder, Message
 from automodel_rl.weight_sync.link import Link, raise_failure
 from automodel_rl.weight_sync.receiver import Receiver, in_turn
@@ -26,7 +26,7 @@ class EngineEnd:
     Args:
         receiver: of the engine.
         device: of the engine's tensors.
-        hear: gives the next message, or raises TimeoutError after so many seconds.
+        messages: that come from the rank.
         answer: sends one back.
     """
 
@@ -34,11 +34,10 @@ class EngineEnd:
         self,
         receiver: Receiver,
         device: torch.device,
-        hear: Callable[[float], Message],
+        messages: "queue.Queue[Message]",
         answer: Callable[[Message], None],
     ):
-        self.receiver, self.device, self.hear, self.answer = receiver, device, hear, answer
-        self.plans: list[Plan] = []
+        self.receiver, self.device, self.messages, self.answer = receiver, device, messages, answer
         self.slots = Slots([])
         self.filled: list[torch.cuda.Event] = []
         self.emptied: list[torch.cuda.Event] = []
@@ -52,8 +51,7 @@ class EngineEnd:
             if kind == "hello":
                 self.answer(message)
             elif kind == "agree":
-                self.plans = list(rest[0])
-                self.receiver.agree(self.plans)
+                self.receiver.agree(rest[0])
                 self.answer(("agreed",))
             elif kind == "open":
                 self.answer(("opened", self._open(rest[0])))
@@ -70,7 +68,7 @@ class EngineEnd:
             # Anything else belongs to an update that has failed.
         except Exception as error:
             self._leave()
-            self.answer(("error", str(error) if isinstance(error, WeightSyncError) else innermost(error)))
+            self.answer(("error", reason(error)))
 
     def _open(self, buffers: Sequence[SharedBuffer]) -> list[bytes]:
         self.slots = Slots([buffer.open(self.device) for buffer in buffers])
@@ -90,7 +88,7 @@ class EngineEnd:
                 f"the engine's device has no room for a buffer of {num_bytes / 2**20:.0f} MiB: lower "
                 "weight_sync.buffer_mib"
             )
-        self.slots = Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(count)])
+        self.slots = Slots.allocate(num_bytes, count, self.device)
         return count
 
     def _leave(self) -> None:
@@ -110,8 +108,8 @@ class EngineEnd:
         self.slots.join()
         while True:
             try:
-                kind, *rest = self.hear(seconds)
-            except TimeoutError:
+                kind, *rest = self.messages.get(timeout=seconds)
+            except queue.Empty:
                 raise WeightSyncError(f"the trainer was silent for {seconds:g} s in the middle of an update") from None
             if kind == "bucket":
                 self._take(*rest)
@@ -142,7 +140,7 @@ class EngineEnd:
     def _receive(self) -> None:
         """Takes all buckets from the links: as many as there are slots are on their way at once."""
         on_the_way: deque[tuple[int, int, int, Callable[[], bool]]] = deque()
-        for turn, (sender, number) in enumerate(in_turn(self.plans)):
+        for turn, (sender, number) in enumerate(in_turn(self.receiver.plans)):
             while on_the_way and (len(on_the_way) == len(self.slots) or on_the_way[0][3]()):
                 self._load_next(on_the_way)
             slot = self.slots[turn]
@@ -168,7 +166,7 @@ class EngineEnd:
         self.links[sender].wait(done, watch=functools.partial(raise_failure, self.store))
 
     def _part(self, sender: int, number: int, buffer: Tensor) -> Tensor:
-        return buffer[: self.plans[sender].buckets[number].num_bytes]
+        return buffer[: self.receiver.plans[sender].buckets[number].num_bytes]
 
 
 def _room(device: torch.device) -> int:

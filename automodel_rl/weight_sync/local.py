@@ -25,7 +25,7 @@ class Local(Transport):
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
         self.receiver.agree(plans)
-        return Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(num_buffers)])
+        return Slots.allocate(num_bytes, num_buffers, self.device)
 
     def begin(self, version: int) -> None:
         self.receiver.begin()

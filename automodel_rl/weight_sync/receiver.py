@@ -17,6 +17,7 @@ class Receiver:
         homes: contiguous tensors by their Hugging Face names, all that the engine computes with.
 
     Attributes:
+        plans: of every sender, since they were agreed on.
         version: of the weights that are in place; None before the first update, and from the beginning of an update to
             its end, for ever if it is interrupted.
     """
@@ -24,7 +25,7 @@ class Receiver:
     def __init__(self, homes: Mapping[str, Tensor]):
         self.homes = {name: home.detach() for name, home in homes.items()}
         self.version: int | None = None
-        self._plans: list[Plan] = []
+        self.plans: list[Plan] = []
         self._targets: dict[tuple[int, int], list[Tensor]] = {}
 
     def agree(self, plans: Sequence[Plan]) -> None:
@@ -47,7 +48,7 @@ class Receiver:
         missing = self.homes.keys() - sent.keys()
         if missing:
             raise WeightSyncError(f"the trainer does not send {min(missing)} and {len(missing) - 1} more of the engine")
-        self._plans = list(plans)
+        self.plans = list(plans)
         self._targets = {
             (sender, number): [
                 self.homes[plan.tensors[chunk.tensor].name].view(-1)[chunk.start : chunk.start + chunk.count]
@@ -64,7 +65,7 @@ class Receiver:
     @torch.no_grad()
     def load(self, sender: int, number: int, buffer: Tensor) -> None:
         """Writes a bucket to the tensors it holds stretches of, on the current stream."""
-        bucket = self._plans[sender].buckets[number]
+        bucket = self.plans[sender].buckets[number]
         if bucket.chunks:
             elements = bucket.elements(buffer)
             stretches = [elements[chunk.offset : chunk.offset + chunk.count] for chunk in bucket.chunks]

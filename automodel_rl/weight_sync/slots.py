@@ -71,6 +71,11 @@ class Slots:
     def __init__(self, buffers: list[Tensor]):
         self.ring = [Slot(number, buffer) for number, buffer in enumerate(buffers)]
 
+    @classmethod
+    def allocate(cls, num_bytes: int, count: int, device: torch.device) -> "Slots":
+        """With buffers of this process alone."""
+        return cls([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)])
+
     def __getitem__(self, turn: int) -> Slot:
         """The slot whose turn it is."""
         return self.ring[turn % len(self.ring)]

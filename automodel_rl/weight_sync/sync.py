@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from automodel_rl.config import WeightSyncConfig
-from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.errors import WeightSyncError, reason
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.producer import Producer
@@ -96,7 +96,7 @@ class WeightSync:
     def _connect_nothing(self) -> Slots:
         """Buffers that only take part in the gathering."""
         size, device = max(1, self.producer.largest_bucket), self.handle.layout.device
-        return Slots([torch.empty(size, dtype=torch.uint8, device=device)])
+        return Slots.allocate(size, 1, device)
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
         """Does a transport's work, unless it has failed before. The first failure ends the update on the other side."""
@@ -104,10 +104,8 @@ class WeightSync:
             return None
         try:
             return work()
-        except WeightSyncError as error:
-            self._problem = str(error)
         except Exception as error:
-            self._problem = innermost(error)
+            self._problem = reason(error)
         self.transport.give_up()
         return None
 

@@ -134,7 +134,7 @@ class VllmNccl(_Vllm):
             self.sender = self._meet(host, port, world_size)
         if not self.is_ready:
             expect(self.channel, "ready", self.seconds)
-        return Slots([torch.empty(num_bytes, dtype=torch.uint8, device=self.layout.device) for _ in range(num_buffers)])
+        return Slots.allocate(num_bytes, num_buffers, self.layout.device)
 
     def release(self, slot: Slot) -> None:
         wait_until(slot.has_room, "a bucket of weights", self.seconds, self._watch)

@@ -435,12 +435,16 @@ def test_it_does_not_matter_in_which_process_the_engine_is(
         assert row["rollout/staleness_max"] == 0
 
 
+def let_engines_be_ahead(settings: Settings, max_staleness: int) -> None:
+    settings["rollout"] |= {"own_process": True, "max_staleness": max_staleness}
+    settings["loss"] |= {"correction": {"kind": "truncate"}}
+
+
 def test_engines_ahead_of_training_write_with_weights_of_limited_age(
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 5}, parallel={"dp_shard": 2})
-    settings["rollout"] |= {"own_process": True, "max_staleness": 2}
-    settings["loss"] |= {"correction": {"kind": "truncate"}}
+    let_engines_be_ahead(settings, 2)
     ranks(2).run(train, settings)
     rows = metrics_of(tmp_path / "run")
     ages = [row["rollout/staleness_max"] for row in rows]
@@ -455,8 +459,7 @@ def test_a_run_with_engines_ahead_goes_on_with_the_prompts_it_had_not_trained_on
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 4}, checkpoint={"every": 1, "keep_last": 9})
-    settings["rollout"] |= {"own_process": True, "max_staleness": 1}
-    settings["loss"] |= {"correction": {"kind": "truncate"}}
+    let_engines_be_ahead(settings, 1)
     ranks(1).run(train, settings)
     before = [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)]
     for step in (3, 4):
@@ -496,8 +499,7 @@ def test_an_engine_that_dies_ahead_of_training_does_not_make_the_others_completi
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 5}, parallel={"dp_shard": 2})
-    settings["rollout"] |= {"own_process": True, "max_staleness": 1}
-    settings["loss"] |= {"correction": {"kind": "truncate"}}
+    let_engines_be_ahead(settings, 1)
     settings["weight_sync"] = {"checksum": True}
     assert ranks(2).run(run_with_a_death, settings) == [2, 1]
     ages = [row["rollout/staleness_max"] for row in metrics_of(tmp_path / "run")]

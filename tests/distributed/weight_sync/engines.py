@@ -35,7 +35,7 @@ class ThreadEngine:
         self.inbox: queue.Queue[Message] = queue.Queue()
         self.outbox: queue.Queue[Message] = queue.Queue()
         self.gone = False
-        self.end = EngineEnd(receiver, device, self._next, self.outbox.put)
+        self.end = EngineEnd(receiver, device, self.inbox, self.outbox.put)
         threading.Thread(target=self._run, daemon=True).start()
 
     def tell(self, message: Message) -> None:
@@ -51,12 +51,6 @@ class ThreadEngine:
 
     def hear(self) -> Message:
         return self.outbox.get(timeout=1)
-
-    def _next(self, seconds: float) -> Message:
-        try:
-            return self.inbox.get(timeout=seconds)
-        except queue.Empty:
-            raise TimeoutError from None
 
     def _run(self) -> None:
         while not self.gone:

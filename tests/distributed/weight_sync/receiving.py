@@ -50,16 +50,10 @@ def main() -> None:
             except (EOFError, OSError):
                 os._exit(0)
 
-    def next_message(seconds: float) -> Any:
-        try:
-            return messages.get(timeout=seconds)
-        except queue.Empty:
-            raise TimeoutError from None
-
     connection.recv()
     connection.send(("started",))
     threading.Thread(target=read, daemon=True).start()
-    end = EngineEnd(receiver, device, next_message, connection.send)
+    end = EngineEnd(receiver, device, messages, connection.send)
     while True:
         end.handle(messages.get())
 

@@ -1,5 +1,6 @@
 """What goes wrong in a sync: it is said, nobody waits longer than allowed, and the next update mends it."""
 
+import queue
 import time
 from pathlib import Path
 from typing import Any
@@ -195,11 +196,12 @@ def test_a_trainer_that_falls_silent_leaves_the_engine_without_weights() -> None
     receiver.commit(3)
     answers: list[Any] = []
 
-    def silence(seconds: float) -> Any:
-        assert seconds == 7.0
-        raise TimeoutError
+    class Silence(queue.Queue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            assert timeout == 7.0
+            raise queue.Empty
 
-    EngineEnd(receiver, CPU, silence, answers.append).handle(("begin", 4, 7.0))
+    EngineEnd(receiver, CPU, Silence(), answers.append).handle(("begin", 4, 7.0))
     (answer,) = answers
     assert answer[0] == "error"
     assert "the trainer was silent for 7 s in the middle of an update" in answer[1]
