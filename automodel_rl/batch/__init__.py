@@ -14,12 +14,15 @@ from automodel_rl.batch.packed import (
     sum_by_sequence,
     unpack,
 )
+from automodel_rl.batch.routes import RouterShape, Routes, read_routes
 
 __all__ = [
     "IGNORED_TARGET",
     "AttentionCall",
     "LocalRow",
     "PackedBatch",
+    "RouterShape",
+    "Routes",
     "TokenSequence",
     "add_values",
     "assign_bins",
@@ -27,6 +30,7 @@ __all__ = [
     "local_row",
     "pack",
     "pack_row",
+    "read_routes",
     "set_values",
     "share_bins",
     "spread_over_tokens",

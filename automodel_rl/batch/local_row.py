@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch.packed import IGNORED_TARGET, PackedBatch, move
+from automodel_rl.batch.routes import Routes
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class LocalRow:
         restore: for every token of the row its place in the tokens of all ranks, rank 0's first, int64 [T]; None where
             this rank has the row as it is.
         num_tokens: t.
+        routes: experts that its tokens are to go to, missing for pads; None, and routers choose by themselves.
     """
 
     input_ids: Tensor
@@ -76,6 +78,7 @@ class LocalRow:
     calls: tuple[AttentionCall, ...]
     restore: Tensor | None
     num_tokens: int
+    routes: Routes | None = None
 
     def to(self, device: torch.device) -> "LocalRow":
         """The same on `device`."""
@@ -87,6 +90,7 @@ class LocalRow:
             is_real=move(self.is_real, device),
             calls=tuple(call.to(device) for call in self.calls),
             restore=None if self.restore is None else move(self.restore, device),
+            routes=None if self.routes is None else replace(self.routes, experts=move(self.routes.experts, device)),
         )
 
 
@@ -126,6 +130,7 @@ def local_row(row: PackedBatch, cp: int = 1, cp_rank: int = 0, multiple: int = 1
         calls=_calls(padded, chunk, own, gathered, cp, cp_rank),
         restore=None if cp == 1 and not missing else torch.from_numpy(gathered[is_token]),
         num_tokens=len(own),
+        routes=None if row.routes is None else row.routes.take(places, real),
     )
 
 

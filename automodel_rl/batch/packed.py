@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automodel_rl.batch.routes import Routes, join_routes
+
 IGNORED_TARGET = -100
 """Target of a position that predicts nothing: the last one of every sequence."""
 
@@ -32,6 +34,7 @@ class TokenSequence:
         loss_mask: True for the tokens that count in the loss, bool [n]. The first token is never predicted, so its
             entry has no effect.
         values: further per-token tensors by name, each [n].
+        routes: experts that a mixture is to send its tokens to; None, and it chooses by itself.
 
     Raises:
         ValueError: a tensor has another shape than `input_ids`.
@@ -45,8 +48,11 @@ class TokenSequence:
     input_ids: Tensor
     loss_mask: Tensor
     values: dict[str, Tensor] = field(default_factory=dict)
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
+        if self.routes is not None and len(self.routes) != len(self):
+            raise ValueError(f"routes have {len(self.routes)} rows for {len(self)} tokens: a row for each is needed")
         for name, tensor in {"loss_mask": self.loss_mask, **self.values}.items():
             if tensor.shape != self.input_ids.shape:
                 raise ValueError(
@@ -73,6 +79,7 @@ class PackedBatch:
         lengths: tokens of every sequence; on the host, so that nobody waits for the device to read them.
         order: for every sequence, its place in the list that was packed.
         values: further per-token tensors [T] by name.
+        routes: experts that a mixture is to send its tokens to, for the layers of this rank at least; on the host.
         is_empty: True for a row that only keeps collectives in step and counts for nothing.
 
     Example:
@@ -91,6 +98,7 @@ class PackedBatch:
     lengths: tuple[int, ...]
     order: tuple[int, ...]
     values: dict[str, Tensor] = field(default_factory=dict)
+    routes: Routes | None = None
     is_empty: bool = False
 
     @property
@@ -109,7 +117,7 @@ class PackedBatch:
         return torch.zeros_like(self.input_ids).index_fill_(0, self.cu_seqlens[1:-1].long(), 1).cumsum(0)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """The same row with its tensors on another device.
+        """The same row with its tensors on another device, but for its routes, which losses have no use for.
 
         Args:
             device: from the host to CUDA without waiting.
@@ -131,7 +139,7 @@ def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = N
         order: places of the sequences in the list they come from; by default 0, 1, 2, ...
 
     Raises:
-        ValueError: no sequences.
+        ValueError: no sequences, or some with routes and others without.
     """
     if not sequences:
         raise ValueError("pack_row needs at least one sequence; use empty_row() for a row without any")
@@ -147,6 +155,7 @@ def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = N
         lengths=lengths,
         order=tuple(range(len(sequences)) if order is None else order),
         values={name: torch.cat([_to_predictor(s.values[name]) for s in sequences]) for name in names},
+        routes=join_routes([s.routes for s in sequences]),
     )
 
 

@@ -1,5 +1,7 @@
 """ModelHandle: the one seam behind which a model is an `nn.Module` or an `AutoPipeline`."""
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.batch import LocalRow, PackedBatch, empty_row, local_row
+from automodel_rl.batch import LocalRow, PackedBatch, RouterShape, empty_row, local_row
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.memory import MemoryConfig
@@ -34,7 +36,9 @@ from automodel_rl.model.logprobs import read_targets
 from automodel_rl.model.lora import adapted_weights, add_adapters, is_adapter, merge, save_adapters
 from automodel_rl.model.nemo import parts_of, split_model
 from automodel_rl.model.parallelise import dtypes_of, parallelise
-from automodel_rl.model.routers import global_loads, load_metric
+from automodel_rl.model.part_forward import numbered_layers
+from automodel_rl.model.router_replay import replay_metrics
+from automodel_rl.model.routers import global_loads, load_metric, router_shape, routers_of
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.parallel.drivers import Driver, PipelineDriver, SequentialDriver
 from automodel_rl.parallel.gradients import TiedEmbedding, sum_partial_gradients
@@ -57,6 +61,7 @@ class ModelHandle:
         memory: what is recomputed, offloaded or compiled.
         layout: this rank's place among all ranks.
         flops: of a sequence in a training step, by its length.
+        router_shape: what routes of the whole model look like, None for a dense one.
         extras: of every part.
         tied: the two copies of a tied embedding, where a pipeline has split them.
 
@@ -75,11 +80,13 @@ class ModelHandle:
         memory: MemoryConfig,
         layout: Layout,
         flops: StepFlops,
+        router_shape: RouterShape | None,
     ):
         """Lays out the parts of a split model that has no storage yet; `from_pretrained` gives it some."""
         self.parts = parts_of(built)
         self.extras = [parallelise(part, layout, model, memory) for part in self.parts]
         self.config, self.model, self.memory, self.layout, self.flops = config, model, memory, layout, flops
+        self.router_shape = router_shape
         self.tied = (
             _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
         )
@@ -120,8 +127,10 @@ class ModelHandle:
         checkpoint.check(empty)
         lora = None if model.lora is None else add_adapters(empty, model.lora)
         flops = StepFlops(empty)
+        routers = routers_of(numbered_layers(empty), FAMILIES[config.model_type])
+        shape = router_shape(config.num_hidden_layers, routers)
         model = model.model_copy(update={"path": str(folder), "lora": lora})
-        handle = cls(split_model(empty, layout), config, model, memory, layout, flops)
+        handle = cls(split_model(empty, layout), config, model, memory, layout, flops, shape)
         for part in handle.parts:
             checkpoint.fill(part, device)
         handle._check_finite()
@@ -154,11 +163,13 @@ class ModelHandle:
         for part, extras in zip(self.parts, self.extras, strict=True):
             part.train()
             extras.router_watch.start_step(counts["positions"])
+            extras.router_replay.start_step()
         batches = self._filled_up(batches)
         # Whole rows are for the loss, which other stages do not compute.
         rows = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
         adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
-        self._driver.forward_backward(self._local(batches), adapter, self._whole_rows(read_targets(readout)))
+        with self._rows_let_go():
+            self._driver.forward_backward(self._local(batches), adapter, self._whole_rows(read_targets(readout)))
         if self.layout.tp_group is not None:
             partial = [pair for extras in self.extras for pair in extras.partial_gradients]
             sum_partial_gradients([module.get_parameter(name) for module, name in partial], self.layout.tp_group)
@@ -191,7 +202,8 @@ class ModelHandle:
     def _forward_block(self, batches: Sequence[PackedBatch], output_fn: OutputFn) -> list[Tensor]:
         capturer = LogitsCapturer(self._whole_rows(output_fn))
         filled = self._filled_up(batches)
-        self._driver.forward(self._local(filled), capturer)
+        with self._rows_let_go():
+            self._driver.forward(self._local(filled), capturer)
         whole = torch.cat(capturer.outputs) if self.layout.has_last_stage else None
         results = tensor_from_last_stage(whole, self.layout).split([batch.num_tokens for batch in filled])
         return list(results[: len(batches)])
@@ -199,7 +211,12 @@ class ModelHandle:
     @property
     def is_mixture(self) -> bool:
         """Whether layers have experts and routers."""
-        return FAMILIES[self.config.model_type].is_moe
+        return self.router_shape is not None
+
+    @property
+    def router_layers(self) -> tuple[int, ...]:
+        """Numbers of this rank's layers that have a router."""
+        return tuple(sorted(number for extras in self.extras for number in extras.router_watch.routers))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Hugging Face names and (sharded) parameters of this rank's stages; a tied weight only once in the model."""
@@ -273,14 +290,15 @@ class ModelHandle:
         """After an update of a mixture: moves the routers' biases, if asked for. A collective.
 
         Returns:
-            The load of the step by `LOAD_METRIC`.
+            The load of the step by `LOAD_METRIC`, and how far routes and routers differed.
         """
         watches = [extras.router_watch for extras in self.extras]
         loads = global_loads(watches, self.layout)
         for watch in watches:
             if watch.config.bias_update_rate:
                 watch.update_biases(loads)
-        return load_metric(loads, self.layout)
+        replays = [extras.router_replay for extras in self.extras]
+        return {**load_metric(loads, self.layout), **replay_metrics(replays, self.layout)}
 
     def zero_grad(self) -> None:
         """Lets go of all gradients."""
@@ -296,11 +314,28 @@ class ModelHandle:
         return whole_rows(output_fn, self.layout.cp_group)
 
     def _local(self, batches: Sequence[PackedBatch]) -> list[LocalRow]:
-        """This rank's tokens of every row, on its device."""
+        """This rank's tokens of every row, on its device, with the routes of its layers."""
         layout = self.layout
+        batches = [self._own_routes(batch) for batch in batches]
         multiple = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         rows = [local_row(batch, layout.parallel.cp, layout.cp_rank, multiple) for batch in batches]
         return [row.to(layout.device) for row in rows]
+
+    def _own_routes(self, batch: PackedBatch) -> PackedBatch:
+        if batch.routes is None:
+            return batch
+        if not self.is_mixture:
+            raise ValueError("a row has routes, and no layer of this model has a router: leave routes out")
+        return dataclasses.replace(batch, routes=batch.routes.select(self.router_layers))
+
+    @contextlib.contextmanager
+    def _rows_let_go(self) -> Iterator[None]:
+        """After the block no layer holds a row, also if one has failed."""
+        try:
+            yield
+        finally:
+            for extras in self.extras:
+                extras.row_scope.clear()
 
     def _release_gathered_weights(self) -> None:
         """Weights gathered for a forward without backward would outlive the next update of their shards."""

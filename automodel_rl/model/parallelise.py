@@ -4,7 +4,8 @@
 2. expert parallelism cuts experts; their forward is ours by name (model/experts.py)
 3. adapters set the forwards of their linear layers (model/lora.py)
 4. the part and its head get the packed forward (model/part_forward.py), norms the fused one (model/fused_norm.py)
-5. routers are watched from inside the layers' forwards (model/routers.py)
+5. routers follow routes (model/router_replay.py) and are watched (model/routers.py), for the row that their layer's
+   forward notes (model/row_scope.py)
 6. layers are compiled, then recomputed in the backward (model/activation_checkpointing.py)
 7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
 """
@@ -24,7 +25,9 @@ from automodel_rl.model.experts import experts_of
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.lora import install_adapters
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
-from automodel_rl.model.routers import RouterWatch
+from automodel_rl.model.router_replay import RouterReplay
+from automodel_rl.model.routers import RouterWatch, routers_of
+from automodel_rl.model.row_scope import RowScope
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
@@ -41,10 +44,14 @@ class Extras:
     """What a step does with a part besides its forward and backward.
 
     Attributes:
+        row_scope: the row that is computed.
+        router_replay: lets its routers follow routes.
         router_watch: counts the load of its experts.
         partial_gradients: parameters, as (module, name), of which each tp rank's gradient is a summand.
     """
 
+    row_scope: RowScope
+    router_replay: RouterReplay
     router_watch: RouterWatch
     partial_gradients: list[tuple[nn.Module, str]]
 
@@ -78,7 +85,11 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     install_part_forward(part, context)
     if family.has_plain_norms:
         install_fused_norms(part, layout.device, compute)
-    watch = RouterWatch(numbered_layers(part), family, model.moe)
+    scope = RowScope()
+    routers = routers_of(numbered_layers(part), family)
+    for number in routers:
+        scope.follow(numbered_layers(part)[number])
+    replay, watch = RouterReplay(routers, scope), RouterWatch(routers, scope, model.moe)
     if memory.compile:
         for layer in layers_of(part):
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -86,7 +97,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
     own_units = experts if layout.parallel.ep > 1 else []
     wrap_fsdp(part, layers_of(part), own_units, layout.fsdp_mesh, layout.expert_fsdp_mesh, policy)
-    return Extras(watch, partial)
+    return Extras(scope, replay, watch, partial)
 
 
 def _split_experts(module: Any, layout: Layout) -> None:

@@ -1,78 +1,88 @@
 """Training the routers of a mixture: how experts are loaded, the auxiliary loss, and DeepSeek's bias.
 
 Routers are the models' own modules, which return logits, weights and ids of the chosen experts; here they are only
-watched. Pads and empty rows count for nothing.
+watched. Pads and empty rows count for nothing. Tokens that follow a route (model/router_replay.py) count where it sends
+them.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_rl.batch import LocalRow
+from automodel_rl.batch import RouterShape
 from automodel_rl.config.families import Family
 from automodel_rl.config.model import MoEConfig
+from automodel_rl.model.row_scope import RowScope
 from automodel_rl.parallel.layout import Layout
 
 LOAD_METRIC = "moe/load_max"
 """The largest load of an expert relative to the mean, averaged over layers; 1 is even."""
 
 
+def routers_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
+    """The routers of those layers that have one, by the layer's number.
+
+    Args:
+        layers: decoder layers by number.
+        family: which module is the router.
+    """
+    mixtures = {number: layer for number, layer in layers.items() if "experts" in dict(layer.mlp.named_children())}
+    return {number: getattr(layer.mlp, family.router) for number, layer in mixtures.items()}
+
+
+def router_shape(num_layers: int, routers: dict[int, Any]) -> RouterShape | None:
+    """What routes of a model look like, None if it has no routers.
+
+    Args:
+        num_layers: of the whole model.
+        routers: all of them.
+    """
+    if not routers:
+        return None
+    router = next(iter(routers.values()))
+    return RouterShape(num_layers, tuple(sorted(routers)), router.num_experts, router.top_k)
+
+
 class RouterWatch:
     """Watches the routers of a part while it trains.
 
     Args:
-        layers: decoder layers of the part, by number.
-        family: which module is the router.
+        routers: by layer.
+        scope: of the layers.
         config: weight of the auxiliary loss and rate of the bias.
     """
 
-    def __init__(self, layers: dict[int, Any], family: Family, config: MoEConfig):
-        self.config = config
-        self.routers: dict[int, Any] = {}
+    def __init__(self, routers: dict[int, Any], scope: RowScope, config: MoEConfig):
+        self.config, self.routers, self.scope = config, routers, scope
         self.loads: dict[int, Tensor] = {}
         self.num_tokens = 1
-        self._row: LocalRow | None = None
         self._counted: set[tuple[int, int]] = set()
-        for number, layer in layers.items():
-            if "experts" not in dict(layer.mlp.named_children()):
-                continue
-            self.routers[number] = getattr(layer.mlp, family.router)
-            self._follow_rows(layer)
-            self._watch(number, self.routers[number])
+        for number, router in routers.items():
+            router.register_forward_hook(functools.partial(self._seen, number))
 
     def start_step(self, num_tokens: int) -> None:
         """Args: num_tokens, of the global batch, which the auxiliary loss is divided by."""
         self.num_tokens = max(num_tokens, 1)
         self.loads, self._counted = {}, set()
 
-    def _follow_rows(self, layer: Any) -> None:
-        """Inside the layer's forward, so that a recomputation knows its row, too."""
-        inner = layer.forward
-
-        def forward(*args: Any, row: LocalRow, **kwargs: Any) -> Any:
-            self._row = row
-            return inner(*args, row=row, **kwargs)
-
-        layer.forward = forward
-
-    def _watch(self, number: int, router: nn.Module) -> None:
-        def hook(module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-            if not (module.training and torch.is_grad_enabled()):
-                return output
-            assert self._row is not None
-            logits, weights, chosen = output
-            load = _load(chosen, self._row.is_real, logits.shape[-1])
-            if (number, id(self._row)) not in self._counted:  # a recomputation counts nothing twice
-                self._counted.add((number, id(self._row)))
-                self.loads[number] = self.loads.get(number, 0) + load
-            if self.config.aux_loss:
-                loss = _load_balancing(logits, load, self._row.is_real) * (self.config.aux_loss / self.num_tokens)
-                weights = _AddLoss.apply(weights, loss)
-            return logits, weights, chosen
-
-        router.register_forward_hook(hook)
+    def _seen(self, number: int, module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        """What a router says, as its forward hook."""
+        if not (module.training and torch.is_grad_enabled()):
+            return output
+        row = self.scope.row
+        assert row is not None
+        logits, weights, chosen = output
+        load = _load(chosen, row.is_real, logits.shape[-1])
+        if (number, id(row)) not in self._counted:  # a recomputation counts nothing twice
+            self._counted.add((number, id(row)))
+            self.loads[number] = self.loads.get(number, 0) + load
+        if self.config.aux_loss:
+            loss = _load_balancing(logits, load, row.is_real) * (self.config.aux_loss / self.num_tokens)
+            weights = _AddLoss.apply(weights, loss)
+        return logits, weights, chosen
 
     @torch.no_grad()
     def update_biases(self, loads: dict[int, Tensor]) -> None:
@@ -88,12 +98,21 @@ class RouterWatch:
 
 def global_loads(watches: list[RouterWatch], layout: Layout) -> dict[int, Tensor]:
     """Tokens of every expert by layer, over all ranks of this rank's stages, on the host. A collective of the stage."""
-    own = {number: load for watch in watches for number, load in watch.loads.items()}
-    if not own:
+    return sum_over_stage({number: load for watch in watches for number, load in watch.loads.items()}, layout)
+
+
+def sum_over_stage(by_layer: dict[int, Tensor], layout: Layout) -> dict[int, Tensor]:
+    """Sums over all ranks of this rank's stages, float64 on the host. A collective of the stage.
+
+    Args:
+        by_layer: of every layer the same shape; every rank has the same layers.
+        layout: this rank's place.
+    """
+    if not by_layer:
         return {}
-    total = torch.stack(list(own.values())).double().cpu()
+    total = torch.stack(list(by_layer.values())).double().cpu()
     dist.all_reduce(total, group=layout.stage_control)
-    return dict(zip(own, total, strict=True))
+    return dict(zip(by_layer, total, strict=True))
 
 
 def load_metric(loads: dict[int, Tensor], layout: Layout) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """A layout against one process: the same packed batches through both, and the largest differences of every kind."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.tools.verify.one_process import OneProcess
+from automodel_rl.tools.verify.routes import RouteCheck, with_routes
 
 LR, MAX_GRAD_NORM = 1e-3, 0.5
 
@@ -33,6 +35,7 @@ class Case:
         rows: number of microbatches in each step on every data rank; the last step has an empty row besides.
         dtype, implementation, attention: of the model.
         memory: what is recomputed or offloaded.
+        replay: tokens of a mixture follow routes.
     """
 
     parallel: ParallelConfig
@@ -41,6 +44,7 @@ class Case:
     implementation: Implementation = "transformers"
     attention: Attention = "auto"
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    replay: bool = False
 
 
 @dataclass
@@ -49,7 +53,8 @@ class Differences:
 
     Attributes:
         first: of the first step alone, before rounding can grow over updates.
-        all: of every step; "weights", "exported tensors" and "reference log-probabilities" are absolute.
+        all: of every step; "weights", "exported tensors" and "reference log-probabilities" are absolute, "choices of
+            experts" is how many were not the route's.
     """
 
     first: dict[str, float] = field(default_factory=dict)
@@ -100,18 +105,25 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
     expected = OneProcess(folder, handle.dtype, LR, MAX_GRAD_NORM, handle.layout.device)
     found = Differences()
     swap = _SwapCheck(engine)
+    check = RouteCheck(handle) if case.replay else None
     for step, num_rows in enumerate(case.rows):
-        of_ranks = [_rows_of(step, rank, num_rows, handle) for rank in range(case.parallel.num_data_ranks)]
+        ranks = range(case.parallel.num_data_ranks)
+        of_ranks = [_rows_of(step, rank, num_rows, handle, case.replay) for rank in ranks]
         _compare_step(step, of_ranks, len(case.rows), engine, expected, found)
+    if check is not None:
+        found.note("choices of experts", check.num_wrong if check.num_right or not handle.router_layers else math.inf)
     found.note("reference log-probabilities", swap.largest_difference())
     _compare_export(handle, scratch, found)
     return Differences().merge(gather_objects(found, handle.layout.world_control))
 
 
-def _rows_of(step: int, rank: int, num_rows: int, handle: ModelHandle) -> list[list[TokenSequence]]:
+def _rows_of(step: int, rank: int, num_rows: int, handle: ModelHandle, replay: bool) -> list[list[TokenSequence]]:
     """The sequences of a data rank's rows: other numbers and lengths on every rank and in every row."""
-    vocab = handle.config.vocab_size
-    return [make_sequences(1 + (m + rank) % 3, 1000 * step + 100 * rank + m, vocab) for m in range(num_rows)]
+    vocab, shape = handle.config.vocab_size, handle.router_shape
+    rows = [make_sequences(1 + (m + rank) % 3, 1000 * step + 100 * rank + m, vocab) for m in range(num_rows)]
+    if not replay or shape is None:
+        return rows
+    return [[with_routes(sequence, shape) for sequence in row] for row in rows]
 
 
 def _compare_step(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
-from automodel_rl.batch import TokenSequence
+from automodel_rl.batch import Routes, TokenSequence
 from automodel_rl.config.families import FAMILIES
 
 
@@ -42,6 +42,34 @@ def written_out(
     return (weights / total @ value).transpose(1, 2), None
 
 
+def routed(router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router says of tokens that go where their route sends them, written out for each kind of router.
+
+    Args:
+        router: transformers' module.
+        hidden: [1, n, H] or [n, H].
+        live: experts [n, K] that it would choose; taken where the route has -1.
+        route: experts [n, K].
+    """
+    hidden = hidden.reshape(-1, router.hidden_dim)
+    chosen = torch.where(route < 0, live, route.to(live.device))
+    settings = vars(router)
+    if "routed_scaling_factor" in settings:  # DeepSeek-V3: sigmoids, of which the bias is not part
+        logits = hidden.float() @ router.weight.float().T
+        weights = logits.sigmoid().gather(1, chosen)
+        if router.norm_topk_prob:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+        return logits, weights * router.routed_scaling_factor, chosen
+    if "bias" in router._parameters:  # gpt-oss: a softmax over the chosen alone
+        logits = hidden @ router.weight.T + router.bias
+        return logits, logits.gather(1, chosen).softmax(1), chosen
+    logits = hidden @ router.weight.T
+    weights = logits.float().softmax(1).gather(1, chosen)
+    if settings.get("norm_topk_prob", True):
+        weights = weights / weights.sum(1, keepdim=True)
+    return logits, weights.to(logits.dtype) if "norm_topk_prob" in settings else weights, chosen
+
+
 class OneProcess:
     """AdamW with clipping on a transformers model.
 
@@ -65,9 +93,26 @@ class OneProcess:
         self.model, self.device = model.to(device), device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.max_grad_norm = max_grad_norm
+        self.routes: Routes | None = None  # of the sequence that is computed
+        if FAMILIES[config["model_type"]].is_moe:
+            for number, layer in enumerate(self.model.model.layers):
+                self._follow_routes(number, layer.mlp, FAMILIES[config["model_type"]].router)
+
+    def _follow_routes(self, number: int, block: Any, name: str) -> None:
+        router = dict(block.named_children()).get(name)
+        if router is None or "experts" not in dict(block.named_children()):  # a dense layer
+            return
+
+        def hook(module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            if self.routes is None:
+                return output
+            return routed(module, inputs[0], output[2], self.routes.of(number).long())
+
+        router.register_forward_hook(hook)
 
     def logprobs(self, sequence: TokenSequence) -> Tensor:
         """[n], aligned with the tokens, first entry 0."""
+        self.routes = sequence.routes
         ids = sequence.input_ids.to(self.device)
         logits = self.model(ids[None]).logits[0, :-1]
         scores = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

@@ -1,0 +1,64 @@
+"""Routes that a token's id, position and layer decide, so that they can be told wherever the token turns up."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_rl.batch import RouterShape, Routes, TokenSequence
+from automodel_rl.batch.routes import MISSING
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.row_scope import RowScope
+
+NUM_ROUTES = 97
+"""Different routes; a prime, so that ids, positions and layers all matter."""
+
+
+def route_of(ids: Tensor, positions: Tensor, layer: int, shape: RouterShape) -> Tensor:
+    """Experts of every token in a layer, int64 [n, K]; of one token in `NUM_ROUTES` or so they are missing.
+
+    Args:
+        ids, positions: of the tokens, [n].
+        layer: number of the layer.
+        shape: of the model's routes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(NUM_ROUTES, shape.num_experts, generator=generator).argsort(1)[:, : shape.top_k]
+    table[0] = MISSING
+    return table[(ids.cpu() * 31 + positions.cpu() * 17 + layer * 7) % NUM_ROUTES]
+
+
+def with_routes(sequence: TokenSequence, shape: RouterShape) -> TokenSequence:
+    """The sequence with a route for every token but the last."""
+    positions = torch.arange(len(sequence))
+    experts = torch.stack([route_of(sequence.input_ids, positions, n, shape) for n in shape.layers], 1)
+    experts[-1] = MISSING
+    return dataclasses.replace(sequence, routes=Routes(shape.layers, experts.short()))
+
+
+class RouteCheck:
+    """Counts choices of experts, in all passes of all layers of this rank, that are not those of `route_of`.
+
+    Args:
+        handle: a mixture.
+    """
+
+    def __init__(self, handle: ModelHandle):
+        self.shape, self.num_wrong, self.num_right = handle.router_shape, 0, 0
+        for extras in handle.extras:
+            for number, router in extras.router_watch.routers.items():
+                router.register_forward_hook(functools.partial(self._compare, number, extras.row_scope))
+
+    def _compare(self, number: int, scope: RowScope, _: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
+        row, chosen = scope.row, output[2].cpu()
+        assert row is not None
+        assert self.shape is not None
+        if row.routes is None:  # an empty row
+            return
+        wanted = route_of(row.input_ids, row.position_ids, number, self.shape)
+        known = row.is_real.cpu() & (wanted[:, 0] != MISSING) & (row.targets.cpu() >= 0)  # the last token has no route
+        right = (chosen == wanted).all(1)[known]
+        self.num_wrong += int((~right).sum())
+        self.num_right += int(right.sum())
