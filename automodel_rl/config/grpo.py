@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from automodel_rl.config.data import PolicyBatchConfig, PromptDataConfig
 from automodel_rl.config.losses import AdvantageConfig, PolicyLossConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
+from automodel_rl.config.router_replay import RouterReplayConfig
 from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
 from automodel_rl.config.weight_sync import Transport, WeightSyncConfig
 
@@ -25,6 +26,7 @@ class GRPOConfig(RunConfig):
     advantage: AdvantageConfig = AdvantageConfig()
     loss: PolicyLossConfig = PolicyLossConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
 
     @property
     def sequences_per_step(self) -> int:
@@ -72,6 +74,11 @@ class GRPOConfig(RunConfig):
             raise ValueError(
                 "loss.kl.where=reward with loss.on_policy=true: the reward needs log-probabilities from before the "
                 "update: set on_policy to false, or where to loss"
+            )
+        if self.router_replay.compare and self.loss.on_policy:
+            raise ValueError(
+                "router_replay.compare=true with loss.on_policy=true: there are no old log-probabilities to compare: "
+                "set one of them to false"
             )
         self._check_sync()
         product = "rollout.prompts x rollout.group_size / batch.updates"

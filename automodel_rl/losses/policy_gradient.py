@@ -15,12 +15,13 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
     Args:
         outputs: log-probabilities under the policy, and its entropy.
         batch: `loss_mask` marks the completions' tokens. `values` has `advantages` and `rollout_logprobs`,
-            `old_logprobs` unless the config is on-policy, and `ref_logprobs` if there is a KL term.
+            `old_logprobs` unless the config is on-policy, and `ref_logprobs` if there is a KL term. With
+            `live_logprobs`, those without router replay, what they differ by is reported, too.
         config: which loss.
 
     Returns:
         A sum over tokens, or over sequences. Metrics, means over tokens: train/ratio_mean, train/clip_fraction,
-        train/logprob_error, train/entropy, train/kl_ref, train/correction_weight.
+        train/logprob_error, train/logprob_error_live, train/entropy, train/kl_ref, train/correction_weight.
 
     Raises:
         ValueError: the config has a term whose input is missing, or normalises by a constant without saying which.
@@ -46,12 +47,17 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
     if config.ratio == "sequence":
         log_ratio = spread_over_tokens(mean_by_sequence(log_ratio, batch), batch)
     loss, is_clipped = _surrogate(log_ratio.exp(), outputs.logprobs, values["advantages"], config)
-    log_error = torch.where(batch.loss_mask, values["rollout_logprobs"] - old, 0.0).abs()
+
+    def error(logprobs: Tensor) -> Tensor:
+        return torch.where(batch.loss_mask, values["rollout_logprobs"] - logprobs, 0.0).abs().exp()
+
     per_token = {
         "train/ratio_mean": log_ratio.exp(),
         "train/clip_fraction": is_clipped.to(loss.dtype),
-        "train/logprob_error": log_error.exp(),
+        "train/logprob_error": error(old),
     }
+    if "live_logprobs" in values:
+        per_token["train/logprob_error_live"] = error(values["live_logprobs"])
     if config.correction.kind != "none":
         weight = correction_weights(old, values["rollout_logprobs"], batch, config.correction)
         loss = loss * weight

@@ -94,18 +94,20 @@ class RolloutCollector:
         return pending
 
     def take(self, pending: Pending) -> list[list[Rollout]]:
-        """The rewarded completions of each prompt, equal on every rank.
+        """The rewarded completions of each prompt, equal on every rank but for routes, which stay where they are.
 
         Raises:
             RolloutError: an engine failed more often than `rollout.retries` allows.
         """
         completions = self._wait(pending)
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
         texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
         rollouts = [
-            Rollout(completion, text, self.scorer(text, prompt.example))
+            Rollout(completion, text, self.scorer(text, prompt.example), writer=rank)
             for completion, text, (prompt, _) in zip(completions, texts, pending.mine, strict=True)
         ]
-        flat = interleave(gather_objects(rollouts, self.world))
+        flat = interleave(gather_objects([_without_routes(rollout) for rollout in rollouts], self.world))
+        flat[rank::num_ranks] = rollouts
         return [flat[start : start + pending.group_size] for start in range(0, len(flat), pending.group_size)]
 
     def collect(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> list[list[Rollout]]:
@@ -192,3 +194,7 @@ class RolloutCollector:
 
     def _seed(self, prompt: Promptlike, sample: int) -> int:
         return int(np.random.SeedSequence([self.config.seed, prompt.number, sample]).generate_state(1)[0])
+
+
+def _without_routes(rollout: Rollout) -> Rollout:
+    return dataclasses.replace(rollout, completion=dataclasses.replace(rollout.completion, routes=None))

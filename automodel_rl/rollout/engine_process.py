@@ -4,6 +4,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.rollout.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
@@ -113,13 +114,18 @@ class EngineProcess:
 
 
 def completion_of(
-    token_ids: list[int], logprobs: list[float], finish: str, oldest: int | None = None, newest: int | None = None
+    token_ids: list[int],
+    logprobs: list[float],
+    finish: str,
+    oldest: int | None = None,
+    newest: int | None = None,
+    routes: Any = None,
 ) -> Completion:
     """What a worker says of a completion. Reasons other than stop and length, such as vLLM's abort, are failures."""
     if finish == "stop":
-        return Completion(token_ids, logprobs, "stop", versions=_versions(oldest, newest))
+        return Completion(token_ids, logprobs, "stop", versions=_versions(oldest, newest), routes=routes)
     if finish == "length":
-        return Completion(token_ids, logprobs, "length", versions=_versions(oldest, newest))
+        return Completion(token_ids, logprobs, "length", versions=_versions(oldest, newest), routes=routes)
     return Completion([], [], "error", f"the engine ended it: {finish}")
 
 

@@ -51,6 +51,7 @@ def make_engine(
         "stop": rollout.stop,
         "batch_size": rollout.batch_size,
         "adapters": (handle.model.lora, handle.source) if weights.adapters == "alone" else None,
+        "capture_routes": config.router_replay.enabled,
     }
     if not rollout.own_process:
         engine = TransformersEngine(**arguments)
@@ -97,7 +98,8 @@ def _vllm(
     if rollout.stop:
         sampling |= {"stop": list(rollout.stop), "include_stop_str_in_output": True}
     if rollout.vllm.servers:
-        servers = VllmServers(rollout.vllm.servers, sampling, leads=dist.get_rank() == 0)
+        replays = config.router_replay.enabled
+        servers = VllmServers(rollout.vllm.servers, sampling, leads=dist.get_rank() == 0, routes=replays)
         return servers, VllmNccl(servers, layout, weights.timeout)
     options = {
         "model": str(handle.source),
@@ -106,6 +108,7 @@ def _vllm(
         "gpu_memory_utilization": rollout.vllm.memory_fraction,
         "skip_tokenizer_init": not rollout.stop,
         "weight_transfer_config": {"backend": "nccl" if rollout.devices else "same_device"},
+        **({"enable_return_routed_experts": True} if config.router_replay.enabled else {}),
         **rollout.vllm.options,
     }
     process = start_vllm(rollout.vllm.python, options, sampling, visible_device(rollout.devices, layout.device))

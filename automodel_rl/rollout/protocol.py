@@ -33,6 +33,8 @@ class Completion:
         error: why it failed.
         versions: of the weights, oldest and newest, that wrote it, None if the engine does not say. From an engine the
             number of a sync, from `RolloutCollector` that of an update.
+        routes: experts of its tokens and its prompt's, in a form that `read_routes` takes, None if the engine does not
+            say. They are large, so only the rank whose engine it was has them.
     """
 
     token_ids: list[int]
@@ -40,6 +42,7 @@ class Completion:
     finish: Literal["stop", "length", "error"]
     error: str = ""
     versions: tuple[int, int] | None = None
+    routes: Any = None
 
 
 class Promptlike(Protocol):
@@ -55,11 +58,19 @@ class Promptlike(Protocol):
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion, its text and what it is worth."""
+    """A completion, its text and what it is worth.
+
+    Attributes:
+        completion: what an engine wrote.
+        text: without special tokens.
+        score: its rewards.
+        writer: rank of the engine.
+    """
 
     completion: Completion
     text: str
     score: Score
+    writer: int = 0
 
 
 class RolloutEngine(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.config.families import FAMILIES
@@ -16,6 +16,8 @@ from automodel_rl.errors import InputError
 from automodel_rl.model.hf_names import to_hf
 from automodel_rl.model.hf_read import describe_model, persistent_tensors
 from automodel_rl.model.lora import add_adapters, install_adapters, is_adapter
+from automodel_rl.model.part_forward import numbered_layers
+from automodel_rl.model.routers import routers_of
 from automodel_rl.parallel.combinations import needs_mathematics
 from automodel_rl.rollout.protocol import Completion, Request
 from automodel_rl.weight_sync.receiver import Receiver
@@ -36,6 +38,7 @@ class TransformersEngine:
         stop: texts that end a completion.
         batch_size: requests that run at once.
         adapters: to train alone: their config, and the checkpoint they belong to. Else all weights come by syncs.
+        capture_routes: say with each completion which experts its tokens went to.
 
     Attributes:
         receiver: takes weights.
@@ -51,6 +54,7 @@ class TransformersEngine:
         stop: Sequence[str],
         batch_size: int,
         adapters: tuple[LoraConfig, Path] | None = None,
+        capture_routes: bool = False,
     ):
         self.tokenizer, self.device = tokenizer, device
         self.max_new_tokens, self.stop, self.batch_size = max_new_tokens, tuple(stop), batch_size
@@ -77,6 +81,8 @@ class TransformersEngine:
         self.receiver = Receiver(
             {piece: view for name, tensor in synced for piece, view in to_hf(name, tensor.detach(), config.model_type)}
         )
+        routers = routers_of(numbered_layers(self.model), FAMILIES[config.model_type]) if capture_routes else {}
+        self.recorder = RouteRecorder(routers) if routers else None
 
     def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
         """It shares this process, so it begins when it is waited for."""
@@ -124,6 +130,7 @@ class TransformersEngine:
         finish = ["length"] * len(requests)
         rows = list(range(len(requests)))  # the request of every row that still runs
         versions: list[int] = []
+        routes: list[list[np.ndarray]] = [[] for _ in requests]
         for step in range(self.max_new_tokens):
             between_tokens()
             versions.append(self.receiver.complete_version())
@@ -131,6 +138,9 @@ class TransformersEngine:
             output = self.model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
             )
+            if self.recorder is not None:
+                for row, experts in zip(rows, self.recorder.take(len(rows)), strict=True):
+                    routes[row].append(experts if step else experts[longest - len(requests[row].prompt) :])
             chosen, scores = _sample(output.logits[:, -1], temperatures[rows], uniforms[rows, step])
             for row, token, score in zip(rows, chosen.tolist(), scores.tolist(), strict=True):
                 written[row].append(token)
@@ -145,8 +155,14 @@ class TransformersEngine:
                 cache.batch_select_indices(torch.tensor(keep, device=self.device))
                 rows = [rows[place] for place in keep]
         return [
-            Completion(*parts, versions=(versions[0], versions[len(parts[0]) - 1]))  # type: ignore[arg-type]
-            for parts in zip(written, logprobs, finish, strict=True)
+            Completion(
+                written[row],
+                logprobs[row],
+                finish[row],  # type: ignore[arg-type]
+                versions=(versions[0], versions[len(written[row]) - 1]),
+                routes=np.concatenate(routes[row]) if routes[row] else None,
+            )
+            for row in range(len(requests))
         ]
 
     def _uniforms(self, requests: list[Request]) -> Tensor:
@@ -161,6 +177,28 @@ class TransformersEngine:
             return False
         text = self.tokenizer.decode(token_ids[-STOP_TEXT_TOKENS:])
         return any(stop in text for stop in self.stop)
+
+
+class RouteRecorder:
+    """Notes which experts the routers of a model choose.
+
+    Args:
+        routers: by layer.
+    """
+
+    def __init__(self, routers: dict[int, Any]):
+        self._chosen: list[Tensor] = []
+        for number in sorted(routers):
+            routers[number].register_forward_hook(self._note)
+
+    def _note(self, _: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
+        self._chosen.append(output[2])
+
+    def take(self, num_rows: int) -> np.ndarray:
+        """Of the last forward, over `num_rows` sequences of the same length: int16 [rows, n, M, K]."""
+        chosen = torch.stack(self._chosen, 1).short().cpu().numpy()
+        self._chosen.clear()
+        return chosen.reshape(num_rows, -1, *chosen.shape[1:])
 
 
 def stop_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:

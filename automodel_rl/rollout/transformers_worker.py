@@ -6,7 +6,7 @@ Messages over the connection of that descriptor:
 
     ("start", arguments of TransformersEngine)               -> ("started",)
     ("generate", number, [(prompt, seed, temperature), ...])
-        -> ("completions", number, [(token_ids, logprobs, finish, oldest version, newest version), ...])
+        -> ("completions", number, [(token_ids, logprobs, finish, oldest version, newest version, routes), ...])
     those of weight_sync/channel.py
 
 ("error", text) may take the place of the first answer, and ("failed", number, text) of completions.
@@ -89,7 +89,8 @@ class Worker:
 
 
 def _told(completion: Completion) -> tuple[Any, ...]:
-    return (completion.token_ids, completion.logprobs, completion.finish, *(completion.versions or (None, None)))
+    versions = completion.versions or (None, None)
+    return (completion.token_ids, completion.logprobs, completion.finish, *versions, completion.routes)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 vLLM is asked for *processed* log-probabilities: the raw ones, which it gives otherwise, are those of temperature 1.
 """
 
+import base64
+import io
 import itertools
 import json
 import os
+import re
 import sys
 import urllib.request
 from collections import deque
@@ -13,6 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from automodel_rl.errors import InputError, WeightSyncError, innermost
 from automodel_rl.rollout.engine_process import EngineProcess, completion_of
@@ -76,10 +81,11 @@ class VllmServers:
         urls: of the servers; requests go to them in turn.
         sampling: of vllm.SamplingParams, the same for every request.
         leads: whether this rank tells them of weights; others only keep count of versions.
+        routes: they have to say which experts tokens go to.
     """
 
-    def __init__(self, urls: Sequence[str], sampling: dict[str, Any], leads: bool = True):
-        self.leads = leads
+    def __init__(self, urls: Sequence[str], sampling: dict[str, Any], leads: bool = True, routes: bool = False):
+        self.leads, self.routes = leads, routes
         self.urls, self.sampling = [url.rstrip("/") for url in urls], sampling
         for url in self.urls:
             self._check(url)
@@ -198,7 +204,8 @@ class VllmServers:
         try:
             choice = self._post(f"{url}/v1/completions", body)["choices"][0]
             scores = choice["logprobs"]["token_logprobs"]
-            return completion_of(choice["token_ids"], scores, choice["finish_reason"], oldest, self.version)
+            routes = _decoded(choice.get("routed_experts"))
+            return completion_of(choice["token_ids"], scores, choice["finish_reason"], oldest, self.version, routes)
         except (OSError, ValueError, LookupError, TypeError) as error:
             return Completion([], [], "error", f"{url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
@@ -210,6 +217,11 @@ class VllmServers:
         if self._get(f"{url}/is_paused")["is_paused"]:
             raise InputError(
                 f"rollout.vllm.servers: {url} is paused, as after an update of its weights that failed: start it anew"
+            )
+        if self.routes and not re.search(r'"enable_return_routed_experts": true', info, re.IGNORECASE):
+            raise InputError(
+                f"rollout.vllm.servers: {url} does not say which experts its tokens go to, which router_replay needs: "
+                f"start it with {SERVE} --enable-return-routed-experts"
             )
         if "processed_logprobs" not in info:
             raise InputError(
@@ -226,6 +238,11 @@ class VllmServers:
         with urllib.request.urlopen(request, timeout=SERVER_SECONDS) as response:
             text = response.read()
         return json.loads(text) if text else None
+
+
+def _decoded(routes: str | None) -> np.ndarray | None:
+    """The array in base64 of the bytes of a .npy file."""
+    return None if routes is None else np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
 
 
 _ANSWERS = {"init": "ready", "update": "taken"}

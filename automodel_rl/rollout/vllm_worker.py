@@ -6,7 +6,7 @@ Messages over the connection of that descriptor, the first word being their kind
 
     ("start", options of vllm.LLM, of vllm.SamplingParams) -> ("started",)
     ("generate", number, [(prompt, seed, temperature), ...])
-        -> ("completions", number, [(token_ids, logprobs, finish, oldest version, newest version), ...])
+        -> ("completions", number, [(token_ids, logprobs, finish, oldest version, newest version, routes), ...])
     weights, in vLLM's own terms, also while requests run:
     ("init", info)                                         -> ("ready",)
     ("begin", version, seconds)
@@ -129,6 +129,7 @@ class Worker:
             completion.finish_reason,
             self.oldest.pop(output.request_id),
             self.version,
+            completion.routed_experts,
         )
         if None not in batch:
             del self.batches[number]

@@ -1,5 +1,6 @@
 """Reinforcement learning on prompts with rewards: rollouts, advantages, updates, and again."""
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -21,6 +22,7 @@ from automodel_rl.rollout.groups import Group, rollout_metrics, rollout_records,
 from automodel_rl.rollout.rewards.scorer import Scorer
 from automodel_rl.trainers.policy_rows import Rows, pack_updates, with_advantages
 from automodel_rl.trainers.rollout_queue import RolloutQueue
+from automodel_rl.trainers.route_exchange import with_routes
 from automodel_rl.trainers.run import Run, Step, choose_loss, layout_summary, open_run
 
 STEPS_WITHOUT_SIGNAL = 10
@@ -45,7 +47,7 @@ class GRPOTrainer:
 
     def __init__(self, config: GRPOConfig, resume: bool = False):
         self.config = config
-        _check_context(config)
+        _check_model(config)
         self.loss = choose_loss(config, _own_loss(config))
         directory, self.handle, self.tokenizer = open_run(config, resume)
         chat = ChatTokenizer(self.tokenizer, train_on="last")
@@ -90,9 +92,7 @@ class GRPOTrainer:
         self.rollouts.load_weights()
         baseline = self._validate if self.validation and self.config.length.validate_every else None
         for step in self.run.steps(self._summary(), baseline):
-            groups = self._collect(step)
-            with step.time("pack"):
-                updates = pack_updates(groups, self.config, self.handle)
+            groups, updates = self._collect(step)
             with step.time("logprobs"):
                 rows = self._with_logprobs(updates)
             with step.time("advantages"):
@@ -116,14 +116,16 @@ class GRPOTrainer:
             f"{sum(self.prompts.sampler.sizes):,} prompts, {layout_summary(self.config, self.handle)}"
         )
 
-    def _collect(self, step: Step) -> list[Group]:
-        """Rewarded completions of this step's prompts, and the metrics of them."""
+    def _collect(self, step: Step) -> tuple[list[Group], list[PackedStep]]:
+        """Rewarded completions of this step's prompts, packed, and the metrics of them."""
         before = self.queue.state_dict()
         try:
             with step.time("rollout"):
                 generated, groups = self._generate()
             self._check_signal(groups)
             step.row |= rollout_metrics(generated, self.rewards, self.rollouts.updates)
+            with step.time("pack"):
+                updates = self._pack(groups, step)
         except (RolloutError, InputError):
             self.queue.load_state_dict(before)
             self.run.abandon_step()
@@ -132,7 +134,7 @@ class GRPOTrainer:
         if self.run.is_first_rank:
             records = rollout_records(generated, self.rewards, self.tokenizer)
             save_rollouts(self.run.directory.rollouts / f"step_{self.run.step}.jsonl", records)
-        return groups
+        return groups, updates
 
     def _generate(self) -> tuple[list[Group], list[Group]]:
         """All groups that were generated, and those to learn from."""
@@ -167,17 +169,39 @@ class GRPOTrainer:
                 "rollout.group_size"
             )
 
+    def _pack(self, groups: list[Group], step: Step) -> list[PackedStep]:
+        """The updates of a step, with routes if they are replayed."""
+        updates, replay = pack_updates(groups, self.config, self.handle), self.config.router_replay
+        if replay.enabled:
+            updates, metrics = with_routes(groups, updates, replay, self.handle)
+            step.row |= metrics
+        return updates
+
     def _with_logprobs(self, updates: list[PackedStep]) -> list[Rows]:
         """The rows of every update with log-probabilities of the policy before all of them, and of the reference."""
         rows = [batch for packed in updates for batch in packed.batches]
-        temperature = self.config.rollout.temperature
+        stages = self.config.router_replay.stages
         if not self.config.loss.on_policy:
-            rows = self.engine.add_logprobs(rows, "old_logprobs", temperature)
+            rows = self._add_logprobs(rows, "old_logprobs", replay="old_logprobs" in stages)
+        if self.config.router_replay.compare:
+            rows = self._add_logprobs(rows, "live_logprobs", replay=False)
         if self.reference is not None:
             with self.reference.in_place():
-                rows = self.engine.add_logprobs(rows, "ref_logprobs", temperature)
+                rows = self._add_logprobs(rows, "ref_logprobs", replay="ref_logprobs" in stages)
         stream = iter(rows)
         return [[next(stream) for _ in packed.batches] for packed in updates]
+
+    def _add_logprobs(self, rows: Rows, name: str, replay: bool) -> Rows:
+        """The rows with log-probabilities under the weights that are there.
+
+        Args:
+            rows: of all updates.
+            name: of the log-probabilities.
+            replay: follow the rows' routes, if they have some.
+        """
+        read = rows if replay else [dataclasses.replace(row, routes=None) for row in rows]
+        scored = self.engine.add_logprobs(read, name, self.config.rollout.temperature)
+        return [dataclasses.replace(row, values=new.values) for row, new in zip(rows, scored, strict=True)]
 
     def _warn(self, step: Step) -> None:
         """Says on the console what is wrong with a step's rollouts."""
@@ -236,13 +260,17 @@ def _own_loss(config: GRPOConfig) -> LossFn:
     return functools.partial(grpo_loss, config=config.loss.model_copy(update={"max_completion_tokens": longest}))
 
 
-def _check_context(config: GRPOConfig) -> None:
+def _check_model(config: GRPOConfig) -> None:
+    model = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False)))
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    context = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False))).context
-    if context is not None and longest > context:
+    if model.context is not None and longest > model.context:
         raise InputError(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than the model's context of "
-            f"{context} tokens: lower one of them"
+            f"{model.context} tokens: lower one of them"
+        )
+    if config.router_replay.enabled and not model.num_experts:
+        raise InputError(
+            f"router_replay.enabled=true: a {model.family!r} model has no routers: set it to false, or use a mixture"
         )
 
 

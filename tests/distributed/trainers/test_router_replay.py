@@ -1,0 +1,239 @@
+"""Reinforcement learning of a mixture on the experts that its rollouts used, with engines that choose others."""
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from automodel_rl.config.families import FAMILIES
+from automodel_rl.errors import RolloutError
+from automodel_rl.model.part_forward import numbered_layers
+from automodel_rl.model.router_replay import Selection
+from automodel_rl.model.routers import routers_of
+from automodel_rl.rollout.make_engine import make_engine
+from automodel_rl.rollout.protocol import Completion, RolloutEngine
+from automodel_rl.rollout.transformers_engine import TransformersEngine
+from automodel_rl.weight_sync.transport import Transport
+from tests.distributed.trainers.runs import (
+    Settings,
+    assert_refused,
+    assert_same_weights,
+    metrics_of,
+    settings_of,
+    train,
+    trainer_of,
+)
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def mixture(workspace: Path) -> Path:
+    """A mixture whose first layer is dense, with the workspace's tokenizer."""
+    folder, tokenizer = workspace / "mixture", AutoTokenizer.from_pretrained(workspace / "model")
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "num_experts": 8, "mlp_only_layers": [0]}
+    save_tiny_model(folder, "qwen3_moe", **sizes)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def values(workspace: Path, mixture: Path, output: Path, **changes: Any) -> Settings:
+    settings = settings_of("grpo", workspace, output, length={"steps": 2}, router_replay={"enabled": True})
+    return settings | {"model": {"path": str(mixture), "dtype": "float64"}} | changes
+
+
+def other_experts(live: Tensor) -> Tensor:
+    """Noise in choosing: a third of the tokens go to the next experts."""
+    moved = torch.rand(len(live), 1, device=live.device) < 1 / 3
+    return torch.where(moved, (live + 3) % 8, live)
+
+
+def noisy_engine(*arguments: Any) -> tuple[RolloutEngine, Transport]:
+    """This rank's engine, with noise in its routers' choices, but not in what they weigh."""
+    engine, transport = make_engine(*arguments)
+    assert isinstance(engine, TransformersEngine)
+    torch.manual_seed(torch.distributed.get_rank())
+    family = FAMILIES[engine.model.config.model_type]
+    for router in routers_of(numbered_layers(engine.model), family).values():
+        router.forward = functools.partial(noisy, router.forward, router.top_k)
+    return engine, transport
+
+
+def noisy(inner: Callable[..., Any], top_k: int, hidden: Tensor) -> Any:
+    with Selection(other_experts, torch.Size((hidden.numel() // hidden.shape[-1], top_k))):
+        return inner(hidden)
+
+
+def train_noisily(settings: Settings) -> None:
+    with mock.patch("automodel_rl.rollout.collect.make_engine", noisy_engine):
+        trainer_of(settings).train()
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"dp_shard": 2, "ep": 2},
+        {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2, "cp": 2, "ep": 2},
+    ],
+    ids=str,
+)
+def test_log_probabilities_are_the_engines_with_replay_alone(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path, parallel: dict
+) -> None:
+    replay = {"enabled": True, "compare": True}
+    settings = values(workspace, mixture, tmp_path / "run", parallel=parallel, router_replay=replay)
+    ranks(4 if "pp" in parallel else 2).run(train_noisily, settings)
+    for row in metrics_of(tmp_path / "run"):
+        assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
+        assert row["train/logprob_error_live"] > 1.01
+        assert row["rollout/routes_missing"] == 0
+        layers = [row[f"replay/differs_layer_{number}"] for number in (1, 2, 3)]
+        assert all(0.1 < share < 0.6 for share in layers)
+        assert row["replay/differs"] == pytest.approx(sum(layers) / 3)
+        assert "replay/differs_layer_0" not in row
+        assert row["train/grad_norm"] > 0
+
+
+def test_a_pipeline_with_replay_follows_one_process(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
+) -> None:
+    """The reference stays with its own choices, unless it is asked to follow."""
+    rows = {}
+    for name, parallel, stages in (
+        ("one", {}, ("old_logprobs", "train")),
+        ("two", {"pp": 2}, ("old_logprobs", "train")),
+        ("reference, too", {}, ("old_logprobs", "ref_logprobs", "train")),
+    ):
+        replay = {"enabled": True, "stages": stages}
+        settings = values(workspace, mixture, tmp_path / name, parallel=parallel, router_replay=replay)
+        settings["batch"] = {"row_tokens": 128}
+        ranks(2 if parallel else 1).run(train_on_tokens_noise, settings)
+        rows[name] = metrics_of(tmp_path / name)
+    for one, two in zip(rows["one"], rows["two"], strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/kl_ref", "replay/differs"):
+            assert two[name] == pytest.approx(one[name], rel=1e-8, abs=1e-12), name
+    assert rows["one"][0]["train/kl_ref"] > 1e-4
+    assert rows["reference, too"][0]["train/kl_ref"] == pytest.approx(0, abs=1e-12)
+
+
+def train_on_tokens_noise(settings: Settings) -> None:
+    """Noise that hangs on the tokens, so that it is the same for any number of engines."""
+
+    def by_token(live: Tensor) -> Tensor:
+        return torch.where((live.sum(1, keepdim=True) % 3) == 0, (live + 3) % 8, live)
+
+    with mock.patch(f"{__name__}.other_experts", by_token):
+        train_noisily(settings)
+
+
+def test_an_engine_in_a_process_of_its_own_says_its_routes(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
+) -> None:
+    for name, own_process in (("same", False), ("own", True)):
+        settings = values(workspace, mixture, tmp_path / name, parallel={"dp_shard": 2, "ep": 2})
+        settings["rollout"] |= {"own_process": own_process}
+        ranks(2).run(train, settings)
+        for row in metrics_of(tmp_path / name):
+            assert row["rollout/routes_missing"] == 0
+            assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
+    assert_same_weights(tmp_path / "same" / "final", tmp_path / "own" / "final")
+
+
+class Damaging(TransformersEngine):
+    """Damages routes on one rank, in the way that `damage` says."""
+
+    damage: Callable[[Any], Any]
+
+    def generate(self, *arguments: Any) -> list[Completion]:
+        written = super().generate(*arguments)
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            for completion in written:
+                object.__setattr__(completion, "routes", type(self).damage(completion.routes))
+        return written
+
+
+def run_damaged(settings: Settings, damage: Callable[[Any], Any]) -> str:
+    """How training ends."""
+    trainer = trainer_of(settings)
+    Damaging.damage = staticmethod(damage)
+    trainer.rollouts.engine.__class__ = Damaging
+    try:
+        trainer.train()
+    except RolloutError as error:
+        return str(error)
+    return ""
+
+
+def none(routes: Any) -> Any:
+    return [None] * len(routes)
+
+
+def one_row_less(routes: Any) -> Any:
+    return routes[:-1]
+
+
+def first_twice(routes: Any) -> Any:
+    routes[2, 1, 1] = routes[2, 1, 0]
+    return routes
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (none, "choices of experts are missing, and router_replay.on_missing=error"),
+        (one_row_less, "one each, or one less"),
+        (first_twice, r"routes of layer 2, row 2: experts \[(\d), \1\]; a token's experts differ"),
+    ],
+)
+def test_routes_that_cannot_be_followed_end_the_run_on_every_rank(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path, damage: Callable[[Any], Any], message: str
+) -> None:
+    settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2})
+    ends = ranks(2).run(run_damaged, settings, damage)
+    assert ends[0] == ends[1]
+    assert "the rollout engine of rank 1 gave routes that cannot be followed: a completion of prompt" in ends[0]
+    assert re.search(message, ends[0])
+
+
+def test_tokens_without_a_route_may_choose_by_themselves(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
+) -> None:
+    replay = {"enabled": True, "on_missing": "live"}
+    settings = values(workspace, mixture, tmp_path / "run", parallel={"dp_shard": 2}, router_replay=replay)
+    assert ranks(2).run(run_damaged, settings, none) == ["", ""]
+    for row in metrics_of(tmp_path / "run"):
+        assert 0.3 < row["rollout/routes_missing"] < 0.7
+        assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"router_replay": {"enabled": True, "stages": ["old_logprobs"]}}, "leave out train"),
+        ({"router_replay": {"compare": True}}, "has nothing to compare"),
+        ({"router_replay": {"enabled": True, "compare": True}, "loss": {"on_policy": True}}, "no old log-prob"),
+        ({"router_replay": {"enabled": True, "on_missing": "skip"}}, "router_replay.on_missing"),
+        ({}, "a 'qwen3' model has no routers"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_replayed_is_refused(
+    workspace: Path,
+    mixture: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict,
+    message: str,
+) -> None:
+    settings = values(workspace, mixture, tmp_path / "run", batch={"row_tokens": 128}, **changes)
+    if not changes:
+        settings["model"]["path"] = str(workspace / "model")
+    assert_refused("grpo", json.loads(json.dumps(settings)), message, tmp_path, capsys)
