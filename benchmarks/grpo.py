@@ -3,11 +3,13 @@
     python benchmarks/grpo.py PROMPTS.jsonl --engine transformers
     python benchmarks/grpo.py PROMPTS.jsonl --engine vllm --vllm-python PYTHON             on the same device
     python benchmarks/grpo.py PROMPTS.jsonl --engine vllm --vllm-python PYTHON --device 1  on another one
+    python benchmarks/grpo.py PROMPTS.jsonl --workload W2 --replay ...                     with router replay
     python benchmarks/grpo.py PROMPTS.jsonl --tiny                                         check the script on a CPU
 
-W1, a dense 1.5B model, with random weights and a tokenizer trained on the prompts, bf16. 16 prompts x 8 completions of
-at most 256 tokens; the reward is the share of digits, so that random models differ in it. Prints a JSON line a step,
-and one with the medians over the steps after the first.
+W1, a dense 1.5B model, or W2, a mixture of 3.2B, with random weights and a tokenizer trained on the prompts, bf16. 16
+prompts x 8 completions of at most 256 tokens; the reward is the share of digits, so that random models differ in it.
+Prints a JSON line a step, and one with the medians over the steps after the first. With --replay every step also has
+the mean and the largest |engine's - trainer's log-probability| with replay and without.
 """
 
 import argparse
@@ -18,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 WORK = ("time/rollout_s", "time/logprobs_s", "time/train_s", "time/sync_s")
 """Model compute: of the engine, of the trainer, and moving weights between them."""
@@ -37,12 +41,16 @@ def main() -> None:
     from automodel_rl.trainers.grpo import GRPOTrainer
 
     quiet_libraries()
-    model = Path(tempfile.gettempdir()) / f"automodel_rl_grpo_model{'_tiny' if options.tiny else ''}"
+    model = Path(tempfile.gettempdir()) / f"automodel_rl_grpo_{options.workload}{'_tiny' if options.tiny else ''}"
     if not (model / "tokenizer.json").is_file():
         write_checkpoint(model, options)
     output = Path(tempfile.mkdtemp(prefix="automodel_rl_grpo_")) / "run"
-    GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options))).train()
+    trainer = GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options)))
+    differences = watch_differences(trainer) if options.replay else []
+    trainer.train()
     rows = read_metrics(output / "metrics.jsonl")
+    for row, measured in zip(rows, differences, strict=False):
+        row |= measured
     for row in rows:
         print(json.dumps({key: value for key, value in row.items() if shown(row, key)}))
     rows = rows[1:] or rows
@@ -52,8 +60,39 @@ def main() -> None:
 
 
 def shown(row: dict[str, Any], key: str) -> bool:
-    wanted = ("time/", "train/logprob_error", "rollout/completion", "rollout/reward_mean", "perf/", "memory/")
+    wanted = (
+        "difference/",
+        "replay/differs",
+        "rollout/routes",
+        "time/",
+        "train/logprob_error",
+        "rollout/completion",
+        "rollout/reward_mean",
+        "perf/",
+        "memory/",
+    )
     return key.startswith(wanted) and isinstance(row[key], int | float)
+
+
+def watch_differences(trainer: Any) -> list[dict[str, float]]:
+    """Of every step, |engine's - trainer's log-probability| over the completions' tokens; filled while it trains."""
+    found: list[dict[str, float]] = []
+    train_step = trainer.engine.train_step
+
+    def watching(rows: Any, *arguments: Any) -> Any:
+        measured = {}
+        for name, key in (("old_logprobs", "replay"), ("live_logprobs", "live")):
+            pairs = [(row.values["rollout_logprobs"] - row.values[name])[row.loss_mask].abs() for row in rows]
+            difference = torch.cat(pairs)
+            measured |= {
+                f"difference/{key}_mean": difference.mean().item(),
+                f"difference/{key}_max": difference.max().item(),
+            }
+        found.append(measured)
+        return train_step(rows, *arguments)
+
+    trainer.engine.train_step = watching
+    return found
 
 
 def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
@@ -62,7 +101,7 @@ def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
     from automodel_rl.data.sources import JsonLines
     from automodel_rl.quickstart.model import train_tokenizer
 
-    sizes = model_sizes("W1", options.tiny)
+    sizes = model_sizes(options.workload, options.tiny)
     write_model(folder, sizes)
     texts = [str(record) for record in itertools.islice(JsonLines(Path(options.prompts)), 1000)]
     train_tokenizer(texts, 400 if options.tiny else 4000).save_pretrained(folder)
@@ -93,6 +132,7 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
         "loss": {"kl": {"coefficient": 0.01}, "correction": {"kind": "truncate"}},
         "length": {"steps": options.steps},
         "optimizer": {"lr": 1e-5, "decay": "constant"},
+        "router_replay": {"enabled": options.replay, "compare": options.replay},
         "checkpoint": {"every": None},
         "observe": {"samples": 0},
     }
@@ -103,6 +143,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("prompts", help="JSON lines with prompt")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
+    parser.add_argument("--workload", choices=["W1", "W2"], default="W1")
+    parser.add_argument("--replay", action="store_true", help="router replay, and a pass without it to compare")
     parser.add_argument("--own-process", action="store_true", help="the transformers engine in a process of its own")
     parser.add_argument("--device", type=int, help="the engine's own, by its number")
     parser.add_argument("--max-staleness", type=int, default=0)

@@ -88,6 +88,7 @@ class _Replayed:
     def __init__(self, replay: RouterReplay, number: int, router: nn.Module, inner: Callable[..., Any]):
         self.replay, self.number, self.router, self.inner = replay, number, router, inner
 
+    @torch.compiler.disable  # what it notes of layers and rows would be compiled anew for each of them
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         row = self.replay.scope.row
         if row is None or row.routes is None:

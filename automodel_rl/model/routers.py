@@ -68,6 +68,7 @@ class RouterWatch:
         self.num_tokens = max(num_tokens, 1)
         self.loads, self._counted = {}, set()
 
+    @torch.compiler.disable  # what it notes of layers and rows would be compiled anew for each of them
     def _seen(self, number: int, module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """What a router says, as its forward hook."""
         if not (module.training and torch.is_grad_enabled()):

@@ -1,0 +1,117 @@
+"""What router replay adds to a training step of W2, a mixture of 3.2B.
+
+    python benchmarks/router_replay.py -                                        one device
+    python benchmarks/router_replay.py - activation_checkpointing=full compile=true
+    torchrun --nproc-per-node 2 benchmarks/router_replay.py pp=2 dp_shard=2,ep=2
+    python benchmarks/router_replay.py - --tiny --tokens 2048 --steps 2         check the script on a CPU
+
+The routes are those that the model chooses by itself, so that both ways run the same experts on the same tokens. Each
+batch is trained on with and without them, in turn, which of the two comes first alternating. Prints a JSON line for
+each layout: medians of a step, and the median of the ratios of the two steps on the same batch.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from workload import ROW_TOKENS, make_sequences, model_sizes, parse_layout, write_model
+
+from automodel_rl import Engine, ModelHandle, OptimizerConfig, pack, sft_loss
+from automodel_rl.batch import PackedBatch, Routes
+from automodel_rl.config import ModelConfig
+from automodel_rl.launch.process_group import join_process_group
+from automodel_rl.launch.quiet import quiet_libraries
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="+", help="such as pp=2; - for one rank; without cp")
+    parser.add_argument("--tokens", type=int, default=65536, help="a step and device")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    quiet_libraries()
+    join_process_group(parse_layout(options.layouts[0])[0].world_size)
+    sizes = model_sizes("W2", options.tiny)
+    folder = Path(tempfile.gettempdir(), "automodel_rl_benchmarks", "W2_tiny" if options.tiny else "W2")
+    if dist.get_rank() == 0 and not (folder / "config.json").is_file():
+        write_model(folder, sizes)
+    dist.barrier()
+    for layout in options.layouts:
+        result = measure(layout, folder, sizes["vocab_size"], options)
+        if dist.get_rank() == 0:
+            print(json.dumps({"layout": layout, **result}), flush=True)
+    dist.barrier()
+    os._exit(0)  # a finished measurement must not wait for libraries to tear down
+
+
+def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    parallel, memory = parse_layout(layout)
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), parallel, memory)
+    engine = Engine(handle, OptimizerConfig(lr=1e-6, decay="constant"))
+    generator, row = np.random.default_rng(0), 128 if options.tiny else ROW_TOKENS
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    differs = []
+    for step in range(options.warmup + options.steps):
+        sequences = make_sequences(options.tokens * dist.get_world_size(), vocab_size, generator, row)
+        ranks = {"num_data_ranks": parallel.num_data_ranks, "data_rank": handle.layout.data_rank}
+        rows = pack(sequences, row, min_rows=parallel.pp, cost=handle.flops, **ranks)
+        routed = with_own_routes(rows, engine)
+        for replay in (False, True) if step % 2 else (True, False):
+            if handle.layout.device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            start = time.perf_counter()
+            output = engine.train_step(routed if replay else rows, sft_loss)
+            if handle.layout.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[replay].append(time.perf_counter() - start)
+            if replay:
+                differs.append(output.metrics["replay/differs"])
+    measured = {replay: values[options.warmup :] for replay, values in seconds.items()}
+    ratios = [with_ / without for without, with_ in zip(measured[False], measured[True], strict=True)]
+    return {
+        "seconds_without": round(statistics.median(measured[False]), 4),
+        "seconds_with": round(statistics.median(measured[True]), 4),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        "differs": round(statistics.median(differs), 4),
+    }
+
+
+def with_own_routes(rows: list[PackedBatch], engine: Engine) -> list[PackedBatch]:
+    """The rows with the experts that this rank's layers choose for them."""
+    handle, chosen = engine.handle, dict[tuple[int, int], torch.Tensor]()
+    order: dict[int, int] = {}
+
+    def note(number: int, scope: Any, output: tuple[torch.Tensor, ...]) -> None:
+        place = order.setdefault(id(scope.row), len(order))
+        chosen[place, number] = output[2].short().cpu()
+
+    hooks = [
+        router.register_forward_hook(lambda _m, _i, output, n=n, e=extras: note(n, e.row_scope, output))
+        for extras in handle.extras
+        for n, router in extras.router_watch.routers.items()
+    ]
+    engine.logprobs(rows)
+    for hook in hooks:
+        hook.remove()
+    layers = handle.router_layers
+    return [
+        dataclasses.replace(row, routes=Routes(layers, torch.stack([chosen[place, n] for n in layers], 1)))
+        for place, row in enumerate(rows)
+    ]
+
+
+if __name__ == "__main__":
+    main()

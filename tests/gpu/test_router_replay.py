@@ -1,0 +1,33 @@
+"""Router replay over NCCL: every pass takes the routes' experts, and gives the numbers of plain transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_rl.config import ParallelConfig
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.tools.verify.command import FLOAT64
+from automodel_rl.tools.verify.comparison import Case
+from tests.distributed.parallel.test_parity import assert_equal, differences
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_model
+
+pytestmark = pytest.mark.gpu
+LAYOUTS = [
+    (ParallelConfig(), "full"),
+    (ParallelConfig(pp=2), "full"),
+    (ParallelConfig(pp=2, schedule="Interleaved1F1B", virtual_stages=2), "selective"),
+    (ParallelConfig(cp=2, ep=2), "full"),
+    (ParallelConfig(dp_shard=2, ep=2), "selective"),
+    (ParallelConfig(pp=2, cp=2, ep=2), "full"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "recomputed"), LAYOUTS, ids=str)
+def test_replay_equals_transformers(ranks: RankPool, tmp_path: Path, parallel: ParallelConfig, recomputed: str) -> None:
+    if torch.cuda.device_count() < parallel.world_size:
+        pytest.skip(f"needs {parallel.world_size} CUDA devices")
+    save_tiny_model(tmp_path, "qwen3_moe")
+    memory = MemoryConfig(activation_checkpointing=recomputed)
+    assert_equal(differences(ranks, tmp_path, Case(parallel, memory=memory, replay=True)), FLOAT64)
