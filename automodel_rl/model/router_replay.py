@@ -32,45 +32,48 @@ class RouterReplay:
     Args:
         routers: by layer; they return a tuple.
         scope: of the layers.
-
-    Attributes:
-        differing: by layer, tokens of the step that the router would have sent elsewhere, and tokens with a route;
-            counted in training, float32 [2].
     """
 
     def __init__(self, routers: dict[int, Any], scope: RowScope):
         self.scope, self.layers = scope, tuple(routers)
-        self.differing: dict[int, Tensor] = {}
-        self._counted: set[tuple[int, int]] = set()
+        self._noted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for number, router in routers.items():
             router.forward = _Replayed(self, number, router, router.forward)
 
     def start_step(self) -> None:
-        self.differing = {number: torch.zeros(2) for number in self.layers}
-        self._counted = set()
+        self._noted = {}
 
     @torch.no_grad()
-    def count(self, number: int, live: Tensor, target: Tensor) -> None:
-        """Notes how many real tokens of a layer would have gone elsewhere.
+    def note(self, number: int, live: Tensor, target: Tensor) -> None:
+        """Keeps which tokens of a row a layer's router would have sent elsewhere, for `differing`.
 
         Args:
             number: of the layer.
             live, target: experts [t, K] of every token, by the router and by its route.
         """
         row = self.scope.row
-        if row is None or (number, id(row)) in self._counted:  # a recomputation counts nothing twice
+        assert row is not None
+        if (number, id(row)) in self._noted:  # a recomputation counts nothing twice
             return
-        self._counted.add((number, id(row)))
-        is_routed = row.is_real & (target[:, 0] != MISSING)
-        same = (live[:, :, None] == target[:, None]).any(2).all(1)
-        counts = torch.stack([(is_routed & ~same).sum(), is_routed.sum()]).float()
-        self.differing[number] = self.differing[number].to(counts.device) + counts
+        differs = (live[:, :, None] != target[:, None]).all(2).any(1)
+        self._noted[number, id(row)] = differs, row.is_real & (target[:, 0] != MISSING)
+
+    def differing(self) -> dict[int, Tensor]:
+        """By layer, of the step's tokens with a route those that the router would have sent elsewhere, and all of them;
+        counted in training, float32 [2]."""
+        counts = {number: torch.zeros(2) for number in self.layers}
+        for number in self.layers:
+            noted = [pair for (layer, _), pair in self._noted.items() if layer == number]
+            if noted:
+                differs, is_routed = (torch.cat(column) for column in zip(*noted, strict=True))
+                counts[number] = torch.stack([(differs & is_routed).sum(), is_routed.sum()]).float()
+        return counts
 
 
 def replay_metrics(replays: list[RouterReplay], layout: Layout) -> dict[str, float]:
     """`DIFFERS` of every layer and over all of them, equal on every rank; nothing where no token had a route. A
     collective."""
-    own = sum_over_stage({n: counts for replay in replays for n, counts in replay.differing.items()}, layout)
+    own = sum_over_stage({n: counts for replay in replays for n, counts in replay.differing().items()}, layout)
     stages = gather_objects({number: counts.tolist() for number, counts in own.items()}, layout.pp_control)
     counts = {number: pair for stage in stages for number, pair in stage.items() if pair[1]}
     if not counts:
@@ -97,7 +100,7 @@ class _Replayed:
         with Selection(lambda live: torch.where(target == MISSING, live, target), target.shape) as selection:
             result = self.inner(*args, **kwargs)
         if self.router.training and torch.is_grad_enabled():
-            self.replay.count(self.number, selection.live, target)
+            self.replay.note(self.number, selection.live, target)
         return result
 
 

@@ -51,8 +51,8 @@ def routed(router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Te
         live: experts [n, K] that it would choose; taken where the route has -1.
         route: experts [n, K].
     """
-    hidden = hidden.reshape(-1, router.hidden_dim)
-    chosen = torch.where(route < 0, live, route.to(live.device))
+    hidden, route = hidden.reshape(-1, router.hidden_dim), route.to(live.device)
+    chosen = torch.where(route < 0, live, route)
     settings = vars(router)
     if "routed_scaling_factor" in settings:  # DeepSeek-V3: sigmoids, of which the bias is not part
         logits = hidden.float() @ router.weight.float().T
