@@ -53,7 +53,7 @@ class RouterShape:
         if payload_layers == len(self.layers):
             return list(range(len(self.layers)))
         raise ValueError(
-            f"they are of {payload_layers} layers, and the model has {self.num_layers}, {len(self.layers)} of them "
+            f"routes are of {payload_layers} layers, and the model has {self.num_layers}, {len(self.layers)} of them "
             "with a router"
         )
 

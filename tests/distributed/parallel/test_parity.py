@@ -77,7 +77,7 @@ def test_every_schedule_equals_one_process(ranks: RankPool, tmp_path: Path, sche
     check(ranks, tmp_path, "qwen3", pp=2, schedule=schedule, virtual_stages=virtual_stages)
 
 
-@pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES[1::4])
+@pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES[5:])
 def test_schedules_of_a_mixture_over_cp_and_ep_equal_one_process(
     ranks: RankPool, tmp_path: Path, schedule: str, virtual_stages: int
 ) -> None:

@@ -63,6 +63,25 @@ def test_it_reports_the_logprobs_of_what_it_sampled(model: PreTrainedModel, toke
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"], indirect=True)
+def test_it_says_which_experts_prompt_and_completion_went_to(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    engine = make_engine(model, tokenizer, capture_routes=True)
+    model.config.eos_token_id = None
+    requests = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
+    chosen: list[Tensor] = []
+    for layer in model.model.layers:
+        router = layer.mlp.router if "router" in dict(layer.mlp.named_children()) else layer.mlp.gate
+        router.register_forward_hook(lambda _module, _input, output: chosen.append(output[2]))
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        chosen.clear()
+        with torch.no_grad():
+            model(torch.tensor([[*request.prompt, *completion.token_ids]]))
+        expected = torch.stack(chosen, 1)[:-1]  # the last token is never computed
+        assert torch.equal(torch.from_numpy(completion.routes).long(), expected)
+
+
 @pytest.fixture
 def dense(tmp_path: Path) -> PreTrainedModel:
     save_tiny_model(tmp_path)

@@ -3,6 +3,8 @@
 A stand-in takes vLLM's place here; the real one is run on GPUs by benchmarks/grpo.py and benchmarks/weight_sync.py.
 """
 
+import base64
+import io
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from automodel_rl.errors import InputError, WeightSyncError
@@ -25,13 +28,16 @@ STAND_IN = """
 import os
 from types import SimpleNamespace as Object
 
+import numpy as np
+
 class SamplingParams:
     def __init__(self, *, seed, temperature, logprobs, max_tokens=16, stop_token_ids=None, stop=None):
         assert logprobs == 0
         self.seed, self.temperature = seed, temperature
 
 class LLM:
-    def __init__(self, model, *, logprobs_mode, dtype="auto"):
+    def __init__(self, model, *, logprobs_mode, dtype="auto", enable_return_routed_experts=False):
+        self.says_routes = enable_return_routed_experts
         assert logprobs_mode == "processed_logprobs"
         if model == "missing":
             raise FileNotFoundError("no such model")
@@ -59,7 +65,8 @@ class LLM:
             ids = [params.seed % 7, self.loaded, len(prompt)]
             logprobs = [{i: Object(logprob=-params.temperature)} for i in ids]
             reason = {0: "abort", 1: "stop", 2: "length"}[params.seed % 7]
-            completion = Object(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+            routes = np.full((len(prompt) + len(ids) - 1, 2, 1), len(prompt), np.uint8) if self.says_routes else None
+            completion = Object(token_ids=ids, logprobs=logprobs, finish_reason=reason, routed_experts=routes)
             outputs.append(Object(finished=True, request_id=name, outputs=[completion]))
         return outputs
 
@@ -193,8 +200,20 @@ def test_an_engine_that_does_not_start_is_bad_input(python: str, model: str, mes
         start_vllm(python, {"model": model}, {}, device=None)
 
 
+@pytest.mark.usefixtures("python_path")
+def test_a_process_says_the_routes_of_prompt_and_completion() -> None:
+    for options, expected in (({}, None), ({"enable_return_routed_experts": True}, [[[2], [2]]] * 4)):
+        engine = make_process(**options)
+        try:
+            (completion,) = engine.generate([Request([1, 2], 8, 0.5)])
+            assert (None if completion.routes is None else completion.routes.tolist()) == expected
+        finally:
+            engine.close()
+
+
 class Server(BaseHTTPRequestHandler):
     mode = "processed_logprobs"
+    routes: ClassVar[np.ndarray | None] = None
     paused = False
     told: ClassVar[list[tuple[str, dict[str, Any]]]] = []
 
@@ -204,7 +223,8 @@ class Server(BaseHTTPRequestHandler):
         elif self.path.startswith("/get_world_size"):
             self._answer({"world_size": 2})
         elif self.path.startswith("/server_info"):
-            self._answer({"vllm_config": {"model_config": {"logprobs_mode": self.mode}}})
+            model = {"logprobs_mode": self.mode, "enable_return_routed_experts": self.routes is not None}
+            self._answer({"vllm_config": {"model_config": model}})
         else:
             self._answer({"data": [{"id": "served"}]})
 
@@ -223,7 +243,12 @@ class Server(BaseHTTPRequestHandler):
             assert body["top_p"] == body["repetition_penalty"] == 1
             ids = [*body["prompt"], body["seed"]]
             logprobs = {"token_logprobs": [-body["temperature"]] * len(ids)}
-            self._answer({"choices": [{"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}]})
+            choice = {"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}
+            if self.routes is not None:
+                file = io.BytesIO()
+                np.save(file, self.routes)
+                choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+            self._answer({"choices": [choice]})
 
     def _answer(self, value: Any) -> None:
         text = b"" if value is None else json.dumps(value).encode()
@@ -254,6 +279,18 @@ def test_servers_answer_requests_one_by_one(url: str) -> None:
     assert "500" in bad.error
     with pytest.raises(RuntimeError, match="every request failed, the first with: .*500"):
         engine.generate([Request([13], 7, 0.5)])
+    engine.close()
+
+
+def test_servers_say_routes_or_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="router_replay needs: start it with .* --enable-return-routed-experts"):
+        VllmServers([url], {}, routes=True)
+    routes = np.arange(300, 306, dtype=np.uint16).reshape(1, 2, 3)
+    monkeypatch.setattr(Server, "routes", routes)
+    engine = VllmServers([url], {}, routes=True)
+    (completion,) = engine.generate([Request([5], 7, 0.5)])
+    assert completion.routes.dtype == np.uint16
+    assert np.array_equal(completion.routes, routes)
     engine.close()
 
 
