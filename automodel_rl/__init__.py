@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from automodel_rl.batch import PackedBatch, TokenSequence, pack, unpack
+    from automodel_rl.batch import PackedBatch, RouterShape, Routes, TokenSequence, pack, read_routes, unpack
     from automodel_rl.config import (
         DPOLossConfig,
         ModelConfig,
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "PackedBatch": "batch",
+    "RouterShape": "batch",
+    "Routes": "batch",
     "TokenSequence": "batch",
     "pack": "batch",
+    "read_routes": "batch",
     "unpack": "batch",
     "DPOLossConfig": "config",
     "ModelConfig": "config",
@@ -64,6 +67,8 @@ __all__ = [
     "ParallelConfig",
     "PolicyLossConfig",
     "Readout",
+    "RouterShape",
+    "Routes",
     "SFTTrainer",
     "TokenOutputs",
     "TokenSequence",
@@ -72,6 +77,7 @@ __all__ = [
     "grpo_loss",
     "load_config",
     "pack",
+    "read_routes",
     "sft_loss",
     "unpack",
 ]

@@ -1,11 +1,13 @@
-"""Every layout that up to four ranks reach against one process, and one with eight: `make parity`.
+"""Every layout that up to four ranks reach against one process, and some with eight: `make parity`.
 
     python benchmarks/parity.py                 all cells, on this machine's CPU; writes benchmarks/parity.md
     python benchmarks/parity.py --only cp=2     the cells whose layout has this in its name
+    python benchmarks/parity.py --only replay   those with router replay
 
 Float64 where the model computes in it, against plain transformers one sequence at a time, with other token counts on
 every rank. A cell shows the largest difference of loss, gradient norm, log-probabilities and gradients (relative) and
-of weights after three clipped AdamW steps, or why the layout is refused.
+of weights after three clipped AdamW steps, or why the layout is refused. With router replay a cell is equal only if
+every choice of experts, in every pass, is the route's.
 """
 
 import argparse
@@ -42,11 +44,18 @@ class Cell:
     family: str
     parallel: ParallelConfig
     tied: bool = False
+    recomputed: str = "none"
+    replay: bool = False
+
+    @property
+    def memory(self) -> MemoryConfig:
+        return MemoryConfig(activation_checkpointing=self.recomputed)
 
     @property
     def name(self) -> str:
         values = self.parallel.model_dump(exclude_defaults=True)
-        return ", ".join(f"{key}={value}" for key, value in values.items()) or "one rank"
+        layout = ", ".join(f"{key}={value}" for key, value in values.items()) or "one rank"
+        return f"{layout}, router replay, recomputed: {self.recomputed}" if self.replay else layout
 
 
 def cells() -> Iterator[Cell]:
@@ -69,6 +78,25 @@ def cells() -> Iterator[Cell]:
                 yield Cell(family, ParallelConfig(**sizes))
     yield Cell("qwen3_moe", ParallelConfig(pp=2, cp=2, ep=2, dp_shard=2))
     yield Cell("deepseek_v3", ParallelConfig(pp=2, cp=2, ep=4, dp_shard=2))
+    yield from replay_cells()
+
+
+def replay_cells() -> Iterator[Cell]:
+    """Router replay under every kind of recomputation, then over families, eight ranks last."""
+    virtual = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
+    v_shaped = {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}
+    ways = (
+        {"pp": 2},
+        virtual,
+        v_shaped,
+        {"cp": 2},
+        {"dp_shard": 2, "ep": 2},
+        {**virtual, "cp": 2, "dp_shard": 2, "ep": 2},
+    )
+    for sizes, recomputed in itertools.product(ways, ("none", "selective", "full")):
+        yield Cell("qwen3_moe", ParallelConfig(**sizes), recomputed=recomputed, replay=True)
+    for family in ("mixtral", "deepseek_v3", "gpt_oss"):
+        yield Cell(family, ParallelConfig(**virtual, cp=2, dp_shard=2, ep=4), recomputed="full", replay=True)
 
 
 def run(cell: Cell, ranks: RankPool) -> str:
@@ -78,10 +106,11 @@ def run(cell: Cell, ranks: RankPool) -> str:
         save_tiny_model(folder, cell.family, tied=cell.tied, num_layers=max(4, cell.parallel.num_stages))
         try:
             model = ModelConfig(path=name, dtype="float64")
-            check_supported(describe_model(read_config(folder)), model, cell.parallel, MemoryConfig())
+            check_supported(describe_model(read_config(folder)), model, cell.parallel, cell.memory)
         except InputError as error:
             return f"| refused | {error} |"
-        found = ranks(cell.parallel.world_size).run(compare, Case(cell.parallel, rows=(3, 1, 2)), folder, folder)[0]
+        case = Case(cell.parallel, rows=(3, 1, 2), memory=cell.memory, replay=cell.replay)
+        found = ranks(cell.parallel.world_size).run(compare, case, folder, folder)[0]
     in_fp32 = FAMILIES[cell.family].computes_in_fp32
     rows = judge(found, FLOAT32 if in_fp32 else FLOAT64)
     verdict = "equal" if all(row.is_equal for row in rows) else "DIFFERENT"

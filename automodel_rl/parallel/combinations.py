@@ -284,6 +284,7 @@ RULES = (
     Rule("compiled layers", "without tp, with schedules that do not split the backward", _compiled),
     Rule("LoRA", "attention and MLP of transformers models; with pp, cp, ep, dp", _lora),
     Rule("router auxiliary loss, bias update", "softmax routers; deepseek_v3", _routers),
+    Rule("router replay", f"{', '.join(MOE_FAMILIES)}; every layout, schedule and recomputation; any rollout engine"),
     Rule("expert parallel (ep)", f"{', '.join(MOE_FAMILIES)}; ep divides experts and dp_shard x cp", _experts),
 )
 

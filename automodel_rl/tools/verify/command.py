@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig, SFTConfig
+from automodel_rl.config import GRPOConfig, ModelConfig, ParallelConfig, RunConfig, SFTConfig
 from automodel_rl.config.attention import ATTENTION
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import Dtype
@@ -98,6 +98,7 @@ def case_of(
         implementation=model.implementation,
         attention=attention,
         memory=memory.model_copy(update={"compile": False}),
+        replay=isinstance(config, GRPOConfig) and config.router_replay.enabled,
     )
     return case, left_out
 
