@@ -63,6 +63,28 @@ def _swap_of_one_part() -> Any:
     return _patch("tools.verify.comparison.ReferenceWeights", OnePart)
 
 
+def _routes_shifted() -> Any:
+    """As if they belonged to the token that is predicted."""
+    from automodel_rl.batch import Routes
+
+    take = Routes.take
+
+    def shifted(routes: Routes, places: Tensor, is_token: Tensor) -> Routes:
+        return take(dataclasses.replace(routes, experts=routes.experts.roll(-1, 0)), places, is_token)
+
+    return mock.patch.object(Routes, "take", shifted)
+
+
+def _routes_by_place() -> Any:
+    """As if a stage's layers were numbered from 0."""
+    from automodel_rl.batch import Routes
+
+    def select(routes: Routes, layers: Any) -> Routes:
+        return Routes(tuple(layers), routes.experts[:, : len(layers)])
+
+    return mock.patch.object(Routes, "select", select)
+
+
 FAULTS = {
     "documents see each other": lambda: _patch("model.handle.local_row", one_document),
     "tied gradient counted once": lambda: _patch("parallel.gradients.TiedEmbedding.sum_gradients", return_value=None),
@@ -73,4 +95,6 @@ FAULTS = {
     "expert gradients scaled twice": _experts_twice,
     "reference swap of one part": _swap_of_one_part,
     "partial gradients of tp left alone": lambda: _patch("model.handle.sum_partial_gradients", return_value=None),
+    "routes shifted by a token": _routes_shifted,
+    "routes of other layers": _routes_by_place,
 }

@@ -53,13 +53,15 @@ SHOWS_IN = {
     "expert gradients scaled twice": ("gradient of mlp.experts", "gradient of embed_tokens"),
     "reference swap of one part": ("reference log-probabilities", "gradient"),
     "partial gradients of tp left alone": ("norm.weight", "gradient of embed_tokens"),
+    "routes shifted by a token": ("choices of experts", None),
+    "routes of other layers": ("choices of experts", None),
 }
 """For every fault, what the first step shows to be different, and what not."""
 
 
 def found_with(fault: str, parallel: ParallelConfig, folder: Path) -> Differences:
     with planted(fault):
-        return compare(Case(parallel, rows=(3, 2)), folder, folder)
+        return compare(Case(parallel, rows=(3, 2), replay="routes" in fault), folder, folder)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,8 @@ def found_with(fault: str, parallel: ParallelConfig, folder: Path) -> Difference
         ("reference swap of one part", "qwen3", INTERLEAVED),
         ("partial gradients of tp left alone", "qwen3", {"tp": 2}),
         ("partial gradients of tp left alone", "llama", {"tp": 2, "sequence_parallel": True}),
+        ("routes shifted by a token", "qwen3_moe", {}),
+        ("routes of other layers", "qwen3_moe", {"pp": 2}),
     ],
 )
 def test_planted_bugs_show_where_they_strike(
