@@ -152,6 +152,26 @@ def test_routes_of_another_microbatch_in_flight_are_noticed(ranks: RankPool, tmp
     assert max((wrong[name] - right[name]).abs().max().item() for name in right) > 1e-3 * scale
 
 
+def loads_of(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens of every expert in every layer: as counted on this rank, and of the routes of the whole row."""
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32"), ParallelConfig(cp=2))
+    rows = rows_of(handle.router_shape, 2)
+    backward(handle, rows)
+    counted, experts = handle.extras[0].router_watch.loads, torch.cat([row.routes.experts for row in rows])  # type: ignore
+    return list(counted.values()), [experts[:, m][experts[:, m] >= 0].bincount(minlength=8) for m in range(3)]
+
+
+def test_load_is_where_routes_send_real_tokens(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3_moe", dtype=torch.float32, **DENSE_FIRST)
+    (one, routed), (other, _) = ranks(2).run(loads_of, tmp_path)
+    num_tokens = 2 * len(make_sequences(1, 3, VOCAB, longest=24)[0])
+    for mine, others, expected in zip(one, other, routed, strict=True):
+        free = mine + others - expected  # tokens without a route
+        assert (free >= 0).all()
+        assert free.sum() + expected.sum() == 2 * num_tokens  # top-2, and nothing for pads
+        assert expected.sum() > free.sum() > 0
+
+
 # What must not stay behind.
 
 
