@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 2 benchmarks/router_replay.py pp=2 dp_shard=2,ep=2
     python benchmarks/router_replay.py - --tiny --tokens 2048 --steps 2         check the script on a CPU
 
-The routes are those that the model chooses by itself, so that both ways run the same experts on the same tokens. Each
+The routes are those that the model chooses by itself, so that both ways run the same experts on the same tokens. One
 batch is trained on with and without them, in turn, which of the two comes first alternating. Prints a JSON line for
-each layout: medians of a step, and the median of the ratios of the two steps on the same batch.
+each layout: medians of a step, their ratio, and the quartiles of the ratios of neighbouring steps.
 """
 
 import argparse
@@ -30,13 +30,14 @@ from automodel_rl.batch import PackedBatch, Routes
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
+from automodel_rl.model.handle import FORWARD_ROWS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="+", help="such as pp=2; - for one rank; without cp")
     parser.add_argument("--tokens", type=int, default=65536, help="a step and device")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -62,11 +63,11 @@ def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namesp
     generator, row = np.random.default_rng(0), 128 if options.tiny else ROW_TOKENS
     seconds: dict[bool, list[float]] = {False: [], True: []}
     differs = []
+    sequences = make_sequences(options.tokens * dist.get_world_size(), vocab_size, generator, row)
+    ranks = {"num_data_ranks": parallel.num_data_ranks, "data_rank": handle.layout.data_rank}
+    rows = pack(sequences, row, min_rows=parallel.pp, cost=handle.flops, **ranks)
+    routed = with_own_routes(rows, engine)
     for step in range(options.warmup + options.steps):
-        sequences = make_sequences(options.tokens * dist.get_world_size(), vocab_size, generator, row)
-        ranks = {"num_data_ranks": parallel.num_data_ranks, "data_rank": handle.layout.data_rank}
-        rows = pack(sequences, row, min_rows=parallel.pp, cost=handle.flops, **ranks)
-        routed = with_own_routes(rows, engine)
         for replay in (False, True) if step % 2 else (True, False):
             if handle.layout.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -83,14 +84,15 @@ def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namesp
     return {
         "seconds_without": round(statistics.median(measured[False]), 4),
         "seconds_with": round(statistics.median(measured[True]), 4),
-        "ratio": round(statistics.median(ratios), 4),
-        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        "ratio": round(statistics.median(measured[True]) / statistics.median(measured[False]), 4),
+        "ratio_quartiles": [round(quartile, 4) for quartile in statistics.quantiles(ratios, n=4)],
         "differs": round(statistics.median(differs), 4),
     }
 
 
 def with_own_routes(rows: list[PackedBatch], engine: Engine) -> list[PackedBatch]:
     """The rows with the experts that this rank's layers choose for them."""
+    assert len(rows) <= FORWARD_ROWS  # of more rows some are gone, and others in their place in memory
     handle, chosen = engine.handle, dict[tuple[int, int], torch.Tensor]()
     order: dict[int, int] = {}
 

@@ -14,7 +14,7 @@ from automodel_rl.batch.packed import (
     sum_by_sequence,
     unpack,
 )
-from automodel_rl.batch.routes import RouterShape, Routes, read_routes
+from automodel_rl.batch.routes import RouterShape, Routes, join_routes, read_routes
 
 __all__ = [
     "IGNORED_TARGET",
@@ -27,6 +27,7 @@ __all__ = [
     "add_values",
     "assign_bins",
     "empty_row",
+    "join_routes",
     "local_row",
     "pack",
     "pack_row",

@@ -101,6 +101,10 @@ class PackedBatch:
     routes: Routes | None = None
     is_empty: bool = False
 
+    def __post_init__(self) -> None:
+        if self.routes is not None and len(self.routes) != self.num_tokens:
+            raise ValueError(f"routes have {len(self.routes)} rows for the {self.num_tokens} tokens of a row")
+
     @property
     def num_tokens(self) -> int:
         """T, also of an empty row."""

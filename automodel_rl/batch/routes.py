@@ -147,8 +147,8 @@ def read_routes(payload: Any, num_prompt: int, num_completion: int, shape: Route
         Routes [num_prompt + num_completion, M, K].
 
     Raises:
-        ValueError: the payload cannot be this completion's: another shape, ids that no expert has, the same expert
-            twice, or a token known in part; layer and row are named.
+        ValueError: the payload cannot be this completion's: another shape, nothing but zeros, ids that no expert has,
+            the same expert twice, or a token known in part; layer and row are named.
 
     Example:
         >>> import numpy as np
@@ -198,12 +198,18 @@ def _array(part: Any) -> np.ndarray | None:
 
 def _check(chosen: np.ndarray, shape: RouterShape) -> None:
     """Raises ValueError at the first token and layer whose experts cannot be right."""
-    missing = chosen == MISSING
-    partly = missing.any(2) & ~missing.all(2)
-    unknown = ((chosen < MISSING) | (chosen >= shape.num_experts)).any(2)
+    if len(chosen) > 1 and not chosen.any():
+        raise ValueError(
+            "routes are all zero: the engine did not note its choices (not all of vLLM's kernels for experts do; its "
+            "option moe_backend=triton chooses one that does)"
+        )
+    planes = np.ascontiguousarray(chosen.transpose(2, 0, 1))  # comparing strided ones takes four times as long
+    missing = planes == MISSING
+    partly = missing.any(0) & ~missing.all(0)
+    unknown = ((planes < MISSING) | (planes >= shape.num_experts)).any(0)
     twice = np.zeros_like(partly)
     for i, j in combinations(range(shape.top_k), 2):  # a sort of every row takes ten times as long
-        twice |= (chosen[:, :, i] == chosen[:, :, j]) & ~missing[:, :, i]
+        twice |= (planes[i] == planes[j]) & ~missing[i]
     for wrong, rule in (
         (unknown, f"ids are 0 to {shape.num_experts - 1}"),
         (partly, "a token's experts are all known or all missing"),

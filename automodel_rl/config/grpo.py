@@ -80,6 +80,12 @@ class GRPOConfig(RunConfig):
                 "router_replay.compare=true with loss.on_policy=true: there are no old log-probabilities to compare: "
                 "set one of them to false"
             )
+        replay = self.router_replay
+        if replay.enabled and "old_logprobs" not in replay.stages and not self.loss.on_policy:
+            raise ValueError(
+                f"router_replay.stages={list(replay.stages)} leave out old_logprobs, and ratios would compare "
+                "different experts: add old_logprobs, or set loss.on_policy to true"
+            )
         self._check_sync()
         product = "rollout.prompts x rollout.group_size / batch.updates"
         refuse_idle_data_ranks(product, self.sequences_per_step, self.parallel)

@@ -19,7 +19,8 @@ class RouterReplayConfig(Section):
     """In which passes: log-probabilities before the updates, those of the reference, and the updates themselves."""
 
     on_missing: Literal["live", "error"] = "error"
-    """What becomes of a token whose experts the engine did not say: live lets the router choose, error ends the run."""
+    """Where the engine does not say which experts a token went to: live lets the router choose, with error the
+    completion counts as failed, and its group is left out."""
 
     compare: bool = False
     """Diagnosis: one more pass a step without replay, for train/logprob_error_live next to train/logprob_error."""

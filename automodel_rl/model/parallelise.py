@@ -89,7 +89,8 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     routers = routers_of(numbered_layers(part), family)
     for number in routers:
         scope.follow(numbered_layers(part)[number])
-    replay, watch = RouterReplay(routers, scope), RouterWatch(routers, scope, model.moe)
+    num_experts = max((router.num_experts for router in routers.values()), default=0)
+    replay, watch = RouterReplay(routers, num_experts, scope), RouterWatch(routers, scope, model.moe)
     if memory.compile:
         for layer in layers_of(part):
             layer.forward = torch.compile(layer.forward, dynamic=True)

@@ -31,11 +31,12 @@ class RouterReplay:
 
     Args:
         routers: by layer; they return a tuple.
+        num_experts: of a layer.
         scope: of the layers.
     """
 
-    def __init__(self, routers: dict[int, Any], scope: RowScope):
-        self.scope, self.layers = scope, tuple(routers)
+    def __init__(self, routers: dict[int, Any], num_experts: int, scope: RowScope):
+        self.num_experts, self.scope, self.layers = num_experts, scope, tuple(routers)
         self._noted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for number, router in routers.items():
             router.forward = _Replayed(self, number, router, router.forward)
@@ -60,13 +61,14 @@ class RouterReplay:
 
     def differing(self) -> dict[int, Tensor]:
         """By layer, of the step's tokens with a route those that the router would have sent elsewhere, and all of them;
-        counted in training, float32 [2]."""
+        counted in training since the last call, float32 [2]."""
         counts = {number: torch.zeros(2) for number in self.layers}
         for number in self.layers:
             noted = [pair for (layer, _), pair in self._noted.items() if layer == number]
             if noted:
                 differs, is_routed = (torch.cat(column) for column in zip(*noted, strict=True))
                 counts[number] = torch.stack([(differs & is_routed).sum(), is_routed.sum()]).float()
+        self._noted = {}
         return counts
 
 
@@ -97,7 +99,11 @@ class _Replayed:
         if row is None or row.routes is None:
             return self.inner(*args, **kwargs)
         target = row.routes.of(self.number).long()
-        with Selection(lambda live: torch.where(target == MISSING, live, target), target.shape) as selection:
+
+        def choose(live: Tensor) -> Tensor:
+            return torch.where(target == MISSING, live, target)
+
+        with Selection(choose, target.shape, self.replay.num_experts) as selection:
             result = self.inner(*args, **kwargs)
         if self.router.training and torch.is_grad_enabled():
             self.replay.note(self.number, selection.live, target)
@@ -110,19 +116,22 @@ class Selection(TorchFunctionMode):
     Args:
         choose: from the experts [t, K] that the router would take to those that it takes.
         shape: (t, K).
+        num_experts: of which it chooses.
 
     Raises:
         RuntimeError: at the end, unless experts were chosen exactly once.
     """
 
-    def __init__(self, choose: Callable[[Tensor], Tensor], shape: torch.Size):
+    def __init__(self, choose: Callable[[Tensor], Tensor], shape: torch.Size, num_experts: int):
         super().__init__()
-        self.choose, self.shape = choose, shape
+        self.choose, self.shape, self.num_experts = choose, shape, num_experts
         self.found: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or result[1].shape != self.shape:
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        if args[0].shape[-1] != self.num_experts or result[1].shape != self.shape:  # of groups of experts
             return result
         self.found.append(result[1])
         chosen = self.choose(result[1])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from automodel_rl.batch import read_routes
 from automodel_rl.config import GRPOConfig
 from automodel_rl.errors import RolloutError, WeightSyncError, innermost
 from automodel_rl.model.handle import ModelHandle
@@ -99,7 +100,10 @@ class RolloutCollector:
         Raises:
             RolloutError: an engine failed more often than `rollout.retries` allows.
         """
-        completions = self._wait(pending)
+        written = zip(self._wait(pending), pending.mine, strict=True)
+        return self._rewarded([self._with_routes(completion, prompt) for completion, (prompt, _) in written], pending)
+
+    def _rewarded(self, completions: Sequence[Completion], pending: Pending) -> list[list[Rollout]]:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
         rollouts = [
@@ -111,12 +115,13 @@ class RolloutCollector:
         return [flat[start : start + pending.group_size] for start in range(0, len(flat), pending.group_size)]
 
     def collect(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> list[list[Rollout]]:
-        """`group_size` rewarded completions of each prompt, equal on every rank.
+        """`group_size` rewarded completions of each prompt, equal on every rank, without routes.
 
         Raises:
             RolloutError: an engine failed more often than `rollout.retries` allows.
         """
-        return self.take(self.submit(prompts, group_size, temperature))
+        pending = self.submit(prompts, group_size, temperature)
+        return self._rewarded([dataclasses.replace(c, routes=None) for c in self._wait(pending)], pending)
 
     def close(self) -> None:
         self.sync.disconnect()
@@ -173,6 +178,22 @@ class RolloutCollector:
             return completion
         oldest, newest = completion.versions
         return dataclasses.replace(completion, versions=(self._update_of[oldest], self._update_of[newest]))
+
+    def _with_routes(self, completion: Completion, prompt: Promptlike) -> Completion:
+        """With `Routes` in place of what the engine said of them. Without any that can be followed it has failed."""
+        replay, shape = self.config.router_replay, self.handle.router_shape
+        if not replay.enabled or shape is None or completion.finish == "error":
+            return completion
+        try:
+            routes = read_routes(completion.routes, len(prompt.token_ids), len(completion.token_ids), shape)
+        except Exception as problem:
+            return Completion([], [], "error", f"its routes cannot be followed: {innermost(problem)}")
+        missing = routes.num_missing()
+        if missing and replay.on_missing == "error":
+            total = (len(routes) - 1) * len(shape.layers)
+            text = f"{missing} of its {total} choices of experts are missing, and router_replay.on_missing=error"
+            return Completion([], [], "error", text)
+        return dataclasses.replace(completion, routes=routes)
 
     def _start_again(self, failed: bool) -> None:
         if failed:

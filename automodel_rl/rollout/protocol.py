@@ -33,8 +33,8 @@ class Completion:
         error: why it failed.
         versions: of the weights, oldest and newest, that wrote it, None if the engine does not say. From an engine the
             number of a sync, from `RolloutCollector` that of an update.
-        routes: experts of its tokens and its prompt's, in a form that `read_routes` takes, None if the engine does not
-            say. They are large, so only the rank whose engine it was has them.
+        routes: experts of its tokens and its prompt's. From an engine in a form that `read_routes` takes, None if it
+            does not say; from `RolloutCollector` `Routes`, on the rank whose engine it was alone, for they are large.
     """
 
     token_ids: list[int]

@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import os
-import re
 import sys
 import urllib.request
 from collections import deque
@@ -218,7 +217,7 @@ class VllmServers:
             raise InputError(
                 f"rollout.vllm.servers: {url} is paused, as after an update of its weights that failed: start it anew"
             )
-        if self.routes and not re.search(r'"enable_return_routed_experts": true', info, re.IGNORECASE):
+        if self.routes and '"enable_return_routed_experts": true' not in info:
             raise InputError(
                 f"rollout.vllm.servers: {url} does not say which experts its tokens go to, which router_replay needs: "
                 f"start it with {SERVE} --enable-return-routed-experts"

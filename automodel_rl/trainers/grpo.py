@@ -171,9 +171,9 @@ class GRPOTrainer:
 
     def _pack(self, groups: list[Group], step: Step) -> list[PackedStep]:
         """The updates of a step, with routes if they are replayed."""
-        updates, replay = pack_updates(groups, self.config, self.handle), self.config.router_replay
-        if replay.enabled:
-            updates, metrics = with_routes(groups, updates, replay, self.handle)
+        updates = pack_updates(groups, self.config, self.handle)
+        if self.config.router_replay.enabled:
+            updates, metrics = with_routes(groups, updates, self.handle)
             step.row |= metrics
         return updates
 

@@ -20,17 +20,22 @@ Rows = list[PackedBatch]
 
 
 def pack_updates(groups: Sequence[Group], config: GRPOConfig, handle: ModelHandle) -> list[PackedStep]:
-    """The global batch of each update: every `batch.updates`-th group."""
-    count = config.batch.updates
+    """The global batch of each update."""
+    count = min(config.batch.updates, len(groups))
     return [
         pack_step(
-            [_to_sequence(group, rollout, config) for group in groups[i::count] for rollout in group.rollouts],
+            [_to_sequence(group, rollout, config) for group, rollout in rollouts_of_update(groups, i, count)],
             config.batch.row_tokens,
             handle.layout,
             handle.flops,
         )
-        for i in range(min(count, len(groups)))
+        for i in range(count)
     ]
+
+
+def rollouts_of_update(groups: Sequence[Group], update: int, num_updates: int) -> list[tuple[Group, Rollout]]:
+    """The sequences of an update's global batch, in their order: those of every `num_updates`-th group."""
+    return [(group, rollout) for group in groups[update::num_updates] for rollout in group.rollouts]
 
 
 def with_advantages(groups: Sequence[Group], updates: Sequence[Rows], config: GRPOConfig, layout: Layout) -> list[Rows]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -219,7 +220,7 @@ class Step:
             "train/lr": outputs[-1].lr,
             "train/num_tokens": sum(output.num_tokens for output in outputs),
             "train/skipped": sum(output.skipped for output in outputs),
-            **{name: sum(output.metrics.get(name, 0.0) for output in outputs) / count for name in names},
+            **{name: statistics.fmean(o.metrics[name] for o in outputs if name in o.metrics) for name in names},
             "data/num_sequences": size.num_sequences,
             "perf/tokens_per_second": size.num_tokens / seconds,
             "perf/mfu": size.flops / (seconds * peak * dist.get_world_size()) if peak else None,

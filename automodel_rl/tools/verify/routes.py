@@ -55,7 +55,7 @@ class RouteCheck:
         row, chosen = scope.row, output[2].cpu()
         assert row is not None
         assert self.shape is not None
-        if row.routes is None:  # an empty row
+        if not row.is_real.any():  # an empty row
             return
         wanted = route_of(row.input_ids, row.position_ids, number, self.shape)
         known = row.is_real.cpu() & (wanted[:, 0] != MISSING) & (row.targets.cpu() >= 0)  # the last token has no route

@@ -68,7 +68,7 @@ def noisy_engine(*arguments: Any) -> tuple[RolloutEngine, Transport]:
 
 
 def noisy(inner: Callable[..., Any], top_k: int, hidden: Tensor) -> Any:
-    with Selection(other_experts, torch.Size((hidden.numel() // hidden.shape[-1], top_k))):
+    with Selection(other_experts, torch.Size((hidden.numel() // hidden.shape[-1], top_k)), 8):
         return inner(hidden)
 
 
@@ -147,6 +147,29 @@ def test_an_engine_in_a_process_of_its_own_says_its_routes(
     assert_same_weights(tmp_path / "same" / "final", tmp_path / "own" / "final")
 
 
+def test_ranks_whose_engines_wrote_nothing_still_train(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2, "cp": 2}, batch={"row_tokens": 128})
+    settings |= {"rollout": {**settings["rollout"], "prompts": 1, "group_size": 2}, "filter": {"dynamic": True}}
+    ranks(4).run(train, settings)
+    for row in metrics_of(tmp_path / "run"):
+        assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
+
+
+def test_routes_of_batches_that_engines_wrote_ahead_are_followed(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2}, length={"steps": 3})
+    settings["rollout"] |= {"own_process": True, "max_staleness": 1}
+    settings["loss"] = {"correction": {"kind": "truncate"}}
+    ranks(2).run(train, settings)
+    first, *others = metrics_of(tmp_path / "run")
+    assert first["train/logprob_error"] == pytest.approx(1, abs=1e-5)
+    assert max(row["rollout/staleness_max"] for row in others) == 1
+    assert all(row["rollout/routes_missing"] == 0 and row["replay/differs"] > 0 for row in others)
+
+
 class Damaging(TransformersEngine):
     """Damages routes on one rank, in the way that `damage` says."""
 
@@ -188,7 +211,7 @@ def first_twice(routes: Any) -> Any:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (none, "choices of experts are missing, and router_replay.on_missing=error"),
+        (none, "of its .* choices of experts are missing, and router_replay.on_missing=error"),
         (one_row_less, "one each, or one less"),
         (first_twice, r"routes of layer 2, row 2: experts \[(\d), \1\]; a token's experts differ"),
     ],
@@ -199,7 +222,7 @@ def test_routes_that_cannot_be_followed_end_the_run_on_every_rank(
     settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2})
     ends = ranks(2).run(run_damaged, settings, damage)
     assert ends[0] == ends[1]
-    assert "the rollout engine of rank 1 gave routes that cannot be followed: a completion of prompt" in ends[0]
+    assert ends[0].startswith("every group has a completion that failed, the first with: ")
     assert re.search(message, ends[0])
 
 
@@ -218,6 +241,7 @@ def test_tokens_without_a_route_may_choose_by_themselves(
     ("changes", "message"),
     [
         ({"router_replay": {"enabled": True, "stages": ["old_logprobs"]}}, "leave out train"),
+        ({"router_replay": {"enabled": True, "stages": ["train"]}}, "leave out old_logprobs, and ratios would compare"),
         ({"router_replay": {"compare": True}}, "has nothing to compare"),
         ({"router_replay": {"enabled": True, "compare": True}, "loss": {"on_policy": True}}, "no old log-prob"),
         ({"router_replay": {"enabled": True, "on_missing": "skip"}}, "router_replay.on_missing"),

@@ -83,7 +83,7 @@ def test_gates_of_nemo_automodel_follow_routes(kind: str) -> None:
     gate, scope, row = make_gate(kind), RowScope(), routed_row()
     hidden, real = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), torch.ones(TOKENS, dtype=torch.bool)
     live = gate(hidden, real, None)[1]
-    replay = RouterReplay({LAYER: gate}, scope)
+    replay = RouterReplay({LAYER: gate}, EXPERTS, scope)
     assert torch.equal(gate(hidden, real, None)[1], live)  # without a row
     scope.row = row
     weights, chosen, _ = gate(hidden, real, None)
@@ -116,7 +116,7 @@ def test_deep_copies_follow_routes_on_their_own() -> None:
     torch.manual_seed(0)
     part = SimpleNamespace(layer=Layer(), scope=RowScope())
     part.scope.follow(part.layer)
-    part.replay = RouterReplay({LAYER: part.layer.router}, part.scope)
+    part.replay = RouterReplay({LAYER: part.layer.router}, EXPERTS, part.scope)
     twin = copy.deepcopy(part)
     nn.init.normal_(twin.layer.router.weight)
     hidden, row = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), routed_row()
@@ -130,7 +130,7 @@ def test_deep_copies_follow_routes_on_their_own() -> None:
 @pytest.mark.parametrize("calls", [0, 2])
 def test_a_router_that_does_not_choose_once_is_noticed(calls: int) -> None:
     scores = torch.randn(TOKENS, EXPERTS)
-    selection = Selection(lambda live: live, torch.Size((TOKENS, TOP_K)))
+    selection = Selection(lambda live: live, torch.Size((TOKENS, TOP_K)), EXPERTS)
     with pytest.raises(RuntimeError, match=f"3 experts for each of 10 tokens once, and did so {calls} times"):
         call_topk(selection, scores, calls)
 
@@ -138,5 +138,6 @@ def test_a_router_that_does_not_choose_once_is_noticed(calls: int) -> None:
 def call_topk(selection: Selection, scores: Tensor, calls: int) -> None:
     with selection:
         scores.topk(TOP_K + 1)
+        scores[:, :4].topk(TOP_K)  # of groups
         for _ in range(calls):
             torch.topk(scores, TOP_K)
