@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 2 benchmarks/router_replay.py pp=2 dp_shard=2,ep=2
     python benchmarks/router_replay.py - --tiny --tokens 2048 --steps 2         check the script on a CPU
 
-The routes are those that the model chooses by itself, so that both ways run the same experts on the same tokens. One
-batch is trained on with and without them, in turn, which of the two comes first alternating. Prints a JSON line for
-each layout: medians of a step, their ratio, and the quartiles of the ratios of neighbouring steps.
+The routes are those that the model chooses by itself, and its weights hardly change, so that both ways run the same
+experts on the same tokens. One batch is trained on with and without them, in turn, which of the two comes first
+alternating. Prints a JSON line for each layout: medians of a step, their ratio, and the quartiles of the ratios of
+neighbouring steps.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def main() -> None:
 def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namespace) -> dict[str, Any]:
     parallel, memory = parse_layout(layout)
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), parallel, memory)
-    engine = Engine(handle, OptimizerConfig(lr=1e-6, decay="constant"))
+    engine = Engine(handle, OptimizerConfig(lr=1e-12, decay="constant"))
     generator, row = np.random.default_rng(0), 128 if options.tiny else ROW_TOKENS
     seconds: dict[bool, list[float]] = {False: [], True: []}
     differs = []

@@ -45,7 +45,9 @@ def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_
     """
     expert_s, order = experts_nK.flatten().sort(stable=True)
     slots_sH = hidden_nH[order // experts_nK.shape[1]]
-    counts_E = torch.bincount(expert_s, minlength=module.num_experts)
+    # Not bincount: the host would wait for the device, in every layer, to learn the largest id.
+    bounds = torch.searchsorted(expert_s, torch.arange(module.num_experts + 1, device=expert_s.device))
+    counts_E = bounds.diff()
     if module.ep_group is None:
         outputs_sH = _run(module, slots_sH, counts_E)
     else:

@@ -37,7 +37,7 @@ class RouterReplay:
 
     def __init__(self, routers: dict[int, Any], num_experts: int, scope: RowScope):
         self.num_experts, self.scope, self.layers = num_experts, scope, tuple(routers)
-        self._noted: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._noted: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         for number, router in routers.items():
             router.forward = _Replayed(self, number, router, router.forward)
 
@@ -45,28 +45,30 @@ class RouterReplay:
         self._noted = {}
 
     @torch.no_grad()
-    def note(self, number: int, live: Tensor, target: Tensor) -> None:
+    def note(self, number: int, live: Tensor, target: Tensor, is_known: Tensor) -> None:
         """Keeps which tokens of a row a layer's router would have sent elsewhere, for `differing`.
 
         Args:
             number: of the layer.
             live, target: experts [t, K] of every token, by the router and by its route.
+            is_known: which tokens have a route, bool [t, 1].
         """
         row = self.scope.row
         assert row is not None
         if (number, id(row)) in self._noted:  # a recomputation counts nothing twice
             return
         differs = (live[:, :, None] != target[:, None]).all(2).any(1)
-        self._noted[number, id(row)] = differs, row.is_real & (target[:, 0] != MISSING)
+        self._noted[number, id(row)] = differs, is_known[:, 0], row.is_real
 
     def differing(self) -> dict[int, Tensor]:
         """By layer, of the step's tokens with a route those that the router would have sent elsewhere, and all of them;
         counted in training since the last call, float32 [2]."""
         counts = {number: torch.zeros(2) for number in self.layers}
         for number in self.layers:
-            noted = [pair for (layer, _), pair in self._noted.items() if layer == number]
+            noted = [kept for (layer, _), kept in self._noted.items() if layer == number]
             if noted:
-                differs, is_routed = (torch.cat(column) for column in zip(*noted, strict=True))
+                differs, is_known, is_real = (torch.cat(column) for column in zip(*noted, strict=True))
+                is_routed = is_known & is_real
                 counts[number] = torch.stack([(differs & is_routed).sum(), is_routed.sum()]).float()
         self._noted = {}
         return counts
@@ -99,14 +101,15 @@ class _Replayed:
         if row is None or row.routes is None:
             return self.inner(*args, **kwargs)
         target = row.routes.of(self.number).long()
+        is_known = target[:, :1] != MISSING
 
         def choose(live: Tensor) -> Tensor:
-            return torch.where(target == MISSING, live, target)
+            return torch.where(is_known, target, live)
 
         with Selection(choose, target.shape, self.replay.num_experts) as selection:
             result = self.inner(*args, **kwargs)
         if self.router.training and torch.is_grad_enabled():
-            self.replay.note(self.number, selection.live, target)
+            self.replay.note(self.number, selection.live, target, is_known)
         return result
 
 
