@@ -261,15 +261,15 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, 
     with mock.patch("automodel_rl.rollout.collect.make_engine", make):
         trainer = trainer_of(settings)
         collector = trainer.rollouts
-        take, calls = collector.take, 0
+        wait, calls = collector._wait, 0
 
         def counting(*arguments: Any, **options: Any) -> Any:
             nonlocal calls
             calls += 1
             Flaky.left = failures if calls == 3 else 0
-            return take(*arguments, **options)
+            return wait(*arguments, **options)
 
-        collector.take = counting  # type: ignore[method-assign]
+        collector._wait = counting  # type: ignore[method-assign]
         try:
             trainer.train()
         except RolloutError as error:
