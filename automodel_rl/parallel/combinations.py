@@ -253,6 +253,11 @@ def _compiled(asked: Combination) -> str | None:
             f"memory.compile=true: {asked.parallel.schedule} splits the backward, which compiled layers do not allow: "
             "set it to false, or use another parallel.schedule"
         )
+    if asked.memory.activation_checkpointing == "selective":
+        return (
+            "memory.compile=true with memory.activation_checkpointing=selective: compiled layers overwrite what it "
+            "keeps: use full or none"
+        )
     return None
 
 
@@ -281,7 +286,7 @@ RULES = (
         "full: everywhere; selective: with schedules that do not split the backward",
         _recomputation,
     ),
-    Rule("compiled layers", "without tp, with schedules that do not split the backward", _compiled),
+    Rule("compiled layers", "without tp and selective, with schedules that do not split the backward", _compiled),
     Rule("LoRA", "attention and MLP of transformers models; with pp, cp, ep, dp", _lora),
     Rule("router auxiliary loss, bias update", "softmax routers; deepseek_v3", _routers),
     Rule("router replay", f"{', '.join(MOE_FAMILIES)}; every layout, schedule and recomputation; any rollout engine"),
