@@ -80,16 +80,18 @@ def test_unsupported_combinations_are_refused_with_a_remedy(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "message"),
+    ("parallel", "recomputed", "message"),
     [
-        ({"tp": 2}, "memory.compile=true with parallel.tp=2: split layers cannot be compiled"),
-        ({"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}, "ZBVZeroBubble splits the backward"),
-        ({"pp": 2}, "compiled layers overwrite what it keeps: use full or none"),
+        ({"tp": 2}, "none", "memory.compile=true with parallel.tp=2: split layers cannot be compiled"),
+        ({"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}, "none", "ZBVZeroBubble splits the backward"),
+        ({"pp": 2}, "selective", "compiled layers overwrite what it keeps: use full or none"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch, parallel: dict, message: str) -> None:
+def test_what_cannot_be_compiled_is_refused(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict, recomputed: str, message: str
+) -> None:
     monkeypatch.setattr(schedules, "TORCH", (2, 13))
-    memory = MemoryConfig(compile=True, activation_checkpointing="selective")
+    memory = MemoryConfig(compile=True, activation_checkpointing=recomputed)
     with pytest.raises(InputError, match=message):
         check_supported(SHAPE, ModelConfig(path="m"), ParallelConfig(**parallel), memory)
 
