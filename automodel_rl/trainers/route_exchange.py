@@ -5,6 +5,7 @@ data rank that got the sequence, and of all layers only those of the receiver's 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -81,16 +82,11 @@ def _exchange(
     ]
     incoming = [[place for place in wanted if writers[place] == source] for source in range(len(asked))]
     per_token = len(handle.router_layers) * top_k
-    received = [sum(lengths[place] for place in places) * per_token for places in incoming]
-    flat = _all_to_all(pieces, received, world)
-    arrived: dict[Place, Routes] = {}
-    start = 0
-    for place in (place for places in incoming for place in places):
-        size = lengths[place] * per_token
-        experts = flat[start : start + size].view(lengths[place], len(handle.router_layers), top_k)
-        arrived[place] = Routes(handle.router_layers, experts)
-        start += size
-    return arrived
+    sizes = [[lengths[place] * per_token for place in places] for places in incoming]
+    flat = _all_to_all(pieces, [sum(of_rank) for of_rank in sizes], world)
+    arrived = zip(itertools.chain(*incoming), flat.split([*itertools.chain(*sizes)]), strict=True)
+    layers = handle.router_layers
+    return {place: Routes(layers, piece.view(lengths[place], len(layers), top_k)) for place, piece in arrived}
 
 
 def _all_to_all(
