@@ -1,6 +1,7 @@
 """Packed microbatches: pure tensors and lists, no process groups."""
 
 from automodel_rl.batch.bins import assign_bins, pack, share_bins
+from automodel_rl.batch.images import Image, ImageTokens, multimodal_positions
 from automodel_rl.batch.local_row import AttentionCall, LocalRow, local_row
 from automodel_rl.batch.packed import (
     IGNORED_TARGET,
@@ -19,6 +20,8 @@ from automodel_rl.batch.routes import RouterShape, Routes, join_routes, read_rou
 __all__ = [
     "IGNORED_TARGET",
     "AttentionCall",
+    "Image",
+    "ImageTokens",
     "LocalRow",
     "PackedBatch",
     "RouterShape",
@@ -29,6 +32,7 @@ __all__ = [
     "empty_row",
     "join_routes",
     "local_row",
+    "multimodal_positions",
     "pack",
     "pack_row",
     "read_routes",

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_rl.batch.packed import IGNORED_TARGET, PackedBatch, move
+from automodel_rl.batch.images import NO_IMAGES, ImageTokens, image_rows
+from automodel_rl.batch.move import move
+from automodel_rl.batch.packed import IGNORED_TARGET, PackedBatch
 from automodel_rl.batch.routes import Routes
 
 
@@ -69,6 +71,8 @@ class LocalRow:
             this rank has the row as it is.
         num_tokens: t.
         routes: experts that its tokens are to go to, missing for pads; None, and routers choose by themselves.
+        images: image tokens among them.
+        rotary_positions: in time, height and width, int64 [3, t], for a model that turns by them; pads have 0.
     """
 
     input_ids: Tensor
@@ -79,6 +83,8 @@ class LocalRow:
     restore: Tensor | None
     num_tokens: int
     routes: Routes | None = None
+    images: ImageTokens = NO_IMAGES
+    rotary_positions: Tensor | None = None
 
     def to(self, device: torch.device) -> "LocalRow":
         """The same on `device`."""
@@ -91,16 +97,21 @@ class LocalRow:
             calls=tuple(call.to(device) for call in self.calls),
             restore=None if self.restore is None else move(self.restore, device),
             routes=None if self.routes is None else replace(self.routes, experts=move(self.routes.experts, device)),
+            images=self.images.to(device),
+            rotary_positions=None if self.rotary_positions is None else move(self.rotary_positions, device),
         )
 
 
-def local_row(row: PackedBatch, cp: int = 1, cp_rank: int = 0, multiple: int = 1) -> LocalRow:
+def local_row(
+    row: PackedBatch, cp: int = 1, cp_rank: int = 0, multiple: int = 1, rotary_positions: Tensor | None = None
+) -> LocalRow:
     """The tokens of one context-parallel rank, as many on every rank.
 
     Args:
         row: the whole row, on the host.
         cp, cp_rank: over how many ranks it is cut, and whose part is returned.
         multiple: t is a multiple of this; a sequence of pads at the end makes up for what is missing. Even for cp > 1.
+        rotary_positions: of the row, where they are not `position_ids`.
     """
     lengths = list(row.lengths)
     chunks = 1 if cp == 1 else 2 * cp
@@ -131,7 +142,18 @@ def local_row(row: PackedBatch, cp: int = 1, cp_rank: int = 0, multiple: int = 1
         restore=None if cp == 1 and not missing else torch.from_numpy(gathered[is_token]),
         num_tokens=len(own),
         routes=None if row.routes is None else row.routes.take(places, real),
+        images=_images(row, places, real),
+        rotary_positions=None if rotary_positions is None else rotary_positions[:, places] * real,
     )
+
+
+def _images(row: PackedBatch, places: Tensor, real: Tensor) -> ImageTokens:
+    """The image tokens among those that a rank has of a row, by their places in it."""
+    if not row.images:
+        return NO_IMAGES
+    rows = torch.from_numpy(image_rows(row.images, row.num_tokens))[places]
+    own = (real & (rows >= 0)).nonzero()[:, 0]
+    return ImageTokens(own, rows[own])
 
 
 def _calls(

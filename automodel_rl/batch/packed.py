@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automodel_rl.batch.images import Image, check_images
+from automodel_rl.batch.move import move
 from automodel_rl.batch.routes import Routes, join_routes
 
 IGNORED_TARGET = -100
@@ -35,9 +37,10 @@ class TokenSequence:
             entry has no effect.
         values: further per-token tensors by name, each [n].
         routes: experts that a mixture is to send its tokens to; None, and it chooses by itself.
+        images: in the order of their tokens.
 
     Raises:
-        ValueError: a tensor has another shape than `input_ids`.
+        ValueError: a tensor has another shape than `input_ids`, or an image's tokens are not there.
 
     Example:
         >>> import torch
@@ -49,8 +52,10 @@ class TokenSequence:
     loss_mask: Tensor
     values: dict[str, Tensor] = field(default_factory=dict)
     routes: Routes | None = None
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
+        check_images(self.images, len(self))
         if self.routes is not None and len(self.routes) != len(self):
             raise ValueError(f"routes have {len(self.routes)} rows for {len(self)} tokens: a row for each is needed")
         for name, tensor in {"loss_mask": self.loss_mask, **self.values}.items():
@@ -80,6 +85,7 @@ class PackedBatch:
         order: for every sequence, its place in the list that was packed.
         values: further per-token tensors [T] by name.
         routes: experts that a mixture is to send its tokens to, for the layers of this rank at least; on the host.
+        images: by their places in the row, in order.
         is_empty: True for a row that only keeps collectives in step and counts for nothing.
 
     Example:
@@ -99,6 +105,7 @@ class PackedBatch:
     order: tuple[int, ...]
     values: dict[str, Tensor] = field(default_factory=dict)
     routes: Routes | None = None
+    images: tuple[Image, ...] = ()
     is_empty: bool = False
 
     def __post_init__(self) -> None:
@@ -121,7 +128,7 @@ class PackedBatch:
         return torch.zeros_like(self.input_ids).index_fill_(0, self.cu_seqlens[1:-1].long(), 1).cumsum(0)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """The same row with its tensors on another device, but for its routes, which losses have no use for.
+        """The same row with its tensors on another device, but for routes and images, which losses have no use for.
 
         Args:
             device: from the host to CUDA without waiting.
@@ -148,6 +155,7 @@ def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = N
     if not sequences:
         raise ValueError("pack_row needs at least one sequence; use empty_row() for a row without any")
     lengths = tuple(len(sequence) for sequence in sequences)
+    starts = [0, *itertools.accumulate(lengths)]
     end = torch.tensor([IGNORED_TARGET])
     names = sequences[0].values.keys()
     return PackedBatch(
@@ -155,11 +163,12 @@ def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = N
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         targets=torch.cat([part for s in sequences for part in (s.input_ids[1:], end)]),
         loss_mask=torch.cat([_to_predictor(s.loss_mask) for s in sequences]),
-        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         lengths=lengths,
         order=tuple(range(len(sequences)) if order is None else order),
         values={name: torch.cat([_to_predictor(s.values[name]) for s in sequences]) for name in names},
         routes=join_routes([s.routes for s in sequences]),
+        images=tuple(i.moved(start) for s, start in zip(sequences, starts, strict=False) for i in s.images),
     )
 
 
@@ -232,13 +241,6 @@ class _SpreadOverTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return sum_by_sequence(gradients[0], ctx.batch), None
-
-
-def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`. From pinned memory, for otherwise the host would wait for the device."""
-    if device.type != "cuda" or tensor.is_cuda:
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _to_predictor(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from automodel_rl.config.base import Positive, Section
 
-Column = Literal["messages", "prompt", "chosen", "rejected", "answer"]
+Column = Literal["messages", "images", "prompt", "chosen", "rejected", "answer"]
 
 
 class SourceConfig(Section):

@@ -19,6 +19,23 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class VisionNames:
+    """The encoder of a vision-language family. Names of modules are those below `model`.
+
+    Attributes:
+        projector: makes embeddings of the language model; everything before it is the encoder proper.
+        in_files: beginnings of names in the model's parts, and what they are in files; the first that fits counts.
+        has_rotary_grid: the language model turns tokens by their place in an image's grid (M-RoPE, arXiv:2409.12191).
+        tp_plan: how the encoder's linear layers split over tp, by the last part of their name; empty where they cannot.
+    """
+
+    projector: str
+    in_files: tuple[tuple[str, str], ...]
+    has_rotary_grid: bool = False
+    tp_plan: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family, by the `model_type` of its config.
 
@@ -34,6 +51,8 @@ class Family:
         computes_in_fp32: parts of it compute in fp32 whatever the dtype, so that float64 is not exact.
         splits_over_tp: tensor parallelism can split its layers.
         nemo_class: module and name of nemo_automodel's own class, where this package can run it.
+        vision: of a family with an encoder; everything else is then said by the family of its language model.
+        is_part: it is the language model of such a family, and no model of its own.
     """
 
     experts: ExpertNames | None = None
@@ -47,6 +66,8 @@ class Family:
     computes_in_fp32: bool = False
     splits_over_tp: bool = True
     nemo_class: tuple[str, str] | None = None
+    vision: VisionNames | None = None
+    is_part: bool = False
 
 
 _NEMO = "nemo_automodel.components.models"
@@ -66,4 +87,26 @@ FAMILIES = {
         ExpertNames(), is_moe=True, has_router_bias=True, computes_in_fp32=True, splits_over_tp=False
     ),
     "gpt_oss": Family(is_moe=True, router="router", has_sinks=True, splits_over_tp=False),
+    "qwen2_5_vl_text": Family(is_part=True),
+    "llava": Family(
+        vision=VisionNames(
+            projector="multi_modal_projector",
+            in_files=(
+                ("model.vision_tower.", "vision_tower."),
+                ("model.multi_modal_projector.", "multi_modal_projector."),
+                ("", "language_model."),
+            ),
+            tp_plan=(
+                *((name, "colwise") for name in ("q_proj", "k_proj", "v_proj", "fc1")),
+                *((name, "rowwise") for name in ("out_proj", "fc2")),
+            ),
+        )
+    ),
+    "qwen2_5_vl": Family(
+        vision=VisionNames(projector="visual.merger", in_files=(("model.visual.", "visual."),), has_rotary_grid=True)
+    ),
 }
+
+TEXT_FAMILIES = {name: family for name, family in FAMILIES.items() if family.vision is None and not family.is_part}
+VISION_FAMILIES = {name: family.vision for name, family in FAMILIES.items() if family.vision is not None}
+"""By the model_type of the whole model; the family of its language model says everything else."""

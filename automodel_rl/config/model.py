@@ -58,6 +58,10 @@ class ModelConfig(Section):
     sequence, or the mathematics written out. auto: eager for models with sinks or a soft cap, else varlen on CUDA in
     bfloat16, else sdpa."""
 
+    frozen: tuple[Literal["vision", "projector", "language"], ...] = ()
+    """Parts of a vision-language model that are not trained: the encoder of images, the projector after it, the
+    language model."""
+
     lora: LoraConfig | None = None
     """Train low-rank adapters in place of all weights."""
 

@@ -1,14 +1,15 @@
 """What the config of every run has."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from automodel_rl.config.base import Positive, Section
 from automodel_rl.config.checkpoint import CheckpointConfig
 from automodel_rl.config.data import RowsConfig, SourcesConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import ModelConfig
+from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.config.observe import ObserveConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
@@ -66,7 +67,31 @@ class RunConfig(Section):
     function(outputs, batch) with what that one gets."""
 
     parallel: ParallelConfig = ParallelConfig()
+
+    modules: ModulesConfig | None = None
+    """Meshes of their own for the modules of a vision-language model, in place of `parallel`, which is then the
+    language model's; by default both are on all ranks."""
+
     memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.parallel.world_size if self.modules is None else self.modules.world_size
+
+    @model_validator(mode="before")
+    @classmethod
+    def _language_layout(cls, values: Any) -> Any:
+        """Takes `parallel` from the language module, so that whoever deals rows asks one place."""
+        if not isinstance(values, dict) or not isinstance(values.get("modules"), dict):
+            return values
+        try:
+            language = ModulesConfig.model_validate(values["modules"]).language.parallel
+        except ValidationError:
+            return values  # the section's own check will say where it is wrong
+        if values.get("parallel") is not None and ParallelConfig.model_validate(values["parallel"]) != language:
+            raise ValueError("parallel and modules.language differ: give the layout in modules.language alone")
+        return {**values, "parallel": language.model_dump()}

@@ -1,0 +1,122 @@
+"""Which ranks hold which module of a vision-language model: encoder and language model on meshes of their own."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from automodel_rl.config.base import Positive, Section
+from automodel_rl.config.parallel import ParallelConfig
+
+
+def _ranks(value: Any) -> Any:
+    """`0-3` as [0, 1, 2, 3]; anything else as it is."""
+    if isinstance(value, int):
+        return [value]
+    if not isinstance(value, str):
+        return value
+    first, dash, last = value.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()):
+        raise ValueError(f"{value!r} is no range of ranks: write 0-3 or [0, 1, 2, 3]")
+    return list(range(int(first), int(last or first) + 1))
+
+
+Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_ranks), Field(min_length=1)]
+
+
+class VisionModule(Section):
+    """The encoder of images, with the projector that makes embeddings of the language model of what it sees."""
+
+    ranks: Ranks
+    """Ranks of the job that hold it: 0-3, or a list."""
+
+    dp_shard: Positive = 1
+    """Ranks that share the images, with sharded weights (FSDP2)."""
+
+    tp: Positive = 1
+    """Ranks that split each of its layers."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(dp_shard=self.dp_shard, tp=self.tp)
+
+
+class LanguageModule(ParallelConfig):
+    """The language model, with the keys of `parallel`."""
+
+    ranks: Ranks
+    """Ranks of the job that hold it: 0-3, or a list."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(**self.model_dump(exclude={"ranks"}))
+
+
+class ModulesConfig(Section):
+    """A mesh for each module, over the same ranks or over ranks of its own. Together they are all ranks of the job.
+
+    Example:
+        >>> modules = ModulesConfig(vision={"ranks": 0}, language={"ranks": "1-2", "pp": 2})
+        >>> modules.world_size, modules.is_colocated
+        (3, False)
+    """
+
+    vision: VisionModule
+    language: LanguageModule
+
+    def __str__(self) -> str:
+        pairs = (("vision", self.vision), ("language", self.language))
+        return ", ".join(f"{name} {module.parallel} on ranks {_span(module.ranks)}" for name, module in pairs)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return len({*self.vision.ranks, *self.language.ranks})
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether every rank holds both modules."""
+        return self.vision.ranks == self.language.ranks
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ModulesConfig":
+        vision, language = self.vision.ranks, self.language.ranks
+        for name, ranks, size in (
+            ("vision", vision, self.vision.parallel.world_size),
+            ("language", language, self.language.parallel.world_size),
+        ):
+            if len(set(ranks)) != len(ranks) or list(ranks) != sorted(ranks):
+                raise ValueError(f"{name}.ranks={list(ranks)}: name every rank once, in rising order")
+            if len(ranks) != size:
+                raise ValueError(
+                    f"{name}.ranks={list(ranks)} are {len(ranks)} ranks but its layout has {size}: change one of them"
+                )
+        shared = sorted({*vision} & {*language})
+        if shared and not self.is_colocated:
+            raise ValueError(
+                f"ranks {shared} hold both modules and others only one: give both modules the same ranks, or none in "
+                "common"
+            )
+        missing = sorted({*range(max(*vision, *language) + 1)} - {*vision, *language})
+        if missing:
+            raise ValueError(f"ranks {missing} hold no module: give each rank below the highest one to a module")
+        lanes, served = self.vision.dp_shard, self.language.num_data_ranks
+        if lanes % served and served % lanes:
+            raise ValueError(
+                f"vision.dp_shard={lanes} and the {served} data ranks of language (dp_shard x dp_replicate): one must "
+                "divide the other, so that each encoder serves as many data ranks: change one of them"
+            )
+        return self
+
+
+def _span(ranks: tuple[int, ...]) -> str:
+    """`0-3`, or every rank where they do not follow each other."""
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def one_layout(parallel: ParallelConfig) -> ModulesConfig:
+    """Both modules on all ranks of a layout, every rank with its share of the images."""
+    ranks = tuple(range(parallel.world_size))
+    language = LanguageModule(ranks=ranks, **parallel.model_dump(exclude={"ranks"}))
+    return ModulesConfig(vision=VisionModule(ranks=ranks, dp_shard=len(ranks)), language=language)
