@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.attention import ATTENTION
-from automodel_rl.config.families import FAMILIES, Family
+from automodel_rl.config.families import FAMILIES, TEXT_FAMILIES, VISION_FAMILIES, Family
 from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, refuse_schedule
 from automodel_rl.parallel.pipeline.split import layers_per_stage
@@ -29,6 +30,8 @@ class ModelDescription:
         is_bidirectional: attention is not causal.
         is_quantized: the checkpoint's weights are.
         context: longest sequence in tokens, None where the config does not say.
+        vision: the `model_type` of the whole, for the language model of a vision-language model; None for others.
+        vision_heads: attention heads of its encoder.
     """
 
     family: str
@@ -44,6 +47,8 @@ class ModelDescription:
     is_bidirectional: bool = False
     is_quantized: bool = False
     context: int | None = None
+    vision: str | None = None
+    vision_heads: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Combination:
     model: ModelConfig
     parallel: ParallelConfig
     memory: MemoryConfig
+    modules: ModulesConfig | None = None
 
     @property
     def family(self) -> Family:
@@ -77,9 +83,9 @@ class Rule:
     refusal: Refusal | None = None
 
 
-NEMO_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.nemo_class is not None)
-MOE_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.is_moe)
-TP_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.splits_over_tp)
+NEMO_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.nemo_class is not None)
+MOE_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.is_moe)
+TP_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.splits_over_tp)
 ON_CUDA = tuple(name for name, limits in ATTENTION.items() if limits.needs_cuda)
 ANYWHERE = tuple(name for name in ATTENTION if name not in ON_CUDA)
 WITH_MATHEMATICS = tuple(name for name, limits in ATTENTION.items() if limits.has_mathematics)
@@ -93,13 +99,36 @@ def needs_mathematics(shape: ModelDescription) -> bool:
 
 def _family(asked: Combination) -> str | None:
     implementation = asked.model.implementation
-    known = tuple(FAMILIES) if implementation == "transformers" else NEMO_FAMILIES
-    if asked.shape.family in known:
+    known = tuple(TEXT_FAMILIES) if implementation == "transformers" else NEMO_FAMILIES
+    if asked.shape.family in known or asked.shape.vision is not None:
         return None
     return (
         f"model.path: a {asked.shape.family!r} model with implementation {implementation} is not supported: "
         f"use one of {', '.join(known)}"
     )
+
+
+def _vision(asked: Combination) -> str | None:
+    vision, model, modules = asked.shape.vision, asked.model, asked.modules
+    if vision is None:
+        if modules is not None:
+            return f"modules: a {asked.shape.family!r} model has one module: give its layout in parallel"
+        return f"model.frozen: a {asked.shape.family!r} model has no encoder: leave it out" if model.frozen else None
+    name = f"a {vision!r} model"
+    if asked.shape.family not in FAMILIES or FAMILIES[asked.shape.family].is_moe:
+        return f"model.path: {name} with a {asked.shape.family!r} language model is not supported: use a dense one"
+    if model.implementation != "transformers":
+        return f"model.implementation={model.implementation}: {name} runs transformers' classes only: use transformers"
+    if model.lora is not None:
+        return f"model.lora: {name} is trained without adapters: leave lora out, and freeze parts with model.frozen"
+    if {*model.frozen} == {"vision", "projector", "language"}:
+        return "model.frozen: all parts are frozen and nothing is left to train: leave one out"
+    tp = 1 if modules is None else modules.vision.tp
+    if tp > 1 and not VISION_FAMILIES[vision].tp_plan:
+        return f"modules.vision.tp={tp}: the encoder of {name} cannot be split over tp: use dp_shard"
+    if asked.shape.vision_heads % tp:
+        return f"modules.vision.tp={tp} must divide the encoder's {asked.shape.vision_heads} attention heads"
+    return None
 
 
 def _quantized(asked: Combination) -> str | None:
@@ -262,7 +291,13 @@ def _compiled(asked: Combination) -> str | None:
 
 
 RULES = (
-    Rule("transformers models", ", ".join(FAMILIES), _family),
+    Rule("transformers models", ", ".join(TEXT_FAMILIES), _family),
+    Rule(
+        "vision-language models (sft)",
+        f"{', '.join(VISION_FAMILIES)} with any dense language model; images; every layout of the language model; "
+        f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; no LoRA",
+        _vision,
+    ),
     Rule("nemo_automodel models", f"{', '.join(NEMO_FAMILIES)}; bfloat16, float32; no tp", _nemo),
     Rule("quantized checkpoints", "no", _quantized),
     Rule("attention dropout, bidirectional attention", "no", _plain_attention),
@@ -295,10 +330,14 @@ RULES = (
 
 
 def check_supported(
-    shape: ModelDescription, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig
+    shape: ModelDescription,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
+    modules: ModulesConfig | None = None,
 ) -> None:
     """Raises `InputError` with the refusal of the first rule that is broken, or of a split that does not fit."""
-    asked = Combination(shape, model, parallel, memory)
+    asked = Combination(shape, model, parallel, memory, modules)
     for rule in RULES:
         if rule.refusal is not None and (message := rule.refusal(asked)) is not None:
             raise InputError(message)

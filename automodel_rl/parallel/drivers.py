@@ -14,6 +14,7 @@ from automodel_rl.parallel.last_stage import LogitsCapturer, OutputFn, PPLossAda
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
 from automodel_rl.parallel.pipeline.stage import PackedStage, Schedule, run_schedule
+from automodel_rl.parallel.sharding import reduce_gradients
 
 
 class Driver(Protocol):
@@ -47,7 +48,7 @@ class SequentialDriver:
 
     def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
         for index, row in enumerate(rows):
-            self._reduce_gradients(index == len(rows) - 1)
+            reduce_gradients(self.part, index == len(rows) - 1)
             loss = adapter(self._forward(row, output_fn, index), index)
             try:
                 loss.backward()
@@ -64,11 +65,6 @@ class SequentialDriver:
             return self.part(row.input_ids[None], row=row, output_fn=output_fn)
         except Exception as error:
             raise MicrobatchError("forward", 0, index, error) from error
-
-    def _reduce_gradients(self, now: bool) -> None:
-        self.part.set_requires_gradient_sync(now)
-        self.part.set_is_last_backward(now)
-        self.part.set_reshard_after_backward(now)
 
 
 class PipelineDriver:

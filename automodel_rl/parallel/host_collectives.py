@@ -43,16 +43,25 @@ def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> Glo
             {name: next(values) for name in totals.sums},
             {name: (next(values), next(values)) for name in totals.metrics},
         )
-    shared = from_last_stage(mine, layout)
+    shared = tell_guests(from_last_stage(mine, layout), layout)
     return GlobalTotals(sums=shared[0], metrics=shared[1], square_norm=norm.item())
 
 
 def from_last_stage(value: Any, layout: Layout) -> Any:
-    """An object of the last stage, on every stage of its data rank."""
-    if layout.parallel.pp == 1:
+    """An object of the last stage, on every stage of its data rank; a guest keeps its own."""
+    if layout.parallel.pp == 1 or layout.is_guest:
         return value
     box = [value]
     dist.broadcast_object_list(box, group=layout.pp_control, group_src=layout.last_stage_rank)
+    return box[0]
+
+
+def tell_guests(value: T, layout: Layout) -> T:
+    """An object that is equal on all ranks of the module, on its guests, too."""
+    if layout.guests_control is None:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=layout.speaker, group=layout.guests_control)
     return box[0]
 
 
@@ -67,10 +76,10 @@ def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
 
 
 def sum_over_data_ranks(numbers: list[int], layout: Layout) -> list[int]:
-    """Element-wise sum of integers over the data ranks."""
+    """Element-wise sum of integers over the data ranks, equal on every rank."""
     total = torch.tensor(numbers, dtype=torch.int64)
     dist.all_reduce(total, group=layout.data_control)
-    return total.tolist()
+    return tell_guests(total.tolist(), layout)
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:

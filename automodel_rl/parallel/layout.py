@@ -1,10 +1,16 @@
-"""The meshes of a job and the process groups that belong to them."""
+"""The meshes of a module and the process groups that belong to them.
 
+A model of one module has one layout, over all ranks of the job. The modules of a vision-language model have a layout
+each, over the same ranks or over ranks of their own; a rank without the language model is its guest: it takes part in
+the job and gets to know results, but has no rows.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
@@ -21,7 +27,7 @@ MESSAGES = ("activation", "gradient")
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place among all ranks.
+    """This rank's place among the ranks of a module.
 
     The `control` groups are gloo groups for a few host numbers and objects, on every device: small, exact in float64,
     and never queued behind the device's work.
@@ -39,6 +45,9 @@ class Layout:
         ends_group: the ranks with first and last stage of this rank's data rank, None elsewhere; for tied embeddings.
         message_groups: the pipeline ranks, once for each of `MESSAGES` and for senders at even and at odd pipeline
             ranks; empty with one stage on a rank.
+        guests_control: all guests and `speaker`; None where there are no guests, and on other ranks.
+        speaker: the rank of the job with the last stage that tells guests what came of a step.
+        is_guest: this rank is none of the module's; groups over stages and data ranks then hold it alone.
     """
 
     parallel: ParallelConfig
@@ -52,6 +61,9 @@ class Layout:
     pp_control: dist.ProcessGroup
     ends_group: dist.ProcessGroup | None
     message_groups: dict[tuple[str, int], dist.ProcessGroup]
+    guests_control: dist.ProcessGroup | None = None
+    speaker: int = 0
+    is_guest: bool = False
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -80,7 +92,7 @@ class Layout:
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
         """The ranks that split each layer; None without tensor parallelism."""
-        return self.mesh["tp"].get_group() if self.parallel.tp > 1 else None
+        return self.mesh["tp"].get_group() if self.parallel.tp > 1 and not self.is_guest else None
 
     @property
     def pp_rank(self) -> int:
@@ -96,12 +108,12 @@ class Layout:
 
     @property
     def tp_rank(self) -> int:
-        return self.mesh.get_local_rank("tp")
+        return 0 if self.tp_group is None else dist.get_rank(self.tp_group)
 
     @property
     def writes_for_stage(self) -> bool:
         """Whether this rank stands for its stage where only one rank should write."""
-        return self.data_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
+        return not self.is_guest and self.data_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
     def last_stage_rank(self) -> int:
@@ -110,36 +122,56 @@ class Layout:
 
     @property
     def has_last_stage(self) -> bool:
-        return self.pp_rank == self.last_stage_rank
+        return not self.is_guest and self.pp_rank == self.last_stage_rank
+
+    @property
+    def has_first_stage(self) -> bool:
+        return not self.is_guest and self.pp_rank == 0
 
     @property
     def ranks_per_stage(self) -> int:
-        return dist.get_world_size() // self.parallel.pp
+        return self.parallel.world_size // self.parallel.pp
 
 
-def build_layout(parallel: ParallelConfig, device: torch.device) -> Layout:
-    """Builds meshes and groups. A collective: every rank of the job calls it with the same sizes."""
+def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence[int] | None = None) -> Layout:
+    """Builds meshes and groups. A collective: every rank of the job calls it with the same sizes.
+
+    Args:
+        parallel: the sizes.
+        device: where this rank computes.
+        ranks: of the job that they are for; by default all.
+    """
+    everyone = range(dist.get_world_size())
+    members = list(everyone if ranks is None else ranks)
+    guests = [rank for rank in everyone if rank not in members]
+    alone = [[rank] for rank in guests]
     outer = (parallel.pp, parallel.dp_replicate)
     dense = (*outer, parallel.fsdp_size, parallel.tp)
     experts = (*outer, parallel.fsdp_size // parallel.ep, parallel.ep)
-    mesh = init_device_mesh(device.type, dense, mesh_dim_names=DENSE_AXES)
-    ranks = mesh.mesh.reshape(parallel.pp, parallel.num_data_ranks, parallel.cp, parallel.tp)
-    by_data = ranks.permute(0, 2, 3, 1).flatten(0, 2).tolist()
-    by_stage = ranks.permute(1, 2, 3, 0).flatten(0, 2).tolist()
-    by_row = ranks.permute(0, 1, 3, 2).flatten(0, 2).tolist()
+    places = torch.tensor(members).reshape(parallel.pp, parallel.num_data_ranks, parallel.cp, parallel.tp)
+    by_data = places.permute(0, 2, 3, 1).flatten(0, 2).tolist()
+    by_stage = places.permute(1, 2, 3, 0).flatten(0, 2).tolist()
+    by_row = places.permute(0, 1, 3, 2).flatten(0, 2).tolist()
     last = 0 if SCHEDULES[parallel.schedule].is_v else -1
     return Layout(
         parallel=parallel,
         device=device,
-        mesh=mesh,
-        expert_mesh=(init_device_mesh(device.type, experts, mesh_dim_names=EXPERT_AXES) if parallel.ep > 1 else None),
+        mesh=DeviceMesh(device.type, torch.tensor(members).reshape(dense), mesh_dim_names=DENSE_AXES),
+        expert_mesh=(
+            DeviceMesh(device.type, torch.tensor(members).reshape(experts), mesh_dim_names=EXPERT_AXES)
+            if parallel.ep > 1
+            else None
+        ),
         cp_group=_own_group(by_row) if parallel.cp > 1 else None,
-        world_control=_control_group([list(range(dist.get_world_size()))]),
-        stage_control=_control_group(ranks.flatten(1).tolist()),
-        data_control=_control_group(by_data),
-        pp_control=_control_group(by_stage),
+        world_control=_control_group([list(everyone)]),
+        stage_control=_control_group(places.flatten(1).tolist() + alone),
+        data_control=_control_group(by_data + alone),
+        pp_control=_control_group(by_stage + alone),
         ends_group=_own_group([sorted({ranks_[0], ranks_[last]}) for ranks_ in by_stage]),
         message_groups=_message_groups(by_stage, device) if parallel.virtual_stages > 1 else {},
+        guests_control=_own_group([[by_stage[0][last], *guests]], "gloo") if guests else None,
+        speaker=by_stage[0][last],
+        is_guest=dist.get_rank() not in members,
     )
 
 
@@ -154,7 +186,8 @@ def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tup
     for message in MESSAGES:
         for parity in (0, 1):
             group = _own_group(by_stage)
-            assert group is not None  # every rank is a pipeline rank
+            if group is None:  # a guest
+                continue
             # All members connect now: the first message has two of them only, and NCCL would wait for the others.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             groups[message, parity] = group

@@ -164,6 +164,25 @@ def sum_fsdp_gradients(part: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
 
 
+def reduce_gradients(part: Any, now: bool) -> None:
+    """Whether the next backward of a part reduces its gradients, or adds to them on each rank.
+
+    Args:
+        part: wrapped by FSDP.
+        now: in the last backward of a step.
+    """
+    part.set_requires_gradient_sync(now)
+    part.set_is_last_backward(now)
+    part.set_reshard_after_backward(now)
+
+
+def release_gathered(part: nn.Module) -> None:
+    """Lets go of weights gathered for a forward without backward, which would outlive the next update of shards."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _axis_names(tensor: DTensor) -> tuple[str, ...]:
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None  # all our meshes have them

@@ -6,6 +6,7 @@ FSDP, checkpoints and exports; the computation is on plain local tensors, with t
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -67,22 +68,9 @@ def split_part(
     Returns:
         Parameters, as (module, name), of which each rank's gradient is a summand.
     """
-    partial: list[tuple[nn.Module, str]] = []
-    blocks: dict[int, nn.Module] = {}
-    for name, module in list(part.named_modules()):
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("model.")))
-        if style == COLUMNS:
-            _shard(module, mesh, dim=0, bias_dim=0)
-            module.forward = MethodType(_columns_forward, module)
-            block = part.get_submodule(name.rpartition(".")[0])
-            blocks[id(block)] = block
-        elif style == ROWS:
-            _shard(module, mesh, dim=1, bias_dim=None)
-            module.forward = MethodType(_rows_forward(how), module)
-        elif style == REPLICATED and not how.sequence_parallel:
-            partial += [(module, key) for key, _ in module.named_parameters(recurse=False)]
-    for block in blocks.values():
-        block.register_forward_pre_hook(_enter(how), with_kwargs=True)
+    partial = split_linears(
+        part, lambda name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("model."))), mesh, how
+    )
     if part.model.embed_tokens is not None:
         _shard(part.model.embed_tokens, mesh, dim=0, bias_dim=None)
         part.model.embed_tokens.forward = MethodType(_embedding_forward(how, scales_embedding), part.model.embed_tokens)
@@ -98,6 +86,39 @@ def split_part(
             for key, parameter in module.named_parameters(recurse=False)
             if not isinstance(parameter, DTensor)
         ]
+    return partial
+
+
+def split_linears(
+    part: nn.Module, style_of: Callable[[str], str | None], mesh: DeviceMesh, how: TensorParallel
+) -> list[tuple[nn.Module, str]]:
+    """Splits linear layers, without storage yet, and sets their forwards.
+
+    Args:
+        part: that they are in.
+        style_of: how a module is split, by its name in the part; None for one that is not.
+        mesh: of the tp ranks.
+        how: how the blocks that they make up are entered and left.
+
+    Returns:
+        Parameters, as (module, name), of which each rank's gradient is a summand.
+    """
+    partial: list[tuple[nn.Module, str]] = []
+    blocks: dict[int, nn.Module] = {}
+    for name, module in list(part.named_modules()):
+        style = style_of(name)
+        if style == COLUMNS:
+            _shard(module, mesh, dim=0, bias_dim=0)
+            module.forward = MethodType(_columns_forward, module)
+            block = part.get_submodule(name.rpartition(".")[0])
+            blocks[id(block)] = block
+        elif style == ROWS:
+            _shard(module, mesh, dim=1, bias_dim=None)
+            module.forward = MethodType(_rows_forward(how), module)
+        elif style == REPLICATED and not how.sequence_parallel:
+            partial += [(module, key) for key, _ in module.named_parameters(recurse=False)]
+    for block in blocks.values():
+        block.register_forward_pre_hook(_enter(how), with_kwargs=True)
     return partial
 
 
