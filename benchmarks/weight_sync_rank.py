@@ -16,9 +16,7 @@ from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.model.attention import choose_attention
 from automodel_rl.model.build import build_empty_model
-from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.nemo import split_model
 from automodel_rl.parallel.layout import build_layout
 from automodel_rl.parallel.sharding import give_storage, local_tensor
 from automodel_rl.rollout.engine_process import EngineProcess
@@ -82,9 +80,8 @@ def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle
     config = AutoConfig.for_model(**sizes, bos_token_id=None, eos_token_id=None)
     attention = choose_attention("auto", False, device, torch.bfloat16)
     empty = build_empty_model(config, "transformers", torch.float32, attention, untie=parallel.pp > 1)
-    flops = StepFlops(empty)
     model = ModelConfig(path="random", dtype="bfloat16")
-    handle = ModelHandle(split_model(empty, layout), config, model, MemoryConfig(), layout, flops)
+    handle = ModelHandle(empty, config, model, MemoryConfig(), layout, vision_layout=None, modules=None)
     torch.manual_seed(dist.get_rank())
     for part in handle.parts:
         for parameter in part.parameters():

@@ -1,11 +1,11 @@
 """Checkpoints to resume from: weights, optimizer state and the trainer's place, written by all ranks together.
 
-torch's distributed checkpoint stores every tensor under its Hugging Face name with its place in the whole, so a
-checkpoint does not know the layout that wrote it. A folder gets its name only when it is complete.
+torch's distributed checkpoint stores every tensor under its module and name with its place in the whole, so a
+checkpoint does not know the layout that wrote it, nor on which ranks a module was. A folder gets its name only when it
+is complete.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from automodel_rl.engine.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import InputError
 from automodel_rl.files import complete_folder
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.hf_read import EMBEDDING, stored_buffers
 
 
@@ -32,8 +33,8 @@ def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank
     """
     layout = engine.handle.layout
     with engine.moments_on_device(), complete_folder(folder, layout.world_control) as unfinished:
-        parameters = _trained(engine.handle.named_parameters())
-        dcp.save(_tensors(engine, parameters), checkpoint_id=unfinished / "tensors", process_group=layout.world_control)
+        tensors = _tensors(engine, _trained(engine.handle))
+        dcp.save(tensors, checkpoint_id=unfinished / "tensors", process_group=layout.world_control)
         torch.save({"random": _random_state(layout.device), **rank_state}, _rank_file(unfinished))
         if dist.get_rank() == 0:
             engine_state = {"step": engine.step, "skipped_in_a_row": engine.skipped_in_a_row}
@@ -47,7 +48,7 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
         The `progress` and this rank's `rank_state` that were saved.
 
     Raises:
-        InputError: the checkpoint was written by another number of ranks.
+        InputError: the checkpoint was written by another number of ranks, or lacks a module that is trained.
     """
     if not _rank_file(folder).is_file() or len(list(folder.glob("rank_*.pt"))) != dist.get_world_size():
         raise InputError(
@@ -55,16 +56,18 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
             f"{dist.get_world_size()}: resume with the same layout"
         )
     handle = engine.handle
-    parameters = _trained(handle.named_parameters())
+    _check_modules(handle, folder)
+    parameters = _trained(handle)
     copy = None if handle.tied is None else handle.tied.trained_copy
     if copy is not None:  # restored from the weight it copies, which with V placement is on the same rank
-        parameters.setdefault(EMBEDDING, copy)
+        parameters["language"].setdefault(EMBEDDING, copy)
     with engine.moments_on_device():
         state = _tensors(engine, parameters)
         dcp.load(state, checkpoint_id=folder / "tensors", process_group=handle.layout.world_control)
-        _restore_moments(engine, parameters, state)
-        if copy is not None and copy is not parameters[EMBEDDING]:
-            _copy_trained(engine, parameters[EMBEDDING], copy)
+        for module in handle.modules:
+            _restore_moments(engine, parameters[module.name], state[module.name])
+        if copy is not None and copy is not parameters["language"][EMBEDDING]:
+            _copy_trained(engine, parameters["language"][EMBEDDING], copy)
     rank_state = torch.load(_rank_file(folder), weights_only=False)
     _set_random_state(rank_state.pop("random"), handle.layout.device)
     progress = json.loads((folder / "progress.json").read_text())
@@ -73,23 +76,43 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
     return progress, rank_state
 
 
-def _trained(parameters: Iterator[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    """Frozen weights are those of the model's own checkpoint."""
-    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
+ByModule = dict[str, dict[str, nn.Parameter]]
 
 
-def _tensors(engine: Engine, parameters: dict[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
-    """Weights, moments and update counts by name. Parameters that were never updated have zero moments."""
-    state: dict[str, dict[str, Tensor]] = {"model": {}, "updates": {}, **{moment: {} for moment in MOMENTS}}
-    # Routers' biases, which are trained without an optimizer.
-    state["buffers"] = {name: buffer for part in engine.handle.parts for name, buffer in stored_buffers(part)}
+def _trained(handle: ModelHandle) -> ByModule:
+    """What is trained of this rank's modules. Frozen weights are those of the model's own checkpoint."""
+    return {
+        module.name: {name: p for name, p in handle.named_parameters(module) if p.requires_grad}
+        for module in handle.modules
+    }
+
+
+def _check_modules(handle: ModelHandle, folder: Path) -> None:
+    stored = dcp.FileSystemReader(folder / "tensors").read_metadata().state_dict_metadata
+    for name in handle.trained_modules:
+        if not any(key.startswith(f"{name}.model.") for key in stored):
+            raise InputError(
+                f"{folder}: the checkpoint has no tensors of the {name} module, which is trained: resume with the "
+                "model.frozen and the model that wrote it"
+            )
+
+
+def _tensors(engine: Engine, parameters: ByModule) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """By module and kind the weights, moments and update counts by name. Parameters that were never updated have zero
+    moments."""
     optimizer_of = _optimizer_of(engine)
-    for name, parameter in parameters.items():
-        moments = optimizer_of[parameter].state.get(parameter, {})
-        state["model"][name] = parameter.detach()
-        state["updates"][name] = moments.get("step", torch.zeros(())).detach().clone()
-        for moment in MOMENTS:
-            state[moment][name] = moments[moment] if moments else torch.zeros_like(parameter.detach())
+    state = {}
+    for module in engine.handle.modules:
+        of_module: dict[str, dict[str, Tensor]] = {"model": {}, "updates": {}, **{moment: {} for moment in MOMENTS}}
+        # Routers' biases, which are trained without an optimizer.
+        of_module["buffers"] = {name: buffer for part in module.parts for name, buffer in stored_buffers(part)}
+        for name, parameter in parameters[module.name].items():
+            moments = optimizer_of[parameter].state.get(parameter, {})
+            of_module["model"][name] = parameter.detach()
+            of_module["updates"][name] = moments.get("step", torch.zeros(())).detach().clone()
+            for moment in MOMENTS:
+                of_module[moment][name] = moments[moment] if moments else torch.zeros_like(parameter.detach())
+        state[module.name] = of_module
     return state
 
 

@@ -101,8 +101,7 @@ class Engine:
         """
         counts = self._global_counts(batches)
         totals = self.handle.forward_backward(batches, loss_fn, readout, counts)
-        parameters = [parameter for _, parameter in self.handle.named_parameters()]
-        shared = share_totals(totals, local_square_norm(parameters, self.handle.layout), self.handle.layout)
+        shared = share_totals(totals, self._square_norm(), self.handle.layout)
         loss, grad_norm = _mean_loss(shared, counts), math.sqrt(shared.square_norm)
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         lr = learning_rate(self.config, self.step, self.total_steps)
@@ -209,7 +208,8 @@ class Engine:
         """
         outputs = self.handle.forward(batches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
         ends = [batch.cu_seqlens[1:].to(output.device) - 1 for output, batch in zip(outputs, batches, strict=True)]
-        return torch.cat([output[end] for output, end in zip(outputs, ends, strict=True)])
+        nothing = torch.empty(0, dtype=torch.int64, device=self.handle.layout.device)
+        return torch.cat([nothing, *(output[end] for output, end in zip(outputs, ends, strict=True))])
 
     def _global_counts(self, batches: Sequence[PackedBatch]) -> dict[Denominator, int]:
         local = count(batches)
@@ -225,6 +225,14 @@ class Engine:
         if self.handle.memory.offload_optimizer:
             states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
             self._offloaded = Offloaded(state[moment] for state in states for moment in MOMENTS)
+
+    def _square_norm(self) -> Tensor:
+        """This rank's part of the squared global gradient norm: of every module over its own ranks."""
+        norms = [
+            local_square_norm([parameter for _, parameter in self.handle.named_parameters(module)], module.layout)
+            for module in self.handle.modules
+        ]
+        return torch.stack(norms).sum()
 
     def _update(self, lr: float, grad_norm: float) -> None:
         if self.config.max_grad_norm is not None:

@@ -1,19 +1,42 @@
 """The whole model without storage, of transformers' or of nemo_automodel's classes."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from nemo_automodel.components.utils.model_utils import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
+from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.config.model import Implementation
 from automodel_rl.model.attention import register_attention
 from automodel_rl.model.experts import EXPERTS, register_experts
+from automodel_rl.model.hf_read import language_config
 from automodel_rl.model.nemo import nemo_model
+from automodel_rl.model.vision import VisionPart, split_modules
+
+
+@dataclass(frozen=True)
+class EmptyModel:
+    """A model in its modules, without storage.
+
+    Attributes:
+        language: a causal language model, or what looks like one.
+        vision: the encoder, None for a model that only reads text.
+    """
+
+    language: Any
+    vision: VisionPart | None
+
+    @property
+    def parts(self) -> list[Any]:
+        return [self.language] if self.vision is None else [self.language, self.vision]
 
 
 def build_empty_model(
     config: PretrainedConfig, implementation: Implementation, dtype: torch.dtype, attention: str, untie: bool
-) -> PreTrainedModel:
+) -> EmptyModel:
     """The whole model without storage for its parameters.
 
     Buffers are real: nothing recomputes the rotary frequencies of a pipeline stage, and on the meta device they would
@@ -31,11 +54,17 @@ def build_empty_model(
     with init_empty_weights():
         if implementation == "nemo_automodel":
             model = nemo_model(config, dtype, attention)
+        elif config.model_type in VISION_FAMILIES:
+            model = AutoModelForImageTextToText.from_config(
+                config, dtype=dtype, attn_implementation={"text_config": attention, "vision_config": "sdpa"}
+            )
         else:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, experts_implementation=EXPERTS
             )
     if config.tie_word_embeddings:  # building without storage has cut the tie
-        weight = model.model.embed_tokens.weight
+        weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
-    return model
+    if config.model_type not in VISION_FAMILIES:
+        return EmptyModel(model, None)
+    return EmptyModel(*split_modules(model, language_config(config)))

@@ -1,27 +1,29 @@
-"""ModelHandle: the one seam behind which a model is an `nn.Module` or an `AutoPipeline`."""
+"""ModelHandle: the one seam behind which a model is an `nn.Module` or an `AutoPipeline`, of one module or of two."""
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from nemo_automodel.components.distributed.pipelining import AutoPipeline
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.batch import LocalRow, PackedBatch, RouterShape, empty_row, local_row
+from automodel_rl.batch import LocalRow, PackedBatch, empty_row, local_row, multimodal_positions
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.modules import ModulesConfig, one_layout
 from automodel_rl.errors import InputError
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.attention import choose_attention
-from automodel_rl.model.build import build_empty_model
+from automodel_rl.model.build import EmptyModel, build_empty_model
 from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.hf_buckets import Source, whole_tensors
 from automodel_rl.model.hf_read import (
@@ -31,7 +33,8 @@ from automodel_rl.model.hf_read import (
     resolve_checkpoint,
     stored_buffers,
 )
-from automodel_rl.model.hf_write import save_hf_checkpoint
+from automodel_rl.model.hf_write import ModuleTensors, save_hf_checkpoint
+from automodel_rl.model.image_encoder import ImageEncoder
 from automodel_rl.model.logprobs import read_targets
 from automodel_rl.model.lora import adapted_weights, add_adapters, is_adapter, merge, save_adapters
 from automodel_rl.model.nemo import parts_of, split_model
@@ -39,30 +42,59 @@ from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.model.router_replay import replay_metrics
 from automodel_rl.model.routers import global_loads, load_metric, router_shape, routers_of
+from automodel_rl.model.vision import (
+    VisionPart,
+    blank_image,
+    freeze,
+    parallelise_encoder,
+    rotary_merge,
+)
+from automodel_rl.parallel.bridge import Bridge
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.parallel.drivers import Driver, PipelineDriver, SequentialDriver
 from automodel_rl.parallel.gradients import TiedEmbedding, sum_partial_gradients
 from automodel_rl.parallel.host_collectives import gather_objects, tensor_from_last_stage
 from automodel_rl.parallel.last_stage import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
 from automodel_rl.parallel.layout import Layout, build_layout
-from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.parallel.sharding import local_tensor, release_gathered
 
 FORWARD_ROWS = 64
 """Rows of one pass without gradients; enough that a pipeline is full most of the time."""
 
 
-class ModelHandle:
-    """A causal language model on any layout: parts, forward, forward_backward, named Hugging Face tensors.
+@dataclass(frozen=True)
+class Module:
+    """Parts of the model that share meshes.
 
     Attributes:
-        parts: this rank's model chunks.
-        config: the Hugging Face config.
+        name: "language", or "vision" for the encoder of images with its projector.
+        parts: this rank's.
+        layout: this rank's place among the module's ranks.
+    """
+
+    name: str
+    parts: list[Any]
+    layout: Layout
+
+    def every_parameter(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all parts, by name; a tied weight as often as this rank has it."""
+        return itertools.chain(*(part.named_parameters() for part in self.parts))
+
+
+class ModelHandle:
+    """A causal or vision-language model on any layout: parts, forward, forward_backward, named Hugging Face tensors.
+
+    Attributes:
+        parts: this rank's model chunks, of all modules.
+        modules: the modules that this rank has parts of.
+        config: the Hugging Face config of the language model.
+        whole_config: of the model, which for most is the same.
         model: which checkpoint it is, how it computes, and what of it is trained.
         memory: what is recomputed, offloaded or compiled.
-        layout: this rank's place among all ranks.
-        flops: of a sequence in a training step, by its length.
+        layout: this rank's place among the ranks of the language model, of which it may be a guest.
+        flops: of a sequence in a training step, by its length; those of the encoder are not counted.
         router_shape: what routes of the whole model look like, None for a dense one.
-        extras: of every part.
+        extras: of every part of the language model.
         tied: the two copies of a tied embedding, where a pipeline has split them.
 
     Example:
@@ -74,31 +106,44 @@ class ModelHandle:
 
     def __init__(
         self,
-        built: nn.Module | AutoPipeline,
+        empty: EmptyModel,
         config: PretrainedConfig,
         model: ModelConfig,
         memory: MemoryConfig,
         layout: Layout,
-        flops: StepFlops,
-        router_shape: RouterShape | None,
+        vision_layout: Layout | None,
+        modules: ModulesConfig | None,
     ):
-        """Lays out the parts of a split model that has no storage yet; `from_pretrained` gives it some."""
-        self.parts = parts_of(built)
-        self.extras = [parallelise(part, layout, model, memory) for part in self.parts]
-        self.config, self.model, self.memory, self.layout, self.flops = config, model, memory, layout, flops
-        self.router_shape = router_shape
-        self.tied = (
-            _tied_embedding(self.parts, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
-        )
-        self._driver: Driver
+        """Lays out the parts of a model that has no storage yet; `from_pretrained` gives it some."""
+        self.whole_config, self.config = config, empty.language.config
+        self.model, self.memory, self.layout = model, memory, layout
+        self.flops = StepFlops(empty.language)
+        routers = routers_of(numbered_layers(empty.language), FAMILIES[self.config.model_type])
+        self.router_shape = router_shape(self.config.num_hidden_layers, routers)
+        built = None if layout.is_guest else split_model(empty.language, layout)
+        language = [] if built is None else parts_of(built)
+        self.extras = [parallelise(part, layout, model, memory) for part in language]
+        self.modules = [Module("language", language, layout)] if language else []
+        self._encoder: ImageEncoder | None = None
+        if empty.vision is not None:
+            assert vision_layout is not None
+            assert modules is not None
+            self._encoder = self._build_encoder(empty.vision, vision_layout, modules)
+        self.parts = [part for module in self.modules for part in module.parts]
+        self.tied = _tied_embedding(language, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
+        self._driver: Driver | None = None
         if isinstance(built, AutoPipeline):
-            self._driver = PipelineDriver(built, layout, config.hidden_size, self.dtype)
-        else:
+            self._driver = PipelineDriver(built, layout, self.config.hidden_size, self.dtype)
+        elif built is not None:
             self._driver = SequentialDriver(built)
 
     @classmethod
     def from_pretrained(
-        cls, model: str | ModelConfig, parallel: ParallelConfig | None = None, memory: MemoryConfig | None = None
+        cls,
+        model: str | ModelConfig,
+        parallel: ParallelConfig | None = None,
+        memory: MemoryConfig | None = None,
+        modules: ModulesConfig | None = None,
     ) -> "ModelHandle":
         """Loads a Hugging Face checkpoint onto a layout. A collective: every rank calls it.
 
@@ -108,38 +153,62 @@ class ModelHandle:
             model: folder or hub id, or a `ModelConfig` with more to say.
             parallel: sizes of the mesh axes; by default one rank.
             memory: what is recomputed; by default nothing.
+            modules: in place of `parallel`, meshes for the modules of a vision-language model; by default both are on
+                all ranks.
 
         Raises:
             InputError: the layout does not fit the model or the job, or the checkpoint is missing or damaged.
         """
         model = ModelConfig(path=model) if isinstance(model, str) else model
-        parallel, memory = parallel or ParallelConfig(), memory or MemoryConfig()
+        parallel = (parallel or ParallelConfig()) if modules is None else modules.language.parallel
+        memory = memory or MemoryConfig()
         folder = resolve_checkpoint(model.path)
         config = read_config(folder)
         description = describe_model(config)
-        check_supported(description, model, parallel, memory)
-        device = join_process_group(parallel.world_size)
-        layout = build_layout(parallel, device)
+        check_supported(description, model, parallel, memory, modules)
+        device = join_process_group(parallel.world_size if modules is None else modules.world_size)
+        if description.vision is not None:
+            modules = modules or one_layout(parallel)
+        layout = build_layout(parallel, device, None if modules is None else modules.language.ranks)
+        vision_layout = None if modules is None else build_layout(modules.vision.parallel, device, modules.vision.ranks)
         compute, master = dtypes_of(model)
         attention = choose_attention(model.attention, needs_mathematics(description), device, compute)
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
         checkpoint = Checkpoint(folder, config.model_type)
-        checkpoint.check(empty)
-        lora = None if model.lora is None else add_adapters(empty, model.lora)
-        flops = StepFlops(empty)
-        routers = routers_of(numbered_layers(empty), FAMILIES[config.model_type])
-        shape = router_shape(config.num_hidden_layers, routers)
+        for part in empty.parts:
+            checkpoint.check(part)
+        lora = None if model.lora is None else add_adapters(empty.language, model.lora)
+        if empty.vision is not None:
+            freeze(empty.language, empty.vision, model.frozen)
         model = model.model_copy(update={"path": str(folder), "lora": lora})
-        handle = cls(split_model(empty, layout), config, model, memory, layout, flops, shape)
+        handle = cls(empty, config, model, memory, layout, vision_layout, modules)
         for part in handle.parts:
             checkpoint.fill(part, device)
         handle._check_finite()
         return handle
 
+    def _build_encoder(self, part: VisionPart, layout: Layout, modules: ModulesConfig) -> ImageEncoder:
+        """Lays out this rank's part of the encoder, if it has one, and the way of its embeddings."""
+        if not layout.is_guest:
+            parallelise_encoder(part, layout, self.model, self.memory)
+            self.modules.append(Module("vision", [part], layout))
+        return ImageEncoder(
+            None if layout.is_guest else part,
+            Bridge(layout, self.layout, modules.vision.ranks, modules.language.ranks),
+            blank_image(self.whole_config),
+            like=torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.layout.device),
+            trains=not {"vision", "projector"} <= {*self.model.frozen},
+        )
+
     @property
     def source(self) -> Path:
         """Folder of the checkpoint it was loaded from."""
         return Path(self.model.path)
+
+    @property
+    def family(self) -> str:
+        """The `model_type` of the whole model, by which tensors are named in files."""
+        return self.whole_config.model_type
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,21 +229,27 @@ class ModelHandle:
         Returns:
             Undivided sums of this data rank, on ranks with the last stage; empty totals elsewhere.
         """
-        for part, extras in zip(self.parts, self.extras, strict=True):
+        for part in self.parts:
             part.train()
+        for extras in self.extras:
             extras.router_watch.start_step(counts["positions"])
             extras.router_replay.start_step()
         batches = self._filled_up(batches)
+        embeddings = [] if self._encoder is None else self._encoder.forward(batches, train=True)
         # Whole rows are for the loss, which other stages do not compute.
         rows = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
         adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
-        with self._rows_let_go():
-            self._driver.forward_backward(self._local(batches), adapter, self._whole_rows(read_targets(readout)))
+        if self._driver is not None:
+            with self._rows_let_go():
+                local = self._local(batches, embeddings)
+                self._driver.forward_backward(local, adapter, self._whole_rows(read_targets(readout)))
         if self.layout.tp_group is not None:
             partial = [pair for extras in self.extras for pair in extras.partial_gradients]
             sum_partial_gradients([module.get_parameter(name) for module, name in partial], self.layout.tp_group)
         if self.tied is not None:
             self.tied.sum_gradients()
+        if self._encoder is not None:
+            self._encoder.backward(embeddings)
         return adapter.totals
 
     def forward(self, batches: Sequence[PackedBatch], output_fn: OutputFn) -> list[Tensor]:
@@ -190,23 +265,39 @@ class ModelHandle:
         """
         for part in self.parts:
             part.eval()
+        num_rows = len(batches) if self._encoder is None else self._encoder.num_rows(batches)
         results: list[Tensor] = []
         try:
             # In blocks, for a pipeline has receive buffers for all rows that it runs at once.
-            for start in range(0, len(batches), FORWARD_ROWS):
+            for start in range(0, num_rows, FORWARD_ROWS):
                 results += self._forward_block(batches[start : start + FORWARD_ROWS], output_fn)
         finally:
-            self._release_gathered_weights()
+            for part in self.parts:
+                release_gathered(part)
         return results
 
     def _forward_block(self, batches: Sequence[PackedBatch], output_fn: OutputFn) -> list[Tensor]:
         capturer = LogitsCapturer(self._whole_rows(output_fn))
         filled = self._filled_up(batches)
+        embeddings = [] if self._encoder is None else self._encoder.forward(filled, train=False)
+        if self._driver is None:
+            return []
         with self._rows_let_go():
-            self._driver.forward(self._local(filled), capturer)
+            self._driver.forward(self._local(filled, embeddings), capturer)
         whole = torch.cat(capturer.outputs) if self.layout.has_last_stage else None
         results = tensor_from_last_stage(whole, self.layout).split([batch.num_tokens for batch in filled])
         return list(results[: len(batches)])
+
+    @property
+    def trained_modules(self) -> list[str]:
+        """Names of the modules that are trained, on whatever ranks they are."""
+        language = [] if "language" in self.model.frozen else ["language"]
+        return language + (["vision"] if self._encoder is not None and self._encoder.trains else [])
+
+    @property
+    def sees(self) -> bool:
+        """Whether it has an encoder of images."""
+        return self._encoder is not None
 
     @property
     def is_mixture(self) -> bool:
@@ -218,9 +309,13 @@ class ModelHandle:
         """Numbers of this rank's layers that have a router."""
         return tuple(sorted(number for extras in self.extras for number in extras.router_watch.routers))
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Hugging Face names and (sharded) parameters of this rank's stages; a tied weight only once in the model."""
-        for part in self.parts:
+    def named_parameters(self, module: Module | None = None) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and (sharded) parameters of this rank's parts; a tied weight only once in the model.
+
+        Args:
+            module: one of `modules`; by default all.
+        """
+        for part in self.parts if module is None else module.parts:
             for name, parameter in part.named_parameters():
                 if self.tied is None or parameter is not self.tied.copy:
                     yield name, parameter
@@ -231,25 +326,29 @@ class ModelHandle:
         They have the dtype that the model computes in, so that they give the same results. Adapters are merged. Those
         that come one after the other may share memory.
         """
-        return whole_tensors(self.hf_sources(self.dtype), self.config.model_type, self.layout)
+        return itertools.chain(*(self._whole_tensors(module) for module in self.modules))
 
-    def hf_sources(self, dtype: torch.dtype) -> list[Source]:
-        """What this rank holds of its stages' tensors, as a Hugging Face checkpoint has them, adapters merged in fp32.
+    def _whole_tensors(self, module: Module) -> Iterator[tuple[str, Tensor]]:
+        return whole_tensors(self.hf_sources(module, self.dtype), self.family, module.layout)
+
+    def hf_sources(self, module: Module, dtype: torch.dtype) -> list[Source]:
+        """What this rank holds of a module's tensors, as a Hugging Face checkpoint has them, adapters merged in fp32.
         A collective of each stage's ranks.
 
         Args:
+            module: one of `modules`.
             dtype: of parameters; buffers keep theirs.
         """
-        adapted = {weight: linear for part in self.parts for weight, linear in adapted_weights(part)}
+        adapted = {weight: linear for part in module.parts for weight, linear in adapted_weights(part)}
         downs = self._whole_downs(adapted.values())
         sources = []
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters(module):
             if parameter in adapted:
                 linear = adapted[parameter]
                 sources.append(Source(name, parameter, dtype, functools.partial(merge, linear, downs[linear])))
             elif not is_adapter(name):
                 sources.append(Source.of(name, parameter, dtype))
-        for part in self.parts:
+        for part in module.parts:
             for name, buffer in stored_buffers(part):
                 sources.append(Source.of(name, buffer, buffer.dtype))
         return sources
@@ -267,7 +366,7 @@ class ModelHandle:
         """All of each adapter's `lora_A`."""
         weights = {str(number): linear.lora_A.weight for number, linear in enumerate(linears)}
         sources = [Source.of(name, w, w.dtype) for name, w in weights.items()]
-        whole = dict(whole_tensors(sources, self.config.model_type, self.layout))
+        whole = dict(whole_tensors(sources, self.family, self.layout))
         return {linear: whole[str(number)] for number, linear in enumerate(linears)}
 
     def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -282,9 +381,10 @@ class ModelHandle:
         if self.model.lora is not None:
             save_adapters(Path(path), self.named_parameters(), self.model.lora, self.source, tokenizer, self.layout)
             return
-        config = type(self.config).from_dict(self.config.to_dict())
+        config = type(self.whole_config).from_dict(self.whole_config.to_dict())
         config.dtype = self.dtype
-        save_hf_checkpoint(Path(path), self.named_hf_tensors(), config, tokenizer, self.source, self.layout)
+        of_modules = [ModuleTensors(module.name, module.layout, self._whole_tensors(module)) for module in self.modules]
+        save_hf_checkpoint(Path(path), of_modules, config, tokenizer, self.source, self.layout.world_control)
 
     def balance_routers(self) -> dict[str, float]:
         """After an update of a mixture: moves the routers' biases, if asked for. A collective.
@@ -307,19 +407,37 @@ class ModelHandle:
 
     def _filled_up(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """With empty rows added where the driver needs more."""
+        if self._driver is None:
+            return []
         missing = self._driver.fill_up_to(len(batches)) - len(batches)
         return [*batches, *(empty_row(batches[0]) for _ in range(missing))]
 
     def _whole_rows(self, output_fn: OutputFn) -> OutputFn:
         return whole_rows(output_fn, self.layout.cp_group)
 
-    def _local(self, batches: Sequence[PackedBatch]) -> list[LocalRow]:
-        """This rank's tokens of every row, on its device, with the routes of its layers."""
+    def _local(self, batches: Sequence[PackedBatch], embeddings: Sequence[Tensor]) -> list[LocalRow]:
+        """This rank's tokens of every row, on its device, with the routes of its layers.
+
+        Args:
+            batches: this data rank's rows.
+            embeddings: of the images of every row; none on ranks without a use for them.
+        """
         layout = self.layout
-        batches = [self._own_routes(batch) for batch in batches]
-        multiple = layout.parallel.tp if layout.parallel.sequence_parallel else 1
-        rows = [local_row(batch, layout.parallel.cp, layout.cp_rank, multiple) for batch in batches]
-        return [row.to(layout.device) for row in rows]
+        sequence_parallel = layout.parallel.sequence_parallel
+        multiple = layout.parallel.tp if sequence_parallel else 1
+        merge = rotary_merge(self.whole_config)
+        rows = []
+        for number, batch in enumerate(batches):
+            positions = None if merge is None else multimodal_positions(batch.images, batch.lengths, merge)
+            row = local_row(self._own_routes(batch), layout.parallel.cp, layout.cp_rank, multiple, positions)
+            if embeddings:
+                tokens = dataclasses.replace(row.images, embeddings=embeddings[number])
+                if sequence_parallel:  # between blocks a rank has its share of the tokens
+                    share = row.num_tokens // layout.parallel.tp
+                    tokens = tokens.within(layout.tp_rank * share, (layout.tp_rank + 1) * share)
+                row = dataclasses.replace(row, images=tokens)
+            rows.append(row.to(layout.device))
+        return rows
 
     def _own_routes(self, batch: PackedBatch) -> PackedBatch:
         if batch.routes is None:
@@ -336,13 +454,6 @@ class ModelHandle:
         finally:
             for extras in self.extras:
                 extras.row_scope.clear()
-
-    def _release_gathered_weights(self) -> None:
-        """Weights gathered for a forward without backward would outlive the next update of their shards."""
-        for part in self.parts:
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
 
     def _check_finite(self) -> None:
         bad = next((name for name, p in self.named_parameters() if not local_tensor(p).isfinite().all()), None)

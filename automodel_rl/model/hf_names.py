@@ -49,6 +49,10 @@ class Piece:
 
 def pieces(name: str, shape: tuple[int, ...], family: str) -> Iterator[Piece]:
     """The checkpoint's tensors that make up a model's tensor."""
+    vision = FAMILIES[family].vision
+    if vision is not None:
+        start, in_files = next((pair for pair in vision.in_files if name.startswith(pair[0])), ("", ""))
+        name = in_files + name.removeprefix(start)
     names = FAMILIES[family].experts
     fused = FUSED.match(name)
     if names is None or fused is None:

@@ -1,6 +1,8 @@
 """A Hugging Face checkpoint on disk: finding it, describing it, checking it, and reading this rank's shards of it."""
 
 import contextlib
+import copy
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
-from automodel_rl.config.families import FAMILIES
+from automodel_rl.config.families import FAMILIES, VISION_FAMILIES
 from automodel_rl.errors import InputError
 from automodel_rl.model.flops import layer_windows
 from automodel_rl.model.hf_names import INDEX, SINGLE, Piece, pieces
@@ -67,8 +69,24 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise InputError(f"model.path={folder}: config.json is not a model config of transformers ({reason})") from None
 
 
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the language model, which for most models is the model's."""
+    if config.model_type not in VISION_FAMILIES:
+        return config
+    language = copy.deepcopy(config.text_config)
+    language.tie_word_embeddings = config.tie_word_embeddings
+    return language
+
+
 def describe_model(config: PretrainedConfig) -> ModelDescription:
     """What the table of supported combinations needs to know; of a family that it does not know, its name."""
+    vision = config.model_type if config.model_type in VISION_FAMILIES else None
+    if vision is not None:
+        heads = config.vision_config.to_dict()
+        described = describe_model(language_config(config))
+        return dataclasses.replace(
+            described, vision=vision, vision_heads=heads.get("num_attention_heads") or heads["num_heads"]
+        )
     if config.model_type not in FAMILIES:  # its config may have other fields
         return ModelDescription(family=config.model_type, num_layers=0)
     values = config.to_dict()
@@ -126,24 +144,25 @@ class Checkpoint:
                     self._files[name] = file
                     self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
 
-    def check(self, model: PreTrainedModel) -> None:
-        """Compares the tensors with the model's by name and shape.
+    def check(self, model: Any) -> None:
+        """Compares the tensors with those of a model, or of a module of one, by name and shape.
 
         Raises:
             InputError: a tensor is missing or has another shape, or a head differs from the embedding it is tied to.
         """
-        is_tied = model.config.tie_word_embeddings
+        is_tied = model.config.tie_word_embeddings and TIED_HEAD in dict(model.named_parameters(remove_duplicate=False))
         for name, tensor in persistent_tensors(model):
             if (name == TIED_HEAD and is_tied) or is_adapter(name):
                 continue
             for piece in pieces(name, tuple(tensor.shape), self.family):
                 self._check_piece(piece, type(model).__name__)
-        if is_tied and TIED_HEAD in self._files:
-            with _open(self._files[TIED_HEAD]) as heads, _open(self._files[EMBEDDING]) as embeddings:
-                same = torch.equal(heads.get_tensor(TIED_HEAD), embeddings.get_tensor(EMBEDDING))
+        head, embedding = (next(pieces(name, (1, 1), self.family)).name for name in (TIED_HEAD, EMBEDDING))
+        if is_tied and head in self._files:
+            with _open(self._files[head]) as heads, _open(self._files[embedding]) as embeddings:
+                same = torch.equal(heads.get_tensor(head), embeddings.get_tensor(embedding))
             if not same:
                 raise InputError(
-                    f"{self.folder}: config.json ties {TIED_HEAD} to {EMBEDDING} but the weights differ: "
+                    f"{self.folder}: config.json ties {head} to {embedding} but the weights differ: "
                     "set tie_word_embeddings to false in config.json, or remove the head from the weights"
                 )
 

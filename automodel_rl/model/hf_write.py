@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,44 +16,62 @@ from automodel_rl.model.hf_names import INDEX, SINGLE
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 
-GENERATION = "generation_config.json"
+KEPT_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
 
 FILE_BYTES = 4 * 2**30
 """Largest size of a weight file."""
 
 
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The tensors of one of a model's modules.
+
+    Attributes:
+        name: of the module.
+        layout: this rank's place among its ranks.
+        named_tensors: this rank's stage of it, as whole tensors; iterating is a collective of the stage's ranks.
+    """
+
+    name: str
+    layout: Layout
+    named_tensors: Iterable[tuple[str, Tensor]]
+
+
 def save_hf_checkpoint(
     folder: Path,
-    named_tensors: Iterable[tuple[str, Tensor]],
+    modules: Iterable[ModuleTensors],
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     source: Path,
-    layout: Layout,
+    world: dist.ProcessGroup,
 ) -> None:
     """Writes a checkpoint that transformers opens. A collective.
 
     Args:
         folder: replaced if it exists; on a file system that all ranks share.
-        named_tensors: this rank's stage, as whole tensors; iterating is a collective of the stage's ranks.
+        modules: those that this rank has parts of.
         config: saved as config.json.
         tokenizer: saved along, if given.
-        source: the checkpoint it comes from, whose generation settings are kept.
-        layout: this rank's place.
+        source: the checkpoint it comes from, whose generation settings and image processor are kept.
+        world: all ranks.
     """
-    with complete_folder(folder, layout.world_control) as unfinished:
-        files = []
-        for number, tensors in enumerate(_files(named_tensors, keep=layout.writes_for_stage)):
-            name = f"stage-{layout.pp_rank}-{number}.safetensors"
-            save_file(tensors, unfinished / name, {"format": "pt"})
-            files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
-        of_stages = gather_objects(files, layout.pp_control)
+    with complete_folder(folder, world) as unfinished:
+        own = []
+        for module in modules:
+            stage = f"{module.name}-{module.layout.pp_rank}"
+            for number, tensors in enumerate(_files(module.named_tensors, keep=module.layout.writes_for_stage)):
+                name = f"{stage}-{number}.safetensors"
+                save_file(tensors, unfinished / name, {"format": "pt"})
+                own.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
+        files = sorted(file for of_rank in gather_objects(own, world) for file in of_rank)
         if dist.get_rank() == 0:
-            _name_files(unfinished, [file for stage in of_stages for file in stage])
+            _name_files(unfinished, files)
             config.save_pretrained(unfinished)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
-            if (source / GENERATION).is_file():
-                shutil.copy(source / GENERATION, unfinished / GENERATION)
+            for name in KEPT_FILES:
+                if (source / name).is_file():
+                    shutil.copy(source / name, unfinished / name)
 
 
 def _files(named_tensors: Iterable[tuple[str, Tensor]], keep: bool) -> Iterator[dict[str, Tensor]]:

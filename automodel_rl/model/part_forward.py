@@ -68,12 +68,15 @@ def part_forward(part: Any, hidden: Tensor, row: LocalRow, output_fn: OutputFn, 
     body = part.model
     if body.embed_tokens is not None:
         hidden = body.embed_tokens(hidden)
+        if row.images.embeddings is not None:
+            hidden = row.images.put_into(hidden)
     positions = row.position_ids[None]
+    turned_by = positions if row.rotary_positions is None else row.rotary_positions[:, None]
     rotary: dict[str | None, Any] = {}
     for layer in layers_of(part):
         kind = layer.self_attn.layer_type if context.rotary_by_layer_type else None
         if kind not in rotary:
-            rotary[kind] = body.rotary_emb(hidden, positions, *([kind] if kind else []))
+            rotary[kind] = body.rotary_emb(hidden, turned_by, *([kind] if kind else []))
         hidden = layer(
             hidden,
             attention_mask=None,

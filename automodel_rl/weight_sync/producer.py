@@ -45,7 +45,7 @@ class Producer:
     ):
         self.handle, self.dtype, self.adapters_alone = handle, dtype, adapters_alone
         self.layout = handle.layout
-        self._stage = StageBuckets(self._sources(), handle.config.model_type, self.layout, most_bytes, whole=whole)
+        self._stage = StageBuckets(self._sources(), handle.family, self.layout, most_bytes, whole=whole)
         self.plans: list[Plan] = gather_objects(self._stage.plan, self.layout.pp_control)
         own = [(self.layout.pp_rank, number) for number in range(len(self._stage.plan.buckets))]
         self.turns = own if reach == "own stages" else in_turn(self.plans)
@@ -92,5 +92,7 @@ class Producer:
         return {name: total for stage in gather_objects(own, self.layout.pp_control) for name, total in stage.items()}
 
     def _sources(self) -> list[Source]:
-        read = self.handle.adapter_sources if self.adapters_alone else self.handle.hf_sources
-        return read(self.dtype)
+        if self.adapters_alone:
+            return self.handle.adapter_sources(self.dtype)
+        (module,) = self.handle.modules
+        return self.handle.hf_sources(module, self.dtype)

@@ -1,0 +1,185 @@
+"""The encoder of a vision-language model as a module of its own: pixels in, embeddings of the language model out.
+
+Both parts are transformers' own modules under new roofs: the language model looks like a causal language model to the
+rest of the package, and the encoder is what is left of the inner model without it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PretrainedConfig
+
+from automodel_rl.batch import Image
+from automodel_rl.config import ModelConfig
+from automodel_rl.config.families import VISION_FAMILIES
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.model.activation_checkpointing import checkpoint_layers
+from automodel_rl.model.fused_norm import install_fused_norms
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.sharding import wrap_fsdp
+from automodel_rl.parallel.tensor_parallel import TensorParallel, split_linears
+
+
+class LanguagePart(nn.Module):
+    """The language model of a vision-language model, with the names of a causal language model.
+
+    Args:
+        whole: transformers' model for conditional generation.
+        config: of the language model.
+    """
+
+    def __init__(self, whole: Any, config: PretrainedConfig):
+        super().__init__()
+        self.config, self.model, self.lm_head = config, whole.model.language_model, whole.lm_head
+
+
+class VisionPart(nn.Module):
+    """The encoder with its projector. Its forward is called through FSDP's hooks, a few images at a time.
+
+    Args:
+        whole: transformers' model for conditional generation, whose language model is taken out.
+    """
+
+    def __init__(self, whole: Any):
+        super().__init__()
+        self.config, self.model = whole.config, whole.model
+        self.model.language_model = None
+
+    def forward(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Embeddings of the tokens of all images, in order.
+
+        Args:
+            pixels: of each image, as the image processor gives them, on the device and in the compute dtype.
+            grids: patches of each image in time, height and width.
+
+        Returns:
+            [m, H] in the compute dtype.
+        """
+        if VISION_FAMILIES[self.config.model_type].has_rotary_grid:
+            grid = torch.tensor(grids, device=pixels[0].device)
+            return torch.cat(list(self.model.get_image_features(torch.cat(list(pixels)), grid).pooler_output))
+        return torch.cat(list(self.model.get_image_features(torch.stack(list(pixels))).pooler_output))
+
+
+def split_modules(whole: Any, config: PretrainedConfig) -> tuple[LanguagePart, VisionPart]:
+    """The two parts of a vision-language model, which shares no weight between them.
+
+    Args:
+        whole: may be without storage.
+        config: of the language model.
+    """
+    return LanguagePart(whole, config), VisionPart(whole)
+
+
+VARLEN = "automodel_rl_flash_varlen"
+"""Name under which transformers knows `varlen_attention`. With "flash" in it, encoders hand over images of different
+sizes in one call, not one by one."""
+
+
+def choose_attention(part: VisionPart, device: torch.device, dtype: torch.dtype) -> None:
+    """Lets an encoder of images of different sizes attend to all of them in one call, where that can be computed."""
+    is_ragged = VISION_FAMILIES[part.config.model_type].has_rotary_grid  # others see images of one size, as a batch
+    if is_ragged and device.type == "cuda" and dtype == torch.bfloat16:
+        AttentionInterface.register(VARLEN, varlen_attention)
+        # Not when the model is built: transformers takes the name for that of a kernel on the hub.
+        part.model.visual.config._attn_implementation = VARLEN
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """torch's varlen_attn over segments that see all of themselves, in transformers' signature. CUDA and 16-bit types.
+
+    Args:
+        query, key, value: [1, heads, n, D].
+        cu_seq_lens_q: where segments start, and n, int32.
+        max_length_q: longest segment.
+
+    Returns:
+        [1, n, heads, D], and no attention weights.
+    """
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = varlen_attn(
+        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, -1)
+    )
+    assert isinstance(output, Tensor)  # a tuple only when auxiliary outputs are asked for
+    return output[None], None
+
+
+def freeze(language: LanguagePart, vision: VisionPart, frozen: Sequence[str]) -> None:
+    """Leaves the parts that `ModelConfig.frozen` names as they are."""
+    projector = vision.model.get_submodule(VISION_FAMILIES[vision.config.model_type].projector)
+    kept = set(projector.parameters())
+    for name, parameters in (
+        ("vision", [parameter for parameter in vision.parameters() if parameter not in kept]),
+        ("projector", list(kept)),
+        ("language", list(language.parameters())),
+    ):
+        for parameter in parameters if name in frozen else []:
+            parameter.requires_grad_(False)
+
+
+def parallelise_encoder(part: VisionPart, layout: Layout, model: ModelConfig, memory: MemoryConfig) -> None:
+    """Lays out the encoder over ranks, in place: its linear layers over tp, the rest with FSDP.
+
+    Args:
+        part: on the meta device, but for its buffers.
+        layout: of the encoder.
+        model: its precision.
+        memory: what is recomputed.
+    """
+    if layout.parallel.tp > 1:
+        plan = dict(VISION_FAMILIES[part.config.model_type].tp_plan)
+        how = TensorParallel(layout.tp_group, sequence_parallel=False)
+        split_linears(part, lambda name: plan.get(name.rpartition(".")[2]), layout.mesh["tp"], how)
+    compute = getattr(torch, model.dtype)
+    choose_attention(part, layout.device, compute)
+    install_fused_norms(part, layout.device, compute)
+    layers = encoder_layers(part)
+    checkpoint_layers(layers, memory.activation_checkpointing)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.promote_types(compute, torch.float32), cast_forward_inputs=False
+    )
+    wrap_fsdp(part, layers, [], layout.fsdp_mesh, layout.fsdp_mesh, policy)
+
+
+def encoder_layers(part: VisionPart) -> list[Any]:
+    """The layers of the encoder: its longest list of modules."""
+    lists = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def blank_image(config: PretrainedConfig) -> Image:
+    """The smallest image of a model, for an encoder rank that has none but must join its collectives.
+
+    Args:
+        config: of the whole model.
+    """
+    vision = config.vision_config
+    if VISION_FAMILIES[config.model_type].has_rotary_grid:
+        size = vision.spatial_merge_size
+        patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return Image(0, 1, (1, size, size), torch.zeros(size * size, patch))
+    side = vision.image_size
+    grid = side // vision.patch_size
+    tokens = grid * grid + (config.vision_feature_select_strategy == "full")
+    return Image(0, tokens, (1, grid, grid), torch.zeros(vision.num_channels, side, side))
+
+
+def rotary_merge(config: PretrainedConfig) -> int | None:
+    """Patches that make a token, along height and along width, where rotary positions follow an image's grid."""
+    vision = VISION_FAMILIES.get(config.model_type)
+    return config.vision_config.spatial_merge_size if vision is not None and vision.has_rotary_grid else None
