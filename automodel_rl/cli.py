@@ -12,7 +12,7 @@ from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, guard
 from automodel_rl.launch.local import is_rank, run_local_ranks
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.observe.run_directory import RunDirectory
-from automodel_rl.tools.verify.layout import layout_to_verify
+from automodel_rl.tools.verify.layout import ranks_to_verify
 
 USAGE = """\
 usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto] [--dotted.key value ...]
@@ -92,9 +92,9 @@ def _train(algorithm: str, arguments: list[str]) -> int:
         check_data(config)
         if isinstance(config, GRPOConfig):
             check_rewards(config.rewards)
-    if not is_rank() and config.parallel.world_size > 1:
+    if not is_rank() and config.world_size > 1:
         command = [sys.executable, "-m", "automodel_rl", algorithm, *arguments]
-        return run_local_ranks(command, config.parallel.world_size)
+        return run_local_ranks(command, config.world_size)
     return guard(lambda: getattr(automodel_rl, TRAINERS[algorithm])(config, resume is not None).train())
 
 
@@ -102,7 +102,7 @@ def _verify(arguments: list[str]) -> int:
     path, rest = _config_file("verify", arguments)
     as_json, overrides = _take_flag("--json", rest)
     config = load_config(path, overrides)
-    num_ranks = layout_to_verify(config.parallel).world_size
+    num_ranks = ranks_to_verify(config)
     if not is_rank() and num_ranks > 1:
         return run_local_ranks([sys.executable, "-m", "automodel_rl", "verify", *arguments], num_ranks)
 

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config.data import SourcesConfig
+from automodel_rl.data.images import ImageReader, image_sources
 from automodel_rl.errors import InputError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -57,10 +58,15 @@ class ChatTokenizer:
     Where the template marks the assistant's part, the marks decide. Most published templates have no marks; then the
     chat is tokenised up to the start and up to the end of each assistant turn, which works when both are prefixes of
     the whole chat's tokens, and is an error when they are not.
+
+    Args:
+        tokenizer: with a chat template.
+        train_on: "all" assistant turns, or the "last".
+        images: reads them, for a model with an encoder.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str):
-        self.tokenizer, self.train_on = tokenizer, train_on
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, images: ImageReader | None = None):
+        self.tokenizer, self.train_on, self.images = tokenizer, train_on, images
         self.has_marks = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
 
     def __call__(self, messages: list[dict[str, Any]], where: str) -> TokenSequence:
@@ -73,11 +79,25 @@ class ChatTokenizer:
         mask = torch.zeros(len(ids), dtype=torch.bool)
         for start, end in spans if self.train_on == "all" else spans[-1:]:
             mask[start:end] = True
-        return TokenSequence(torch.tensor(ids), mask)
+        return self._with_images(TokenSequence(torch.tensor(ids), mask), messages, where)
+
+    def prompt_sequence(self, messages: list[dict[str, Any]], where: str) -> TokenSequence:
+        """What `prompt` gives, with the images of the messages."""
+        ids = torch.tensor(self.prompt(messages, where), dtype=torch.int64)
+        sequence = TokenSequence(ids, torch.zeros(len(ids), dtype=torch.bool))
+        return self._with_images(sequence, messages[: _last_turn(messages)], where) if len(ids) else sequence
+
+    def _with_images(self, sequence: TokenSequence, messages: list[dict[str, Any]], where: str) -> TokenSequence:
+        sources = image_sources(messages)
+        if self.images is None:
+            if sources:
+                raise InputError(f"{where}: has an image, and the model only reads text: use a vision-language model")
+            return sequence
+        return self.images.expand(sequence, [self.images(source, where) for source in sources], where)
 
     def prompt(self, messages: list[dict[str, Any]], where: str) -> list[int]:
         """Token ids up to where the assistant would write its last turn; none where the chat starts with that turn."""
-        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        last = _last_turn(messages)
         return self.opening(messages[:last], where) if last else []
 
     def opening(self, messages: list[dict[str, Any]], where: str) -> list[int]:
@@ -108,3 +128,8 @@ class ChatTokenizer:
                 )
             spans.append((len(before), len(through)))
         return spans
+
+
+def _last_turn(messages: list[dict[str, Any]]) -> int:
+    """Place of the assistant's last message."""
+    return max(i for i, message in enumerate(messages) if message["role"] == "assistant")

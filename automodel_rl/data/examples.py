@@ -10,6 +10,7 @@ from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.draws import Draw
+from automodel_rl.data.images import cut
 from automodel_rl.data.records import Message, Reader, read_chat, read_pair
 from automodel_rl.data.sources import Sources
 from automodel_rl.errors import InputError
@@ -77,8 +78,8 @@ class ExampleDataset(Dataset):
         except InputError as error:
             return error
 
-    def prompt(self, draw: Draw) -> tuple[list[int], str]:
-        """Token ids up to where the assistant writes last, and what the data has there."""
+    def prompt(self, draw: Draw) -> tuple[TokenSequence, str]:
+        """What comes before the assistant's last turn, and what the data has there."""
         raise NotImplementedError
 
     def _sequences(self, record: Any, where: str) -> tuple[TokenSequence, ...]:
@@ -90,10 +91,10 @@ class ExampleDataset(Dataset):
         if sum(lengths) <= self.row_tokens and max(lengths) <= self.context:
             return Example(draw, sequences)
         limit = min(_common_limit(lengths, self.row_tokens), self.context)
-        cut = tuple(TokenSequence(s.input_ids[:limit], s.loss_mask[:limit]) for s in sequences)
-        if self.overlong == "drop" or not all(sequence.loss_mask[1:].any() for sequence in cut):
+        shorter = tuple(cut(sequence, limit) for sequence in sequences)
+        if self.overlong == "drop" or not all(sequence.loss_mask[1:].any() for sequence in shorter):
             return Example(draw, ())
-        return Example(draw, cut, truncated=True)
+        return Example(draw, shorter, truncated=True)
 
 
 class ChatDataset(ExampleDataset):
@@ -104,9 +105,9 @@ class ChatDataset(ExampleDataset):
     def _sequences(self, record: list[Message], where: str) -> tuple[TokenSequence, ...]:
         return (self.chat(record, where),)
 
-    def prompt(self, draw: Draw) -> tuple[list[int], str]:
+    def prompt(self, draw: Draw) -> tuple[TokenSequence, str]:
         messages, where = self._record(draw)
-        return self.chat.prompt(messages, where), _last_text(messages)
+        return self.chat.prompt_sequence(messages, where), _last_text(messages)
 
 
 class PairDataset(ExampleDataset):
@@ -121,9 +122,9 @@ class PairDataset(ExampleDataset):
             self.chat([*record.prompt, *record.rejected], f"{where}, rejected"),
         )
 
-    def prompt(self, draw: Draw) -> tuple[list[int], str]:
+    def prompt(self, draw: Draw) -> tuple[TokenSequence, str]:
         record, where = self._record(draw)
-        return self.chat.prompt([*record.prompt, *record.chosen], where), _last_text(record.chosen)
+        return self.chat.prompt_sequence([*record.prompt, *record.chosen], where), _last_text(record.chosen)
 
 
 def _last_text(messages: list[Message]) -> str:

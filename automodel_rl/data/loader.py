@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_rl.batch import PackedBatch, TokenSequence, pack
 from automodel_rl.data.draws import Draw, GlobalBatches
 from automodel_rl.data.examples import Example, ExampleDataset, checked
 from automodel_rl.errors import InputError
-from automodel_rl.parallel.host_collectives import gather_objects, interleave
+from automodel_rl.parallel.host_collectives import gather_objects, interleave, tell_guests
 from automodel_rl.parallel.layout import Layout
 
 
@@ -55,8 +56,15 @@ class PackedStep:
     draws: tuple[Draw, ...] = ()
 
 
+class _NoExamples(Dataset):
+    """What a guest loads: nothing, in the same steps as the others, so that all ranks' places are of one kind."""
+
+    def __getitem__(self, draw: Draw) -> None:
+        return None
+
+
 class PackedLoader:
-    """Yields a `PackedStep` for every global batch.
+    """Yields a `PackedStep` for every global batch; one without rows for a guest of the language model.
 
     Each data rank tokenises its share of a global batch; then all exchange their sequences, so that rows are filled and
     work is balanced over the whole of it.
@@ -92,11 +100,18 @@ class PackedLoader:
             num_data_ranks=layout.parallel.num_data_ranks,
             data_rank=layout.data_rank,
         )
-        self._loader = StatefulDataLoader(dataset, batch_sampler=self.sampler, collate_fn=list, num_workers=num_workers)
+        source: Dataset = _NoExamples() if layout.is_guest else dataset
+        self._loader = StatefulDataLoader(source, batch_sampler=self.sampler, collate_fn=list, num_workers=num_workers)
 
     def __iter__(self) -> Iterator[PackedStep]:
         for share in self._loader:
-            yield self._pack(self._exchange([checked(example) for example in share]))
+            packed = None
+            if not self.layout.is_guest:
+                packed = self._pack(self._exchange([checked(example) for example in share]))
+            without_rows = None if packed is None else replace(packed, batches=[])
+            told = tell_guests(without_rows, self.layout)
+            assert told is not None
+            yield packed or told
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict()

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from automodel_rl.config import DPOConfig, GRPOConfig, RunConfig, SFTConfig, SourceConfig
@@ -35,10 +36,43 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> list[
         InputError: no messages, or none by the assistant.
     """
     messages = _messages(_column(record, config, "messages", where), "messages", where)
+    messages = _with_images(messages, record, config, where)
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(str(message["role"]) for message in messages) or "none"
         raise InputError(f"{where}: no assistant turn to learn from, roles are {roles}: add one or remove the record")
     return messages
+
+
+def _with_images(messages: list[Message], record: dict[str, Any], config: SourceConfig, where: str) -> list[Message]:
+    """The messages with the path of its picture in every part of type image: of the column `images`, in order, or what
+    the part has itself. Paths that are not whole begin at the data file's folder."""
+    images = record.get(config.columns.get("images", "images")) or []
+    images = iter(images if isinstance(images, list) else [images])
+    folder = Path(config.path).parent
+
+    def named(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "image":
+            return part
+        source = part.get("path") or part.get("image") or next(images, None)
+        if source is None:
+            raise InputError(f"{where}: a part of type image has no picture: name one for each in the column images")
+        if isinstance(source, str):
+            source = str(folder / source)
+            if not Path(source).is_file():
+                raise InputError(
+                    f"{where}: there is no image {source}: give a whole path, or one from the data file's folder on"
+                )
+        return {"type": "image", "path": source}
+
+    found = [
+        {**message, "content": [named(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+    if next(images, None) is not None:
+        raise InputError(f"{where}: there are more images than parts of type image in messages: give one for each")
+    return found
 
 
 def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:

@@ -60,7 +60,7 @@ class PackedData:
         dataset = self._dataset(config.data.validation or config.data.train)
         prompts = [dataset.prompt((0, i)) for i in range(min(config.observe.samples, dataset.sources.sizes[0]))]
         # A chat may start with the assistant, and a prompt may be longer than any row that was trained.
-        fitting = [(ids, expected) for ids, expected in prompts if 0 < len(ids) < config.batch.row_tokens]
+        fitting = [(prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.row_tokens]
         return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens)
 
     def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:

@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import RunConfig
+from automodel_rl.config import RunConfig, SFTConfig
 from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.loader import PackedStep, StepSize
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
-from automodel_rl.errors import StoppedError
+from automodel_rl.errors import InputError, StoppedError
 from automodel_rl.import_path import import_function
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.losses import LossFn
 from automodel_rl.model.flops import peak_flops
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.observe.console import Progress
 from automodel_rl.observe.metrics import MetricsFile, read_metrics
 from automodel_rl.observe.report import Sample, write_report
@@ -246,9 +247,17 @@ def open_run(config: RunConfig, resume: bool) -> tuple[RunDirectory, ModelHandle
     """What every trainer starts with: the run directory, checked but not written to, the model and its tokenizer."""
     directory = RunDirectory(config, config.output, resume)
     check_trackers(config.observe)
-    handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory)
+    if not isinstance(config, SFTConfig):
+        _refuse_images(config)
+    handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.modules)
     torch.manual_seed(config.seed + dist.get_rank())
     return directory, handle, load_tokenizer(handle.source, config.data, handle.config.vocab_size)
+
+
+def _refuse_images(config: RunConfig) -> None:
+    model = read_config(resolve_checkpoint(config.model.path, with_weights=False))
+    if describe_model(model).vision is not None:
+        raise InputError(f"model.path={config.model.path}: a {model.model_type!r} model is trained by sft only: use it")
 
 
 def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
@@ -260,7 +269,9 @@ def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
 
 def layout_summary(config: RunConfig, handle: ModelHandle) -> str:
     """Layout, precision, device and folder of a run, for the console."""
-    return f"{config.parallel}, {config.model.dtype} on {handle.layout.device.type}, in {config.output}"
+    return (
+        f"{config.modules or config.parallel}, {config.model.dtype} on {handle.layout.device.type}, in {config.output}"
+    )
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -8,28 +8,39 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.batch import TokenSequence, pack_row
 from automodel_rl.engine import Engine
 from automodel_rl.observe.report import Sample
+from automodel_rl.parallel.host_collectives import tell_guests
 
 
 def greedy_samples(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[tuple[list[int], str]], max_new_tokens: int
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[tuple[TokenSequence, str]],
+    max_new_tokens: int,
 ) -> list[Sample]:
     """What the model writes, for the report. A collective; equal on every rank.
 
     Args:
         engine: of the model.
         tokenizer: of the model.
-        prompts: token ids of every prompt, and what the data has in the completion's place.
+        prompts: each with what the data has in the completion's place.
         max_new_tokens: longest completion.
     """
-    completions = greedy_completions(engine, [ids for ids, _ in prompts], max_new_tokens, {tokenizer.eos_token_id})
+    stop = {tokenizer.eos_token_id}
+    completions = greedy_completions(engine, [prompt for prompt, _ in prompts], max_new_tokens, stop)
     return [
-        Sample(tokenizer.decode(ids), tokenizer.decode(completion), expected)
-        for (ids, expected), completion in zip(prompts, completions, strict=True)
+        Sample(tokenizer.decode(without_images(prompt)), tokenizer.decode(completion), expected)
+        for (prompt, expected), completion in zip(prompts, completions, strict=True)
     ]
 
 
+def without_images(prompt: TokenSequence) -> list[int]:
+    """Token ids with one for each image."""
+    rest = {place for image in prompt.images for place in range(image.start + 1, image.start + image.num_tokens)}
+    return [token for place, token in enumerate(prompt.input_ids.tolist()) if place not in rest]
+
+
 def greedy_completions(
-    engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int, stop_ids: set[int]
+    engine: Engine, prompts: Sequence[TokenSequence], max_new_tokens: int, stop_ids: set[int]
 ) -> list[list[int]]:
     """The likeliest continuation of each prompt, token by token. A collective; equal on every rank.
 
@@ -37,22 +48,24 @@ def greedy_completions(
 
     Args:
         engine: of the model.
-        prompts: token ids of every prompt.
+        prompts: the sequences to go on with.
         max_new_tokens: longest completion.
         stop_ids: tokens that end a completion; they are not part of it.
     """
-    texts = [list(prompt) for prompt in prompts]
+    layout = engine.handle.layout
+    texts: list[list[int]] = [[] for _ in prompts]
     running = list(range(len(texts)))
     for _ in range(max_new_tokens):
         if not running:
             break
-        row = pack_row([_as_sequence(texts[i]) for i in running])
-        chosen = dict(zip(running, engine.next_tokens([row]).tolist(), strict=True))
+        rows = [] if layout.is_guest else [pack_row([_continued(prompts[i], texts[i]) for i in running])]
+        chosen = dict(zip(running, tell_guests(engine.next_tokens(rows).tolist(), layout), strict=True))
         running = [i for i in running if chosen[i] not in stop_ids]
         for i in running:
             texts[i].append(chosen[i])
-    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+    return texts
 
 
-def _as_sequence(ids: list[int]) -> TokenSequence:
-    return TokenSequence(torch.tensor(ids), torch.zeros(len(ids), dtype=torch.bool))
+def _continued(prompt: TokenSequence, text: list[int]) -> TokenSequence:
+    ids = torch.cat([prompt.input_ids, torch.tensor(text, dtype=torch.int64)])
+    return TokenSequence(ids, torch.zeros(len(ids), dtype=torch.bool), images=prompt.images)

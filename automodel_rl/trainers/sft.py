@@ -5,6 +5,7 @@ from pathlib import Path
 from automodel_rl.config import SFTConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.examples import ChatDataset
+from automodel_rl.data.images import ImageReader
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
 from automodel_rl.trainers.packed_data import PackedData
@@ -31,7 +32,8 @@ class SFTTrainer:
         self.config = config
         self.loss = choose_loss(config, sft_loss)
         directory, self.handle, self.tokenizer = open_run(config, resume)
-        chat = ChatTokenizer(self.tokenizer, config.data.train_on)
+        images = ImageReader(self.handle.source, self.handle.whole_config) if self.handle.sees else None
+        chat = ChatTokenizer(self.tokenizer, config.data.train_on, images)
         self.data = PackedData(config, ChatDataset, chat, self.handle)
         self.validation = [row for step in self.data.every_record(config.data.validation) for row in step.batches]
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
@@ -56,7 +58,7 @@ class SFTTrainer:
                 output = self.engine.train_step(packed.batches, self.loss)
             step.record([output], packed.size)
             step.record_overlong(packed)
-            if self.validation and self.run.validates:
+            if self.config.data.validation and self.run.validates:
                 with step.time("validate"):
                     step.row["val/loss"], _ = self.engine.evaluate(self.validation, self.loss)
         self.handle.save_pretrained(self.run.directory.final, self.tokenizer)

@@ -1,0 +1,116 @@
+"""Images of chats: their tokens, told from their size alone, and their pixels, read where they are encoded."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image as Picture
+from torch import Tensor
+from transformers import AutoImageProcessor, PretrainedConfig
+from transformers.image_utils import load_image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from automodel_rl.batch import Image, TokenSequence
+from automodel_rl.config.families import VISION_FAMILIES
+from automodel_rl.errors import InputError
+from automodel_rl.model.vision import blank_image
+
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
+"""EXIF's tag, and its values for pictures that are shown with height and width exchanged."""
+
+ImageSource = str | Picture.Image
+"""A file, or a picture that a dataset has opened."""
+
+
+class ImageReader:
+    """Images as a model wants them. Picklable: it travels with images to the ranks that encode them.
+
+    Args:
+        folder: of the checkpoint, with its image processor.
+        config: of the whole model.
+
+    Raises:
+        InputError: there is no image processor.
+    """
+
+    def __init__(self, folder: Path, config: PretrainedConfig):
+        self.token_id, self.blank = config.image_token_id, blank_image(config)
+        self.has_grid = VISION_FAMILIES[config.model_type].has_rotary_grid
+        try:
+            self.processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"model.path={folder}: no image processor that transformers opens ({reason})") from None
+
+    def __call__(self, source: ImageSource, where: str) -> Image:
+        """An image whose pixels are not read yet.
+
+        Args:
+            source: of the picture.
+            where: in the data, for messages.
+        """
+        try:
+            height, width = _size(source)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{where}: cannot read the image {source} ({error}): give a picture's file") from None
+        pixels = functools.partial(self.pixels, source)
+        if not self.has_grid:
+            return Image(0, self.blank.num_tokens, self.blank.grid, pixels)
+        patch, merge, limits = self.processor.patch_size, self.processor.merge_size, self.processor.size
+        try:
+            height, width = smart_resize(height, width, patch * merge, limits["shortest_edge"], limits["longest_edge"])
+        except ValueError as error:
+            raise InputError(f"{where}: the model's image processor refuses {source} ({error})") from None
+        grid = (1, height // patch, width // patch)
+        return Image(0, grid[1] * grid[2] // merge**2, grid, pixels)
+
+    def pixels(self, source: ImageSource) -> Tensor:
+        """What the model's image processor makes of a picture."""
+        found = torch.as_tensor(self.processor(images=[load_image(source)], return_tensors="pt")["pixel_values"])
+        return found if self.has_grid else found[0]
+
+    def expand(self, sequence: TokenSequence, images: list[Image], where: str) -> TokenSequence:
+        """The sequence with as many tokens for each image as it has, where the chat template has written one.
+
+        Args:
+            sequence: of the chat template's tokens.
+            images: of the chat, in order.
+            where: in the data, for messages.
+        """
+        found = (sequence.input_ids == self.token_id).nonzero()[:, 0].tolist()
+        if len(found) != len(images):
+            raise InputError(
+                f"{where}: the chat template writes {len(found)} image tokens for {len(images)} images: use a template "
+                "that writes one for each part of type image, and no such token in texts"
+            )
+        counts = torch.ones_like(sequence.input_ids)
+        counts[found] = torch.tensor([image.num_tokens for image in images], dtype=counts.dtype)
+        starts = (counts.cumsum(0) - counts)[found].tolist()
+        mask = sequence.loss_mask & (sequence.input_ids != self.token_id)
+        return TokenSequence(
+            sequence.input_ids.repeat_interleave(counts),
+            mask.repeat_interleave(counts),
+            images=tuple(image.moved(start) for image, start in zip(images, starts, strict=True)),
+        )
+
+
+def cut(sequence: TokenSequence, limit: int) -> TokenSequence:
+    """The first tokens of a sequence, at most `limit`, without an image that would not be whole."""
+    whole = [image for image in sequence.images if image.start + image.num_tokens <= limit]
+    if len(whole) < len(sequence.images):
+        limit = min(limit, sequence.images[len(whole)].start)
+    return TokenSequence(sequence.input_ids[:limit], sequence.loss_mask[:limit], images=tuple(whole))
+
+
+def image_sources(messages: list[dict[str, Any]]) -> list[ImageSource]:
+    """Of the parts of type image, in order."""
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    return [part["path"] for part in parts if part.get("type") == "image"]
+
+
+def _size(source: ImageSource) -> tuple[int, int]:
+    """Height and width as shown, without reading the pixels."""
+    with Picture.open(source) if isinstance(source, str) else source.copy() as picture:
+        width, height = picture.size
+        return (width, height) if picture.getexif().get(ORIENTATION) in TURNED else (height, width)
