@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from automodel_rl.config import GRPOConfig, ModelConfig, ParallelConfig, RunConfig, SFTConfig
+from automodel_rl.config import GRPOConfig, ModelConfig, ParallelConfig, RunConfig, Section, SFTConfig
 from automodel_rl.config.attention import ATTENTION
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import Dtype
@@ -18,8 +18,8 @@ from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
-from automodel_rl.tools.verify.layout import layout_to_verify
-from automodel_rl.tools.verify.small_model import save_random_model, shrink
+from automodel_rl.tools.verify.layout import layout_to_verify, ranks_to_verify
+from automodel_rl.tools.verify.small_model import save_random_model, shrink, shrink_vision
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,31 @@ def verify(config: RunConfig, as_json: bool) -> None:
         InputError: the layout is not supported, or the model cannot be read.
         VerificationError: the layout does not compute the numbers of one process.
     """
-    parallel = layout_to_verify(config.parallel)
+    modules = config.modules
+    parallel = layout_to_verify(config.parallel) if modules is None else modules.language.parallel
     full = read_config(resolve_checkpoint(config.model.path, with_weights=False))
-    check_supported(describe_model(full), config.model, config.parallel, config.memory)
-    join_process_group(parallel.world_size)
-    dtype, tolerances = precision(config.model, full.model_type)
+    description = describe_model(full)
+    check_supported(description, config.model, config.parallel, config.memory, modules)
+    join_process_group(ranks_to_verify(config))
+    dtype, tolerances = precision(config.model, description.family)
     is_first = dist.get_rank() == 0
     with tempfile.TemporaryDirectory(prefix="automodel_rl_verify_") as own_folder:
         folder = Path(_from_first_rank(own_folder))
         if is_first:
             if not as_json:
-                print(f"small {full.model_type}, {full.num_hidden_layers} layers, {parallel}, {dtype}")
-            save_random_model(shrink(full, parallel), folder / "model", getattr(torch, dtype))
+                print(f"small {full.model_type}, {description.num_layers} layers, {modules or parallel}, {dtype}")
+            if description.vision is None:
+                small = shrink(full, parallel)
+            else:
+                small = shrink_vision(full, parallel, 1 if modules is None else modules.vision.tp)
+            save_random_model(small, folder / "model", getattr(torch, dtype))
         dist.barrier()
         case, left_out = case_of(config, full, parallel, dtype)
         found = compare(case, folder / "model", folder)
         dist.barrier()
     rows = judge(found, tolerances)
     if is_first:
-        print(json.dumps(as_record(parallel, dtype, rows, left_out)) if as_json else format_table(rows))
+        print(json.dumps(as_record(modules or parallel, dtype, rows, left_out)) if as_json else format_table(rows))
     failed = [row.kind for row in rows if not row.is_equal]
     if failed:
         raise VerificationError(f"verdict: DIFFERENT from one process in {', '.join(failed)}")
@@ -99,6 +105,8 @@ def case_of(
         attention=attention,
         memory=memory.model_copy(update={"compile": False}),
         replay=isinstance(config, GRPOConfig) and config.router_replay.enabled,
+        modules=config.modules,
+        frozen=model.frozen,
     )
     return case, left_out
 
@@ -145,9 +153,9 @@ def format_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def as_record(parallel: ParallelConfig, dtype: str, rows: list[Row], left_out: list[str]) -> dict:
+def as_record(layout: Section, dtype: str, rows: list[Row], left_out: list[str]) -> dict:
     return {
-        "layout": parallel.model_dump(),
+        "layout": layout.model_dump(),
         "dtype": dtype,
         "equal": all(row.is_equal for row in rows),
         "differences": {row.kind: row.difference for row in rows},

@@ -14,12 +14,14 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.attention import Attention
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import Dtype, Implementation
+from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import Readout, count, sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import gather_whole
+from automodel_rl.tools.verify.images import with_images
 from automodel_rl.tools.verify.one_process import OneProcess
 from automodel_rl.tools.verify.routes import RouteCheck, with_routes
 
@@ -36,15 +38,19 @@ class Case:
         dtype, implementation, attention: of the model.
         memory: what is recomputed or offloaded.
         replay: tokens of a mixture follow routes.
+        modules: in place of `parallel`, meshes for the modules of a vision-language model.
+        frozen: parts of it that are not trained.
     """
 
-    parallel: ParallelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rows: tuple[int, ...] = (3, 1, 4)
     dtype: Dtype = "float64"
     implementation: Implementation = "transformers"
     attention: Attention = "auto"
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     replay: bool = False
+    modules: ModulesConfig | None = None
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass
@@ -97,17 +103,25 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
     Returns:
         The largest differences on any rank.
     """
-    model = ModelConfig(
-        path=str(folder), dtype=case.dtype, implementation=case.implementation, attention=case.attention
+    model = ModelConfig.model_validate(
+        {
+            "path": str(folder),
+            "dtype": case.dtype,
+            "implementation": case.implementation,
+            "attention": case.attention,
+            "frozen": case.frozen,
+        }
     )
-    handle = ModelHandle.from_pretrained(model, case.parallel, case.memory)
+    handle = ModelHandle.from_pretrained(model, case.parallel, case.memory, case.modules)
     engine = Engine(handle, OptimizerConfig(lr=LR, max_grad_norm=MAX_GRAD_NORM, decay="constant"))
     expected = OneProcess(folder, handle.dtype, LR, MAX_GRAD_NORM, handle.layout.device)
+    frozen = [name for name, parameter in handle.named_parameters() if not parameter.requires_grad]
+    expected.freeze({name for of_rank in gather_objects(frozen, handle.layout.world_control) for name in of_rank})
     found = Differences()
     swap = _SwapCheck(engine)
     check = RouteCheck(handle) if case.replay else None
     for step, num_rows in enumerate(case.rows):
-        ranks = range(case.parallel.num_data_ranks)
+        ranks = range(handle.layout.parallel.num_data_ranks)
         of_ranks = [_rows_of(step, rank, num_rows, handle, case.replay) for rank in ranks]
         _compare_step(step, of_ranks, len(case.rows), engine, expected, found)
     if check is not None:
@@ -121,6 +135,11 @@ def _rows_of(step: int, rank: int, num_rows: int, handle: ModelHandle, replay: b
     """The sequences of a data rank's rows: other numbers and lengths on every rank and in every row."""
     vocab, shape = handle.config.vocab_size, handle.router_shape
     rows = [make_sequences(1 + (m + rank) % 3, 1000 * step + 100 * rank + m, vocab) for m in range(num_rows)]
+    if handle.sees:
+        rows = [
+            [with_images(s, handle.whole_config, 7 * m + 5 * rank + n + step) for n, s in enumerate(row)]
+            for m, row in enumerate(rows)
+        ]
     if not replay or shape is None:
         return rows
     return [[with_routes(sequence, shape) for sequence in row] for row in rows]
@@ -135,9 +154,9 @@ def _compare_step(
     found: Differences,
 ) -> None:
     handle, first = engine.handle, step == 0
-    mine = of_ranks[handle.layout.data_rank]
+    mine = [] if handle.layout.is_guest else of_ranks[handle.layout.data_rank]
     rows = [pack_row(sequences) for sequences in mine]
-    if step == num_steps - 1:
+    if step == num_steps - 1 and not handle.layout.is_guest:
         rows.append(empty_row())
     with torch.no_grad():
         logprobs = [expected.logprobs(sequence) for row in mine for sequence in row]
@@ -151,9 +170,9 @@ def _compare_step(
     found.note("loss", abs(output.loss - loss) / abs(loss), first)
     found.note("gradient norm", abs(output.grad_norm - norm) / norm, first)
     weights = expected.weights()
-    for part in handle.parts:
-        for name, parameter in part.named_parameters():
-            found.note("weights", _largest(gather_whole(parameter, handle.layout), weights[name]))
+    for module in handle.modules:
+        for name, parameter in module.every_parameter():
+            found.note("weights", _largest(gather_whole(parameter, module.layout), weights[name]))
 
 
 def _compare_gradients(
@@ -167,12 +186,21 @@ def _compare_gradients(
     counts = count([pack_row(everywhere)])  # not by the engine, whose counts are under test, too
     handle.forward_backward(rows, sft_loss, Readout(), counts)
     right = expected.gradients()
-    for part in handle.parts:
-        for name, parameter in part.named_parameters():
-            difference = _largest(gather_whole(parameter.grad, handle.layout), right[name])
-            kind = re.sub(r"^model\.(layers\.\d+\.)?", "", name)
-            found.note(f"gradient of {kind}", difference / right[name].abs().max().item(), first)
+    for module in handle.modules:
+        for name, parameter in module.every_parameter():
+            if not parameter.requires_grad:
+                continue
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            difference = _largest(gather_whole(gradient, module.layout), right[name])
+            kind = re.sub(r"^model\.|(layers|blocks)\.\d+\.", "", name)
+            # What takes no part, or a softmax does not notice, has nothing but rounding to be compared with.
+            scale = max(right[name].abs().max().item(), LEAST_GRADIENT)
+            found.note(f"gradient of {kind}", difference / scale, first)
     handle.zero_grad()
+
+
+LEAST_GRADIENT = 1e-6
+"""Largest entry of a gradient below which it counts as rounding; others are larger by orders of magnitude."""
 
 
 class _SwapCheck:
@@ -180,7 +208,7 @@ class _SwapCheck:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.rows = [pack_row(make_sequences(2, 7, engine.handle.config.vocab_size))]
+        self.rows = _one_row(engine.handle, seed=7)
         self.at_start = engine.logprobs(self.rows)
         self.reference = ReferenceWeights(engine.handle)
 
@@ -190,18 +218,27 @@ class _SwapCheck:
             swapped = self.engine.logprobs(self.rows)
         after = self.engine.logprobs(self.rows)
         pairs = [*zip(swapped, self.at_start, strict=True), *zip(after, before, strict=True)]
-        return max(_largest(actual, right) for actual, right in pairs)
+        return max((_largest(actual, right) for actual, right in pairs), default=0.0)
 
 
 def _compare_export(handle: ModelHandle, scratch: Path, found: Differences) -> None:
     """The exported checkpoint, opened with transformers, against the log-probabilities of the trained model."""
     handle.save_pretrained(scratch / "exported")
-    rows = [pack_row(make_sequences(2, 8, handle.config.vocab_size))]
-    actual = Engine(handle).logprobs(rows)
+    actual = Engine(handle).logprobs(_one_row(handle, seed=8))
     opened = OneProcess(scratch / "exported", handle.dtype, LR, MAX_GRAD_NORM, handle.layout.device)
     with torch.no_grad():
-        for sequence, logprobs in zip(make_sequences(2, 8, handle.config.vocab_size), actual, strict=True):
+        for sequence, logprobs in zip(_two_sequences(handle, seed=8), actual, strict=bool(actual)):
             found.note("exported tensors", _largest(opened.logprobs(sequence), logprobs))
+
+
+def _one_row(handle: ModelHandle, seed: int) -> list[PackedBatch]:
+    """A row of two sequences, the same on every data rank; a guest has none."""
+    return [] if handle.layout.is_guest else [pack_row(_two_sequences(handle, seed))]
+
+
+def _two_sequences(handle: ModelHandle, seed: int) -> list[TokenSequence]:
+    sequences = make_sequences(2, seed, handle.config.vocab_size)
+    return [with_images(s, handle.whole_config, 1 + n) for n, s in enumerate(sequences)] if handle.sees else sequences
 
 
 def _largest(actual: Tensor, expected: Tensor) -> float:

@@ -1,9 +1,14 @@
 """Which layout is verified. Imports nothing heavy, for the launcher needs to know how many ranks to start."""
 
-from automodel_rl.config import ParallelConfig
+from automodel_rl.config import ParallelConfig, RunConfig
 
 MOST_RANKS = 16
 """Local ranks that verify starts; data ranks beyond two repeat what two show, so they go first."""
+
+
+def ranks_to_verify(config: RunConfig) -> int:
+    """Ranks that a comparison of a config runs on."""
+    return layout_to_verify(config.parallel).world_size if config.modules is None else config.modules.world_size
 
 
 def layout_to_verify(parallel: ParallelConfig) -> ParallelConfig:

@@ -3,15 +3,22 @@
 It shares no code with the rest of the package but the data structure of a sequence.
 """
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from automodel_rl.batch import Routes, TokenSequence
-from automodel_rl.config.families import FAMILIES
+from automodel_rl.config.families import FAMILIES, VISION_FAMILIES
 
 
 def written_out(
@@ -87,7 +94,9 @@ class OneProcess:
         config = AutoConfig.from_pretrained(folder).to_dict()
         # transformers' sdpa leaves out soft caps and sinks.
         plain = config.get("attn_logit_softcapping") is None and not FAMILIES[config["model_type"]].has_sinks
-        model = AutoModelForCausalLM.from_pretrained(
+        self.sees = config["model_type"] in VISION_FAMILIES
+        kind = AutoModelForImageTextToText if self.sees else AutoModelForCausalLM
+        model = kind.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
         self.model, self.device = model.to(device), device
@@ -110,13 +119,31 @@ class OneProcess:
 
         router.register_forward_hook(hook)
 
+    def freeze(self, names: set[str]) -> None:
+        """Leaves parameters as they are."""
+        for name, parameter in self._named_parameters():
+            parameter.requires_grad_(name not in names)
+
     def logprobs(self, sequence: TokenSequence) -> Tensor:
         """[n], aligned with the tokens, first entry 0."""
         self.routes = sequence.routes
         ids = sequence.input_ids.to(self.device)
-        logits = self.model(ids[None]).logits[0, :-1]
+        logits = self.model(ids[None], **self._images(sequence)).logits[0, :-1]
         scores = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         return torch.cat([scores.new_zeros(1), scores])
+
+    def _images(self, sequence: TokenSequence) -> dict[str, Tensor]:
+        """What transformers' model wants to know of a sequence's images."""
+        if not sequence.images:
+            return {}
+        pixels = [image.load().to(self.device, next(self.model.parameters()).dtype) for image in sequence.images]
+        if "image_grid_thw" not in signature(self.model.forward).parameters:
+            return {"pixel_values": torch.stack(pixels)}
+        kinds = (sequence.input_ids == self.model.config.image_token_id).int()[None]
+        grids = torch.tensor([image.grid for image in sequence.images], device=self.device)
+        return {
+            "pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": kinds.to(self.device)
+        }  # fmt: skip
 
     def backward(self, sequences: list[TokenSequence]) -> float:
         """Fills `.grad` and returns the loss: the mean over all trained tokens."""
@@ -126,13 +153,14 @@ class OneProcess:
             counted = sequence.loss_mask.to(self.device, copy=True)
             counted[0] = False
             loss = -self.logprobs(sequence)[counted].sum() / num_tokens
-            loss.backward()
+            if loss.requires_grad:  # text tells a model of which only the encoder is trained nothing
+                loss.backward()
             total += loss.item()
         return total
 
     def gradients(self) -> dict[str, Tensor]:
-        """By name; a tied head under both of its names."""
-        return {name: p.grad.clone() for name, p in self.model.named_parameters(remove_duplicate=False)}
+        """By name; a tied head under both of its names. Zero for what takes no part, as an encoder's last layer may."""
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self._named_parameters()}
 
     def step(self) -> float:
         """Clips, updates, forgets the gradients, and returns the norm before clipping."""
@@ -142,4 +170,9 @@ class OneProcess:
         return norm.item()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
+        return {name: p.detach() for name, p in self._named_parameters()}
+
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Named as if the language model were the model, and an encoder a part of it."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return [(name.replace("model.language_model.", "model.", 1), parameter) for name, parameter in named]

@@ -2,16 +2,25 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from automodel_rl.config import ParallelConfig
+from automodel_rl.config.families import VISION_FAMILIES
+from automodel_rl.model.hf_read import language_config
 
 HEAD_DIM = 8
 WINDOW = 6
 """Shorter than most sequences, so that it matters."""
+
+PATCH = 4
+"""Side of the encoder's patches."""
+
+MROPE_SECTION = [1, 1, 2]
+"""Shares of time, height and width in half a head."""
 
 MOST_EXPERTS = 16
 """Experts that are kept; more would only take time. Raised to what ep and the routing need."""
@@ -21,6 +30,10 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConf
     """A config with the same layers, kinds of layers, grouping of heads, routing, tying and scalings.
 
     Widths, vocabulary, window and the number of experts shrink to the least that the layout can split.
+
+    Args:
+        config: of a model that reads text, or of the language model of one that sees.
+        parallel: its layout.
     """
     values = config.to_dict()
     group = max(1, config.num_attention_heads // (values.get("num_key_value_heads") or config.num_attention_heads))
@@ -43,13 +56,49 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConf
         "qk_nope_head_dim": HEAD_DIM,
         "v_head_dim": HEAD_DIM,
     }
-    changed = {key: size for key, size in small.items() if values.get(key) is not None}
+    changed: dict[str, Any] = {key: size for key, size in small.items() if values.get(key) is not None}
+    if (values.get("rope_parameters") or {}).get("mrope_section"):
+        changed["rope_parameters"] = {**values["rope_parameters"], "mrope_section": MROPE_SECTION}
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if values.get(key):
             changed[key] = _num_experts(values, key, parallel)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     kept = {key: value for key, value in values.items() if key not in ("model_type", "architectures", "dtype")}
     return AutoConfig.for_model(config.model_type, **{**kept, **changed, **ids})
+
+
+def shrink_vision(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -> PretrainedConfig:
+    """A vision-language config whose two parts are small, with the layers that they have.
+
+    Args:
+        config: of the whole model.
+        parallel: layout of the language model.
+        tp: ranks that split the encoder's layers.
+    """
+    language = shrink(language_config(config), parallel)
+    heads = math.lcm(2, tp)
+    small = {
+        "hidden_size": heads * HEAD_DIM,
+        "num_attention_heads": heads,
+        "num_heads": heads,
+        "intermediate_size": 16 * heads,
+        "projection_dim": heads * HEAD_DIM,
+        "out_hidden_size": language.hidden_size,
+        "patch_size": PATCH,
+        "image_size": 3 * PATCH,
+        "window_size": 4 * PATCH,
+    }
+    encoder = config.vision_config.to_dict()
+    values = config.to_dict()
+    last = language.vocab_size - 1
+    names = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: last - number for number, name in enumerate(name for name in names if name in values)}
+    kept = {key: value for key, value in values.items() if key not in ("architectures", "dtype")}
+    changed = {
+        "text_config": language.to_dict(),
+        "vision_config": {**encoder, **{key: size for key, size in small.items() if encoder.get(key) is not None}},
+    }
+    return type(config).from_dict({**kept, **ids, **changed})
 
 
 def _num_experts(values: dict, key: str, parallel: ParallelConfig) -> int:
@@ -62,7 +111,8 @@ def _num_experts(values: dict, key: str, parallel: ParallelConfig) -> int:
 def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """Writes a checkpoint with livelier weights than the default initialisation, so that differences show."""
     generator = torch.Generator().manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    kind = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.1, generator=generator)

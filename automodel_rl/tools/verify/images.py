@@ -1,0 +1,48 @@
+"""Random images in random sequences: other numbers and sizes on every rank and in every row, and on some none."""
+
+import dataclasses
+
+import torch
+from transformers import PretrainedConfig
+
+from automodel_rl.batch import Image, TokenSequence
+from automodel_rl.config.families import VISION_FAMILIES
+from automodel_rl.model.vision import blank_image
+
+NUM_COUNTS = 3
+"""Sequences have fewer images than this."""
+
+
+def with_images(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> TokenSequence:
+    """The sequence with random images, none, one or two, at random places in it, with text between them.
+
+    Args:
+        sequence: of text.
+        config: of the whole model.
+        seed: of what is random.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    # A video's token would stand for something, too; in both configs it is next to the image's.
+    ids = sequence.input_ids.where(sequence.input_ids < config.image_token_id - 1, 0)
+    mask = sequence.loss_mask
+    places = torch.randperm(len(sequence), generator=generator)[: seed % NUM_COUNTS].sort().values.tolist()
+    images: list[Image] = []
+    for place in places:
+        image = random_image(config, generator)
+        start = place + sum(before.num_tokens for before in images)
+        tokens = torch.full((image.num_tokens,), config.image_token_id)
+        ids = torch.cat([ids[:start], tokens, ids[start:]])
+        mask = torch.cat([mask[:start], torch.zeros(image.num_tokens, dtype=torch.bool), mask[start:]])
+        images.append(image.moved(start))
+    return dataclasses.replace(sequence, input_ids=ids, loss_mask=mask, images=tuple(images))
+
+
+def random_image(config: PretrainedConfig, generator: torch.Generator) -> Image:
+    """An image of noise, of a random size where the model takes any."""
+    blank = blank_image(config)
+    if not VISION_FAMILIES[config.model_type].has_rotary_grid:
+        return dataclasses.replace(blank, pixels=torch.randn(blank.load().shape, generator=generator))
+    merge, channels = blank.grid[1], blank.load().shape[1]
+    height, width = torch.randint(1, 4, (2,), generator=generator).tolist()
+    pixels = torch.randn(height * width * merge**2, channels, generator=generator)
+    return Image(0, height * width, (1, height * merge, width * merge), pixels)
