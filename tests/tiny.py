@@ -6,14 +6,17 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
+    LlavaConfig,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -98,19 +101,90 @@ def save_tiny_model(
     config = config_class(**{**defaults, "num_hidden_layers": num_layers, "tie_word_embeddings": tied, **sizes})
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    enliven(model, generator, plain_norms="gemma" not in family)
+    model.to(dtype).save_pretrained(folder)
+
+
+def enliven(model: nn.Module, generator: torch.Generator, plain_norms: bool) -> None:
+    """Random weights of some size; those of norms around 1, or where they are added to 1 around 0."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.1, generator=generator)
-        elif "norm" in name and "gemma" in family:
+        elif "norm" in name and not plain_norms:
             nn.init.uniform_(parameter, -0.2, 0.2, generator=generator)
         else:
             nn.init.uniform_(parameter, 0.8, 1.2, generator=generator)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             nn.init.uniform_(buffer, -0.1, 0.1, generator=generator)
-    model.to(dtype).save_pretrained(folder)
 
 
 def make_sequences(num_sequences: int, seed: int, longest: int = 18) -> list[TokenSequence]:
     """Random sequences of different lengths with random loss masks, at least one trained token in each."""
     return comparison.make_sequences(num_sequences, seed, VOCAB, longest)
+
+
+VISION_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] = {
+    "llava": (
+        LlavaConfig,
+        {**DENSE, "model_type": "llama"},
+        {
+            "model_type": "clip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 3,
+            "image_size": 12,
+            "patch_size": 4,
+            "projection_dim": 16,
+        },
+        {"image_token_id": VOCAB - 1, "vision_feature_layer": -2},
+    ),
+    "qwen2_5_vl": (
+        Qwen2_5_VLConfig,
+        {
+            **{key: value for key, value in DENSE.items() if key != "head_dim"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        },
+        {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "depth": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        {
+            "image_token_id": VOCAB - 1,
+            "video_token_id": VOCAB - 2,
+            "vision_start_token_id": VOCAB - 3,
+            "vision_end_token_id": VOCAB - 4,
+        },
+    ),
+}
+
+
+def save_tiny_vision_model(
+    folder: Path,
+    family: str = "llava",
+    *,
+    tied: bool = False,
+    num_layers: int = 4,
+    dtype: torch.dtype = torch.float64,
+    text: dict | None = None,
+    vision: dict | None = None,
+    ids: dict | None = None,
+) -> None:
+    """A vision-language checkpoint, as lively."""
+    config_class, text_sizes, vision_sizes, special = VISION_CONFIGS[family]
+    config = config_class(
+        text_config={**text_sizes, "num_hidden_layers": num_layers, **(text or {})},
+        vision_config={**vision_sizes, **(vision or {})},
+        tie_word_embeddings=tied,
+        **{**special, **(ids or {})},
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
+    enliven(model, torch.Generator().manual_seed(0), plain_norms=True)
+    model.to(dtype).save_pretrained(folder)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -85,6 +86,40 @@ def _routes_by_place() -> Any:
     return mock.patch.object(Routes, "select", select)
 
 
+def _mean_over_two(where: str) -> Any:
+    """FSDP's own average, in one module."""
+    from automodel_rl.parallel.sharding import wrap_fsdp
+
+    def averaging(part: Any, *args: Any) -> None:
+        wrap_fsdp(part, *args)
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0)
+
+    return _patch(f"{where}.wrap_fsdp", averaging)
+
+
+def _clip_by_module() -> Any:
+    """Each mesh's gradients by their own norm."""
+
+    def clip(parameters: list, most: float, _: Tensor) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, most)
+
+    return mock.patch("torch.nn.utils.clip_grads_with_norm_", clip)
+
+
+def _embeddings_a_row_off() -> Any:
+    from automodel_rl.batch import ImageTokens
+
+    put_into = ImageTokens.put_into
+
+    def off(tokens: ImageTokens, hidden: Tensor) -> Tensor:
+        assert tokens.embeddings is not None
+        return put_into(dataclasses.replace(tokens, embeddings=tokens.embeddings.roll(1, 0)), hidden)
+
+    return mock.patch.object(ImageTokens, "put_into", off)
+
+
 FAULTS = {
     "documents see each other": lambda: _patch("model.handle.local_row", one_document),
     "tied gradient counted once": lambda: _patch("parallel.gradients.TiedEmbedding.sum_gradients", return_value=None),
@@ -97,4 +132,8 @@ FAULTS = {
     "partial gradients of tp left alone": lambda: _patch("model.handle.sum_partial_gradients", return_value=None),
     "routes shifted by a token": _routes_shifted,
     "routes of other layers": _routes_by_place,
+    "mean over encoder ranks": lambda: _mean_over_two("model.vision"),
+    "mean over ranks of the language model": lambda: _mean_over_two("model.parallelise"),
+    "clipping by module": _clip_by_module,
+    "embeddings a row off": _embeddings_a_row_off,
 }

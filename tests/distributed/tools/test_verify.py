@@ -17,7 +17,7 @@ from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from automodel_rl.tools.verify.layout import MOST_RANKS, layout_to_verify
 from tests.distributed.faults import planted
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, save_tiny_vision_model
 
 
 def config_of(folder: Path, sizes: dict, dtype: str = "float32") -> SFTConfig:
@@ -93,6 +93,35 @@ def test_planted_bugs_show_where_they_strike(
     shown, equal = SHOWS_IN[fault]
     assert any(shown in kind for kind in different), different
     assert equal is None or not any(equal in kind for kind in different), different
+
+
+ENCODERS = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
+READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
+
+
+def verdict_of_modules(folder: Path, modules: dict, fault: str | None) -> str:
+    values = config_of(folder, {}).model_dump()
+    del values["parallel"]
+    return verdict(SFTConfig.model_validate({**values, "modules": modules}), fault)
+
+
+@pytest.mark.parametrize(
+    ("fault", "modules", "shown", "equal"),
+    [
+        (None, READERS, None, None),
+        ("mean over encoder ranks", ENCODERS, "gradient of vision_tower", "gradient of embed_tokens"),
+        ("mean over ranks of the language model", READERS, "gradient of embed_tokens", "gradient of vision_tower"),
+        ("clipping by module", READERS, "weights", "gradient of"),
+        ("embeddings a row off", READERS, "log-probabilities", None),
+    ],
+)
+def test_planted_bugs_of_modules_turn_the_verdict(
+    ranks: RankPool, tmp_path: Path, fault: str | None, modules: dict, shown: str | None, equal: str | None
+) -> None:
+    save_tiny_vision_model(tmp_path, num_layers=2)
+    for text in ranks(3).run(verdict_of_modules, tmp_path, modules, fault):
+        assert text == "equal" if shown is None else shown in text, text
+        assert equal is None or equal not in text, text
 
 
 def test_a_planted_bug_turns_the_verdict(ranks: RankPool, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 def check(folder: Path) -> None:
     config = read_config(folder)
-    empty = build_empty_model(config, "transformers", torch.float32, "automodel_rl_sdpa", untie=False)
+    empty = build_empty_model(config, "transformers", torch.float32, "automodel_rl_sdpa", untie=False).language
     Checkpoint(folder, config.model_type).check(empty)
 
 
@@ -102,7 +102,7 @@ def test_the_description_counts_experts(tmp_path: Path, family: str, num_experts
 def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
     save_tiny_model(tmp_path, family, num_layers=2)
     config = read_config(tmp_path)
-    model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False)
+    model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False).language
     Checkpoint(tmp_path, family).fill(model, torch.device("cpu"))
     expected = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float64, attn_implementation="eager"
@@ -126,7 +126,7 @@ def test_names_and_tensors_of_files_come_back(tmp_path: Path, family: str) -> No
 
 def test_flops_count_attention_within_each_sequence(folder: Path) -> None:
     empty = build_empty_model(read_config(folder), "transformers", torch.float32, "automodel_rl_sdpa", untie=False)
-    flops = StepFlops(empty)
+    flops = StepFlops(empty.language)
     attention, mlp, head = 32 * 8 * (2 * 4 + 2 * 2), 3 * 32 * 64, 128 * 32
     per_token = 6 * (2 * (attention + mlp) + head)
     assert flops(10) == per_token * 10 + 12 * 2 * 4 * 8 * 55

@@ -1,0 +1,245 @@
+"""Vision-language models: encoder and language model on meshes of their own compute the numbers of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import Image, TokenSequence, pack_row
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.modules import ModulesConfig
+from automodel_rl.engine import Engine
+from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
+from automodel_rl.errors import InputError
+from automodel_rl.losses import sft_loss
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.sharding import gather_whole
+from automodel_rl.parallel.torch_version import TORCH
+from automodel_rl.tools.verify.command import FLOAT64, judge
+from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
+from automodel_rl.tools.verify.images import with_images
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_vision_model
+
+LLAVA, QWEN = "llava", "qwen2_5_vl"
+SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
+
+
+def modules_of(vision: dict, language: dict) -> ModulesConfig:
+    return ModulesConfig.model_validate({"vision": vision, "language": language})
+
+
+ONE_TO_TWO = modules_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
+TWO_TO_ONE = modules_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": 2})
+ONE_TO_PIPELINE = modules_of({"ranks": 0}, {"ranks": "1-2", "pp": 2})
+SHARED = modules_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "0-1", "tp": 2})
+FOUR_TO_ONE = modules_of({"ranks": "0-3", "dp_shard": 4}, {"ranks": 4})
+ONE_TO_FOUR = modules_of({"ranks": 0}, {"ranks": "1-4", "dp_shard": 4})
+
+
+def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
+    num_ranks = case.parallel.world_size if case.modules is None else case.modules.world_size
+    found = ranks(num_ranks).run(compare, case, folder, folder)[0]
+    different = [row for row in judge(found, FLOAT64) if not row.is_equal]
+    assert not different, different
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "rows"),
+    [
+        (LLAVA, ONE_TO_TWO, (3, 1, 4)),
+        (QWEN, ONE_TO_TWO, (3, 1, 4)),
+        (LLAVA, TWO_TO_ONE, (3, 1, 4)),
+        (QWEN, TWO_TO_ONE, (3, 1, 4)),
+        (LLAVA, SHARED, (3, 1, 4)),
+        (QWEN, SHARED, (3, 1, 4)),
+        (LLAVA, ONE_TO_PIPELINE, (1, 1, 1)),
+        (QWEN, ONE_TO_PIPELINE, (4, 4, 4)),
+        (LLAVA, FOUR_TO_ONE, (3, 1, 4)),
+        (QWEN, ONE_TO_FOUR, (3, 1, 4)),
+    ],
+    ids=str,
+)
+def test_modules_on_meshes_of_their_own_equal_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, modules: ModulesConfig, rows: tuple[int, ...]
+) -> None:
+    save_tiny_vision_model(tmp_path, family)
+    assert_equal(ranks, tmp_path, Case(rows=rows, modules=modules))
+
+
+SPLIT_ENCODER = modules_of({"ranks": "0-1", "tp": 2}, {"ranks": "2-3", "dp_shard": 2})
+EVERYTHING = modules_of(
+    {"ranks": "0-3", "dp_shard": 2, "tp": 2}, {"ranks": "0-3", "cp": 2, "tp": 2, "sequence_parallel": True}
+)
+V_PLACED = modules_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [(LLAVA, SPLIT_ENCODER), (LLAVA, EVERYTHING), pytest.param(QWEN, V_PLACED, marks=SPLIT)],
+    ids=["encoder over tp", "cp, tp and sequence parallel", "V placement"],
+)
+def test_any_layout_of_either_module_equals_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, modules: ModulesConfig
+) -> None:
+    save_tiny_vision_model(tmp_path, family)
+    assert_equal(ranks, tmp_path, Case(rows=(3, 2), modules=modules))
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "case"),
+    [
+        (QWEN, True, Case(ParallelConfig(pp=2), rows=(3, 2))),
+        (QWEN, False, Case(ParallelConfig(cp=2), rows=(3, 2))),
+        (LLAVA, False, Case(rows=(3, 2), memory=MemoryConfig(activation_checkpointing="full", offload_optimizer=True))),
+        (LLAVA, False, Case(rows=(3, 2), memory=MemoryConfig(activation_checkpointing="selective"))),
+    ],
+    ids=["tied, pp", "cp", "recomputed and offloaded", "selective"],
+)
+def test_both_modules_on_all_ranks_equal_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, tied: bool, case: Case
+) -> None:
+    save_tiny_vision_model(tmp_path, family, tied=tied)
+    assert_equal(ranks, tmp_path, case)
+
+
+@pytest.mark.parametrize(
+    "frozen", [("vision",), ("vision", "projector"), ("language",), ("vision", "language")], ids=" and ".join
+)
+def test_frozen_parts_leave_the_others_right(ranks: RankPool, tmp_path: Path, frozen: tuple[str, ...]) -> None:
+    save_tiny_vision_model(tmp_path, QWEN)
+    assert_equal(ranks, tmp_path, Case(rows=(3, 2), modules=ONE_TO_PIPELINE, frozen=frozen))
+
+
+def make_engine(folder: Path, modules: ModulesConfig, frozen: tuple[Any, ...] = ()) -> Engine:
+    model = ModelConfig(path=str(folder), dtype="float64", frozen=frozen)
+    handle = ModelHandle.from_pretrained(model, modules=modules)
+    return Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+
+
+def rows_of(engine: Engine, images_of: tuple[int, ...], step: int = 0) -> list:
+    """A row with so many images for every data rank of the language model, none for a guest."""
+    layout = engine.handle.layout
+    if layout.is_guest:
+        return []
+    (sequence,) = make_sequences(1, 10 * step + layout.data_rank, engine.handle.config.vocab_size)
+    return [pack_row([with_images(sequence, engine.handle.whole_config, images_of[layout.data_rank])])]
+
+
+def weights_of(engine: Engine) -> dict[str, Tensor]:
+    handle = engine.handle
+    return {
+        f"{module.name} {name} {kind}": gather_whole(tensor, module.layout).clone()
+        for module in handle.modules
+        for name, parameter in handle.named_parameters(module)
+        for kind, tensor in [("weight", parameter), *state_of(engine, parameter)]
+    }
+
+
+def state_of(engine: Engine, parameter: Tensor) -> list[tuple[str, Tensor]]:
+    states = [optimizer.state[parameter] for optimizer in engine.optimizers if parameter in optimizer.state]
+    return [(kind, tensor) for state in states for kind, tensor in state.items()]
+
+
+def train_with_few_images(folder: Path, modules: ModulesConfig, images_of: tuple[int, ...]) -> tuple[float, float]:
+    engine = make_engine(folder, modules)
+    output = engine.train_step(rows_of(engine, images_of), sft_loss)
+    return output.loss, output.grad_norm
+
+
+@pytest.mark.parametrize("images_of", [(0, 1), (0, 0)])
+def test_encoder_ranks_without_images_wait_for_nobody_and_change_no_scale(
+    ranks: RankPool, tmp_path: Path, images_of: tuple[int, int]
+) -> None:
+    save_tiny_vision_model(tmp_path)
+    side_by_side = modules_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-3", "dp_shard": 2})
+    together = modules_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
+    found = ranks(4).run(train_with_few_images, tmp_path, side_by_side, images_of)
+    expected = ranks(3).run(train_with_few_images, tmp_path, together, images_of)
+    assert len(set(found)) == 1  # guests and all
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+
+
+def train_with_infinite_pixels(folder: Path, modules: ModulesConfig) -> tuple[list[bool], bool]:
+    engine = make_engine(folder, modules)
+    rows = rows_of(engine, (1, 1))
+    before = weights_of(engine)
+    for part in engine.handle.modules:
+        if part.name == "vision":  # the language model knows nothing of it
+            for parameter in part.parts[0].parameters():
+                parameter.register_hook(lambda gradient: gradient * torch.inf)
+    skipped = [engine.train_step(rows, sft_loss).skipped]
+    after = weights_of(engine)
+    return skipped, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_infinite_gradient_of_the_encoder_skips_the_step_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_vision_model(tmp_path)
+    assert ranks(3).run(train_with_infinite_pixels, tmp_path, ONE_TO_TWO) == [([True], True)] * 3
+
+
+def save_after_two_steps(folder: Path) -> dict[str, Tensor]:
+    engine = make_engine(folder, ONE_TO_TWO)
+    for step in range(2):
+        engine.train_step(rows_of(engine, (1, 2), step), sft_loss)
+    save_checkpoint(engine, folder / "step_2", {}, {})
+    return weights_of(engine)
+
+
+def load(folder: Path, modules: ModulesConfig) -> tuple[dict[str, Tensor], int]:
+    engine = make_engine(folder, modules)
+    load_checkpoint(engine, folder / "step_2")
+    return weights_of(engine), engine.step
+
+
+def test_a_checkpoint_moves_between_placements_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_vision_model(tmp_path, QWEN)
+    written = {k: tensor for of_rank in ranks(3).run(save_after_two_steps, tmp_path) for k, tensor in of_rank.items()}
+    loaded = ranks(3).run(load, tmp_path, TWO_TO_ONE)
+    assert {step for _, step in loaded} == {2}
+    found = {name: tensor for of_rank, _ in loaded for name, tensor in of_rank.items()}
+    assert found.keys() == written.keys()
+    assert any(name.startswith("vision") and name.endswith("exp_avg") for name in found)
+    assert all(torch.equal(found[name], written[name]) for name in written)
+
+
+def save_without_encoder(folder: Path) -> None:
+    engine = make_engine(folder, ONE_TO_TWO, frozen=("vision", "projector"))
+    save_checkpoint(engine, folder / "step_2", {}, {})
+
+
+def load_refused(folder: Path) -> str:
+    engine = make_engine(folder, TWO_TO_ONE)
+    try:
+        load_checkpoint(engine, folder / "step_2")
+    except InputError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_checkpoint_without_a_module_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_vision_model(tmp_path)
+    ranks(3).run(save_without_encoder, tmp_path)
+    messages = set(ranks(3).run(load_refused, tmp_path))
+    (message,) = messages
+    assert "has no tensors of the vision module, which is trained" in message
+
+
+def train_on_a_wrong_count(folder: Path) -> str:
+    engine = make_engine(folder, modules_of({"ranks": 0}, {"ranks": 0}))
+    image = Image(1, 3, (1, 3, 3), torch.zeros(3, 12, 12))
+    sequence = TokenSequence(torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.bool), images=(image,))
+    try:
+        engine.train_step([pack_row([sequence])], sft_loss)
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_an_image_with_another_number_of_tokens_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_vision_model(tmp_path)
+    (message,) = ranks(1).run(train_on_a_wrong_count, tmp_path)
+    assert "have 3 tokens in their sequences, but the encoder makes 9 embeddings" in message

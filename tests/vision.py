@@ -1,0 +1,65 @@
+"""Small vision-language checkpoints with tokenizer, chat template and image processor, and chats about pictures."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image as Picture
+from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
+
+from automodel_rl.quickstart.model import train_tokenizer
+from tests.tiny import VISION_CONFIGS, VOCAB, save_tiny_vision_model
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230)}
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Path:
+    """A checkpoint in `model/`, and `train.jsonl` and `held_out.jsonl` with pictures of one colour and many sizes
+    beside them; every third chat has none and every fourth two."""
+    rng = np.random.default_rng(0)
+    chats = [_chat(folder, number, rng) for number in range(num_chats + 4)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats[4:]))
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats[:4]))
+    texts = ["What is this? And this? It is red. green. blue. There is nothing to see."] * 20
+    tokenizer = train_tokenizer(texts, VOCAB * 2)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = TEMPLATE
+    image_id = tokenizer.convert_tokens_to_ids("<image>")
+    vision = VISION_CONFIGS[family][2]
+    save_tiny_vision_model(
+        folder / "model", family, num_layers=2, dtype=torch.float32,
+        text={"vocab_size": len(tokenizer)}, ids={"image_token_id": image_id},
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder / "model")
+    if family == "llava":
+        size = vision["image_size"]
+        CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
+            folder / "model"
+        )
+    else:
+        Qwen2VLImageProcessorPil(
+            patch_size=vision["patch_size"], size={"shortest_edge": 64, "longest_edge": 640}
+        ).save_pretrained(folder / "model")
+    return folder
+
+
+def _chat(folder: Path, number: int, rng: np.random.Generator) -> dict:
+    if number % 3 == 2:
+        question, answer = "What is this?", "There is nothing to see."
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    names = [str(rng.choice(list(COLOURS))) for _ in range(2 if number % 4 == 3 else 1)]
+    files = []
+    for place, name in enumerate(names):
+        width, height = rng.integers(10, 40, 2).tolist()
+        files.append(f"{number}_{place}.png")
+        Picture.new("RGB", (width, height), COLOURS[name]).save(folder / files[-1])
+    parts = [part for _ in names for part in ({"type": "image"}, {"type": "text", "text": "What is this?"})]
+    answer = "It is " + " ".join(f"{name}." for name in names)
+    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], "images": files}
