@@ -7,10 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from automodel_rl.batch import PackedBatch, RouterShape, Routes, TokenSequence, pack, read_routes, unpack
+    from automodel_rl.batch import Image, PackedBatch, RouterShape, Routes, TokenSequence, pack, read_routes, unpack
     from automodel_rl.config import (
         DPOLossConfig,
         ModelConfig,
+        ModulesConfig,
         OptimizerConfig,
         ParallelConfig,
         PolicyLossConfig,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from automodel_rl.trainers.sft import SFTTrainer
 
 _HOMES = {
+    "Image": "batch",
     "PackedBatch": "batch",
     "RouterShape": "batch",
     "Routes": "batch",
@@ -34,6 +36,7 @@ _HOMES = {
     "unpack": "batch",
     "DPOLossConfig": "config",
     "ModelConfig": "config",
+    "ModulesConfig": "config",
     "OptimizerConfig": "config",
     "ParallelConfig": "config",
     "PolicyLossConfig": "config",
@@ -58,10 +61,12 @@ __all__ = [
     "DPOTrainer",
     "Engine",
     "GRPOTrainer",
+    "Image",
     "InputError",
     "LossOutput",
     "ModelConfig",
     "ModelHandle",
+    "ModulesConfig",
     "OptimizerConfig",
     "PackedBatch",
     "ParallelConfig",

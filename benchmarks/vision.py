@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 benchmarks/vision.py "0 | 1-3 pp=3" dp_shard=4 pp=4
     python benchmarks/vision.py - --tiny --steps 2                                    check the script on a CPU
 
-A layout is `-`, a `parallel` section for both modules, or `ENCODER | LANGUAGE` with the ranks of each first. Every layout
-trains from the same random weights (seed 0) on the same batches: texts of skewed random tokens, of which three in four
+A layout is `-`, a `parallel` section for both modules, or `ENCODER | LANGUAGE`, each with its ranks first. All of them
+train from the same random weights (seed 0) on the same batches: texts of skewed random tokens, of which three in four
 have one or two images of 64 to 1,024 tokens; their pixels are noise. bf16 compute, fp32 master weights, 32,768 tokens a
 step in rows of 8,192, whatever the number of devices. Prints a JSON line for each layout: the loss of every step, and
 medians of the steps after 3, with the device synchronised at step edges only.

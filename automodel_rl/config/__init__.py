@@ -15,6 +15,7 @@ from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.load import ALGORITHMS, describe_keys, differing_keys, dump_config, load_config
 from automodel_rl.config.losses import AdvantageConfig, DPOLossConfig, PolicyLossConfig
 from automodel_rl.config.model import ModelConfig
+from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.config.observe import ObserveConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
@@ -35,6 +36,7 @@ __all__ = [
     "GRPOConfig",
     "LengthConfig",
     "ModelConfig",
+    "ModulesConfig",
     "ObserveConfig",
     "OptimizerConfig",
     "PairBatchConfig",

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config.data import SourcesConfig
-from automodel_rl.data.images import ImageReader, image_sources
+from automodel_rl.data.images import ImageReader, image_parts
 from automodel_rl.errors import InputError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -88,12 +88,10 @@ class ChatTokenizer:
         return self._with_images(sequence, messages[: _last_turn(messages)], where) if len(ids) else sequence
 
     def _with_images(self, sequence: TokenSequence, messages: list[dict[str, Any]], where: str) -> TokenSequence:
-        sources = image_sources(messages)
         if self.images is None:
-            if sources:
-                raise InputError(f"{where}: has an image, and the model only reads text: use a vision-language model")
             return sequence
-        return self.images.expand(sequence, [self.images(source, where) for source in sources], where)
+        images = [self.images(part["path"], where) for part in image_parts(messages)]
+        return self.images.expand(sequence, images, where)
 
     def prompt(self, messages: list[dict[str, Any]], where: str) -> list[int]:
         """Token ids up to where the assistant would write its last turn; none where the chat starts with that turn."""
@@ -105,6 +103,8 @@ class ChatTokenizer:
         return self._encode(messages, where, add_generation_prompt=True)["input_ids"]
 
     def _encode(self, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
+        if self.images is None and image_parts(messages):
+            raise InputError(f"{where}: has an image, and the model only reads text: use a vision-language model")
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
         except Exception as error:  # a template is a program of its own and raises what it likes

@@ -103,10 +103,10 @@ def cut(sequence: TokenSequence, limit: int) -> TokenSequence:
     return TokenSequence(sequence.input_ids[:limit], sequence.loss_mask[:limit], images=tuple(whole))
 
 
-def image_sources(messages: list[dict[str, Any]]) -> list[ImageSource]:
-    """Of the parts of type image, in order."""
+def image_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of type image, in order."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    return [part["path"] for part in parts if part.get("type") == "image"]
+    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 
 
 def _size(source: ImageSource) -> tuple[int, int]:

@@ -2,6 +2,9 @@
 
 All rows of a step are encoded before the language model's first forward, and the encoder's backward runs after its last
 one: a schedule knows nothing of it. Each row's embeddings are a leaf, whose gradient the schedule leaves behind.
+
+A step without any image leaves the encoder without gradients, so that its optimizer does nothing, as in one process.
+Where only this rank has no image it encodes a blank one, which counts for nothing, to join its peers' collectives.
 """
 
 import math
@@ -49,8 +52,10 @@ class ImageEncoder:
             train: keep what `backward` needs.
         """
         self._images = self.bridge.exchange([row.images for row in batches])
-        with torch.set_grad_enabled(train and self.trains):
-            self._encoded = [] if self.part is None else self._encode(self.part)
+        self._encoded = []
+        if self.part is not None and self.bridge.any_encoder(any(map(any, self._images.values()))):
+            with torch.set_grad_enabled(train and self.trains):
+                self._encoded = self._encode(self.part)
         flat = {
             lane: torch.cat([self.like, *(chunk.detach() for number, chunk in self._encoded if number == lane)])
             for lane in self.bridge.serves

@@ -44,10 +44,11 @@ class RunDirectory:
             raise InputError(f"output={self.folder}: {existing} is not a folder one can write to: choose another")
 
     def _check_run(self, resume: bool) -> None:
-        there = yaml.safe_load(self.config_file.read_text())
-        other = [
-            key for key in differing_keys(there, yaml.safe_load(self.config_text)) if not key.startswith(MAY_DIFFER)
-        ]
+        there, given = yaml.safe_load(self.config_file.read_text()), yaml.safe_load(self.config_text)
+        may_differ: tuple[str, ...] = MAY_DIFFER
+        if there.get("modules") and given.get("modules"):  # they may lie on other ranks now
+            may_differ = (*MAY_DIFFER, "modules.", "parallel.")
+        other = [key for key in differing_keys(there, given) if not key.startswith(may_differ)]
         if other:
             raise InputError(
                 f"output={self.folder}: the folder holds another run (it differs in {', '.join(other[:5])}): choose "

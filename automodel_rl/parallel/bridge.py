@@ -95,6 +95,12 @@ class Bridge:
             told[number] = box[0]
         return told
 
+    def any_encoder(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank with the encoder. A collective of those ranks alone."""
+        vote = torch.tensor(int(flag))
+        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.vision.stage_control)
+        return bool(vote)
+
     def to_language(self, embeddings: dict[int, Tensor], sizes: dict[int, list[int]], like: Tensor) -> list[Tensor]:
         """Embeddings of every lane's images, on its readers.
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from automodel_rl.config import ParallelConfig, SFTConfig
+from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.errors import VerificationError
 from automodel_rl.tools.verify.command import verify
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
@@ -99,29 +100,40 @@ ENCODERS = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
 READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
 
 
-def verdict_of_modules(folder: Path, modules: dict, fault: str | None) -> str:
-    values = config_of(folder, {}).model_dump()
-    del values["parallel"]
-    return verdict(SFTConfig.model_validate({**values, "modules": modules}), fault)
+def found_in_modules(fault: str, modules: dict, folder: Path) -> Differences:
+    with planted(fault):
+        return compare(Case(rows=(3, 2), modules=ModulesConfig.model_validate(modules)), folder, folder)
 
 
 @pytest.mark.parametrize(
     ("fault", "modules", "shown", "equal"),
     [
-        (None, READERS, None, None),
         ("mean over encoder ranks", ENCODERS, "gradient of vision_tower", "gradient of embed_tokens"),
         ("mean over ranks of the language model", READERS, "gradient of embed_tokens", "gradient of vision_tower"),
         ("clipping by module", READERS, "weights", "gradient of"),
         ("embeddings a row off", READERS, "log-probabilities", None),
     ],
 )
-def test_planted_bugs_of_modules_turn_the_verdict(
-    ranks: RankPool, tmp_path: Path, fault: str | None, modules: dict, shown: str | None, equal: str | None
+def test_planted_bugs_of_modules_show_where_they_strike(
+    ranks: RankPool, tmp_path: Path, fault: str, modules: dict, shown: str, equal: str | None
 ) -> None:
     save_tiny_vision_model(tmp_path, num_layers=2)
-    for text in ranks(3).run(verdict_of_modules, tmp_path, modules, fault):
-        assert text == "equal" if shown is None else shown in text, text
-        assert equal is None or equal not in text, text
+    found = ranks(3).run(found_in_modules, fault, modules, tmp_path)[0]
+    different = {kind for kind, difference in {**found.all, **found.first}.items() if difference > 1e-9}
+    assert any(shown in kind for kind in different), different
+    assert equal is None or not any(equal in kind for kind in different), different
+
+
+def verdict_of_modules(folder: Path, fault: str | None) -> str:
+    values = config_of(folder, {}).model_dump()
+    del values["parallel"]
+    return verdict(SFTConfig.model_validate({**values, "modules": READERS}), fault)
+
+
+@pytest.mark.parametrize(("fault", "text"), [(None, "equal"), ("clipping by module", "verdict: DIFFERENT")])
+def test_modules_of_a_config_get_a_verdict(ranks: RankPool, tmp_path: Path, fault: str | None, text: str) -> None:
+    save_tiny_vision_model(tmp_path, "qwen2_5_vl", num_layers=2)
+    assert all(found.startswith(text) for found in ranks(3).run(verdict_of_modules, tmp_path, fault))
 
 
 def test_a_planted_bug_turns_the_verdict(ranks: RankPool, tmp_path: Path) -> None:

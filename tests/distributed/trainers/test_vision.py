@@ -1,0 +1,109 @@
+"""Runs on chats with pictures: the modules on ranks of their own, and what can be wrong with the data."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train
+from tests.rank_pool import RankPool
+from tests.vision import make_vision_workspace
+
+FAN_OUT = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
+FAN_IN = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_5_vl"])
+def pictures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_workspace(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def settings(pictures: Path, output: Path, **changes: Any) -> Settings:
+    return settings_of("sft", pictures, output, **changes)
+
+
+def test_placements_train_alike_and_leave_a_model_that_transformers_opens(
+    ranks: RankPool, pictures: Path, tmp_path: Path
+) -> None:
+    """With the first rank, which keeps the metrics, without the language model."""
+    ranks(3).run(train, settings(pictures, tmp_path / "out", modules=FAN_OUT))
+    ranks(2).run(train, settings(pictures, tmp_path / "pp", parallel={"pp": 2}))
+    rows = metrics_of(tmp_path / "out")
+    assert [("val/loss" in row) for row in rows] == [False, True, False, True]
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    for row, other in zip(rows, metrics_of(tmp_path / "pp"), strict=True):
+        for key in ("train/loss", "train/grad_norm", "train/num_tokens", "data/num_sequences"):
+            assert row[key] == pytest.approx(other[key], rel=1e-5)
+    final = tmp_path / "out" / "final"
+    assert AutoModelForImageTextToText.from_pretrained(final).config.model_type == pictures.name.rstrip("0")
+    AutoImageProcessor.from_pretrained(final, backend="pil")
+
+
+def test_a_run_goes_on_with_the_modules_on_other_ranks(ranks: RankPool, pictures: Path, tmp_path: Path) -> None:
+    def run(name: str, modules: dict, steps: int) -> Settings:
+        changes = {"optimizer": {"lr": 1e-3, "decay": "constant"}, "checkpoint": {"every": 2}}
+        return settings(pictures, tmp_path / name, modules=modules, length={"steps": steps}, **changes)
+
+    ranks(3).run(train, run("whole", FAN_OUT, 4))
+    ranks(3).run(train, run("moved", FAN_OUT, 2))
+    ranks(3).run(train, run("moved", FAN_IN, 4), True)
+    whole, moved = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "moved")
+    assert [row["step"] for row in moved] == [1, 2, 3, 4]
+    for row, other in zip(whole, moved, strict=True):
+        assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
+
+
+def _without_a_picture(record: dict) -> None:
+    record["images"] = ["nowhere.png"]
+
+
+def _too_few_pictures(record: dict) -> None:
+    record["images"] = []
+
+
+def _too_many_pictures(record: dict) -> None:
+    record["images"] *= 2
+
+
+def _mark_in_a_text(record: dict) -> None:
+    record["messages"][-1]["content"] += " <image>"
+
+
+BAD_RECORDS = {
+    _without_a_picture: "train.jsonl:1: there is no image",
+    _too_few_pictures: "train.jsonl:1: a part of type image has no picture",
+    _too_many_pictures: "train.jsonl:1: there are more images than parts of type image",
+    _mark_in_a_text: "train.jsonl:1: the chat template writes 2 image tokens for 1 images",
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("damage", "message"), BAD_RECORDS.items(), ids=[case.__name__ for case in BAD_RECORDS])
+def test_bad_pictures_are_one_line_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture, damage: Callable[[dict], None], message: str
+) -> None:
+    make_vision_workspace(tmp_path, "llava")
+    capsys.readouterr()  # what transformers says when it saves
+    record = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    damage(record)
+    (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
+    assert_refused("sft", settings(tmp_path, tmp_path / "run"), message, tmp_path, capsys)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_pictures_are_refused_where_nothing_sees_them(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    make_vision_workspace(tmp_path, "llava")
+    capsys.readouterr()  # what transformers says when it saves
+    model = {"path": str(workspace / "model"), "dtype": "float32"}
+    text_model = settings(tmp_path, tmp_path / "run", model=model)
+    assert_refused("sft", text_model, "has an image, and the model only reads text", tmp_path, capsys)
+    seeing = settings_of("dpo", workspace, tmp_path / "run", model={"path": str(tmp_path / "model")})
+    assert_refused("dpo", seeing, "a 'llava' model is trained by sft only", tmp_path, capsys)
+    modules = {"vision": {"ranks": 0}, "language": {"ranks": 0}}
+    without_encoder = settings_of("sft", workspace, tmp_path / "run", modules=modules)
+    assert_refused("sft", without_encoder, "modules: a 'qwen3' model has one module", tmp_path, capsys)
