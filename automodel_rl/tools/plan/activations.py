@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
+from automodel_rl.tools.plan.parameter_sizes import causal_model
 
 STAND_IN = "automodel_rl_plan"
 META = torch.device("meta")
@@ -48,7 +49,7 @@ def layer_activations(
     dtype: torch.dtype,
 ) -> LayerActivations:
     """What one layer keeps and needs for `num_tokens` tokens of one rank."""
-    AttentionInterface.register(STAND_IN, functools.partial(_attention, parallel.cp))
+    AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, parallel.cp))
     ALL_EXPERTS_FUNCTIONS.register(STAND_IN, _experts)
     module, rotary_dim = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, dtype)
     checkpoint_layers([module], mode)
@@ -82,19 +83,22 @@ def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> Pretrain
 def _one_layer(config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype) -> tuple[Any, int]:
     """The layer without storage, with stand-ins, and the width of its rotary embedding."""
     with META:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN
-        )
+        model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
     module = model.model.layers[layer]
     for experts in (part for name, part in module.named_modules() if name.endswith("experts")):
         for name, weight in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, nn.Parameter(weight[: len(weight) // ep]))
     if FAMILIES[config.model_type].has_plain_norms:
-        for norm in plain_norms(module):
-            norm.forward = MethodType(lambda norm, hidden: _Norm.apply(hidden, norm.weight), norm)
+        stand_in_norms(module)
     values = config.to_dict()
     rotary = values.get("qk_rope_head_dim") or values.get("head_dim")
     return module, rotary or config.hidden_size // config.num_attention_heads
+
+
+def stand_in_norms(module: nn.Module) -> None:
+    """Gives a layer's norms, which compute weight * x / rms(x), a forward that keeps what the fused kernel keeps."""
+    for norm in plain_norms(module):
+        norm.forward = MethodType(lambda norm, hidden: _Norm.apply(hidden, norm.weight), norm)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -163,9 +167,10 @@ class _Attention(torch.autograd.Function):
         return *(gradients[0].new_empty(shape) for shape in ctx.shapes), None
 
 
-def _attention(
+def attention_stand_in(
     cp: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
 ) -> tuple[Tensor, None]:
+    """Keeps what a fused kernel keeps, in transformers' signature."""
     return _Attention.apply(query, key, value, cp), None
 
 

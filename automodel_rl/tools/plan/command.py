@@ -3,12 +3,14 @@
 import json
 from dataclasses import asdict
 
-from automodel_rl.config import GRPOConfig, ParallelConfig, RunConfig
+from automodel_rl.config import GRPOConfig, ModulesConfig, ParallelConfig, RunConfig
+from automodel_rl.config.modules import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
-from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
+from automodel_rl.model.hf_read import describe_model, language_config, read_config, resolve_checkpoint
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.combinations import check_supported
 from automodel_rl.tools.plan.alternatives import GIB, nearest_that_fit, with_layout
+from automodel_rl.tools.plan.encoder import EncoderMemory, plan_encoder
 from automodel_rl.tools.plan.memory import MemoryModel, StepPlan
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, measure_packing, microbatches
 
@@ -32,36 +34,66 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         InputError: the layout is not supported, or does not divide the GPUs.
         DoesNotFitError: it needs more memory than the device has.
     """
+    if num_gpus is not None and config.modules is not None:
+        raise InputError(f"--gpus {num_gpus}: modules names the ranks of both modules: change them there")
     if num_gpus is not None:
         config = with_layout(config, _spread(config.parallel, num_gpus), config.memory)
     parallel = config.parallel
     full = read_config(resolve_checkpoint(config.model.path, with_weights=False))
     description = describe_model(full)
-    check_supported(description, config.model, parallel, config.memory)
+    check_supported(description, config.model, parallel, config.memory, config.modules)
     compute, _ = dtypes_of(config.model)
-    model = MemoryModel(full, config.model, config.batch.row_tokens, isinstance(config, GRPOConfig))
+    reads_entropy = isinstance(config, GRPOConfig)
+    model = MemoryModel(language_config(full), config.model, config.batch.row_tokens, reads_entropy)
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
+    modules = (config.modules or one_layout(parallel)) if description.vision else None
+    encoder = None if modules is None else plan_encoder(full, config.model, config.memory, modules, packing.patches)
+    peak = _peak(step, encoder, modules)
     engine = engine_bytes(config, sum(step.stage_weights) * compute.itemsize, device)
     capacity = DEVICES[device] * USABLE * GIB - engine
-    fits = step.peak <= capacity
-    others = [] if fits else nearest_that_fit(model, description, config, parallel, packing, capacity)
+    fits = peak <= capacity
+    looks_further = not fits and encoder is None
+    others = nearest_that_fit(model, description, config, parallel, packing, capacity) if looks_further else []
     if as_json:
         record = _record(parallel, step, packing, device, fits, others)
-        print(json.dumps(record | {"rollout_engine_bytes": engine}))
+        sees = {} if encoder is None else {"encoder": {**asdict(encoder), "peak": encoder.peak}}
+        print(
+            json.dumps(
+                record | {"world_size": config.world_size, "peak_bytes": peak, "rollout_engine_bytes": engine} | sees
+            )
+        )
     else:
         print(_tables(parallel, step, packing, device))
+        if encoder is not None and modules is not None:
+            print(_encoder_table(encoder, modules, packing))
         if engine:
             print(f"rollout engine: {engine / GIB:.1f} GiB on every rank, besides the step")
         for other in others:
             print(f"would fit: {other}")
     if not fits:
         raise DoesNotFitError(
-            f"verdict: does not fit: {step.peak / GIB:.1f} GiB on the fullest rank, and {device} has "
+            f"verdict: does not fit: {peak / GIB:.1f} GiB on the fullest rank, and {device} has "
             f"{capacity / GIB:.1f} GiB to fill"
         )
     if not as_json:
-        print(f"verdict: fits: {step.peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device} has to fill")
+        print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device} has to fill")
+
+
+def _peak(step: StepPlan, encoder: EncoderMemory | None, modules: ModulesConfig | None) -> int:
+    """Of the fullest rank; one that has both modules needs what both need."""
+    if encoder is None or modules is None:
+        return step.peak
+    return step.peak + encoder.peak if modules.is_colocated else max(step.peak, encoder.peak)
+
+
+def _encoder_table(encoder: EncoderMemory, modules: ModulesConfig, packing: Packing) -> str:
+    parts = {name: value for name, value in asdict(encoder).items() if name != "parameters"}
+    sizes = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items())
+    return (
+        f"\n{modules}\nencoder {encoder.parameters / 1e9:.3f}B, {packing.patches:,} patches a step; "
+        f"GiB on a rank: {sizes}, together {encoder.peak / GIB:.2f}"
+    )
 
 
 def engine_bytes(config: RunConfig, model_bytes: int, device: str) -> float:

@@ -89,10 +89,10 @@ class MemoryModel:
 
     def __init__(self, config: PretrainedConfig, model: ModelConfig, row_tokens: int, reads_entropy: bool):
         self.config, self.row_tokens, self.reads_entropy = config, row_tokens, reads_entropy
-        self.trains_head = model.lora is None
+        self.trains_head = model.lora is None and "language" not in model.frozen
         self._dtype, master = dtypes_of(model)
         self.compute, self.master = self._dtype.itemsize, master.itemsize
-        self._model = empty_model(config, master, model.lora)
+        self._model = empty_model(config, master, model)
         # A pipeline gives a tied head a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
         self._activations: Callable[..., LayerActivations] = cache(self._measure)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
-from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
+from automodel_rl.config.families import VISION_FAMILIES
+from automodel_rl.model.hf_read import describe_model, language_config, read_config, resolve_checkpoint
 
 AnyConfig = SFTConfig | DPOConfig | GRPOConfig
 
@@ -21,10 +22,12 @@ class Packing:
     Attributes:
         rows: of a step, over all data ranks.
         efficiency: tokens / (rows x capacity); None if there were no data to look at.
+        patches: of all images of a step.
     """
 
     rows: int
     efficiency: float | None
+    patches: int = 0
 
 
 def measure_packing(config: AnyConfig) -> Packing:
@@ -41,20 +44,23 @@ def measure_packing(config: AnyConfig) -> Packing:
     from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
     from automodel_rl.data.draws import GlobalBatches
     from automodel_rl.data.examples import ChatDataset, PairDataset, checked
+    from automodel_rl.data.images import ImageReader
 
     folder = resolve_checkpoint(config.model.path, with_weights=False)
     full = read_config(folder)
-    tokenizer = load_tokenizer(folder, config.data, full.vocab_size)
+    tokenizer = load_tokenizer(folder, config.data, language_config(full).vocab_size)
     kind, train_on = (ChatDataset, config.data.train_on) if isinstance(config, SFTConfig) else (PairDataset, "last")
-    chat = ChatTokenizer(tokenizer, train_on)
+    chat = ChatTokenizer(tokenizer, train_on, ImageReader(folder, full) if full.model_type in VISION_FAMILIES else None)
     dataset = kind(config.data.train, chat, capacity, describe_model(full).context, config.data.overlong)
     size = min(count // kind.together, SAMPLE)
     draws = next(iter(GlobalBatches(dataset.sources.sizes, dataset.sources.weights, size, config.seed)))
     examples = [checked(dataset[draw]) for draw in draws]
     lengths = [sum(map(len, example.sequences)) for example in examples if example.sequences]
     bins = assign_bins(lengths, capacity)
-    rows = math.ceil(len(bins) * count / (len(draws) * kind.together))
-    return Packing(rows, sum(lengths) / (len(bins) * capacity))
+    share = len(draws) * kind.together / count
+    images = [image for example in examples for sequence in example.sequences for image in sequence.images]
+    patches = math.ceil(sum(math.prod(image.grid) for image in images) / share)
+    return Packing(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), patches)
 
 
 def microbatches(packing: Packing, parallel: ParallelConfig) -> int:

@@ -4,12 +4,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 
-from automodel_rl.config import ParallelConfig
-from automodel_rl.config.model import LoraConfig
+from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.families import FAMILIES
 from automodel_rl.model.lora import add_adapters
 from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
 
@@ -45,16 +47,33 @@ class ParameterSize:
         return -(-self.shape[0] // self.fsdp_size) * prod(self.shape[1:])
 
 
-def empty_model(config: PretrainedConfig, dtype: torch.dtype, lora: LoraConfig | None) -> PreTrainedModel:
-    """The model on the meta device, with adapters if there are to be some."""
+def causal_model(config: PretrainedConfig, **options: Any) -> Any:
+    """A causal language model, also where transformers has it only as a part of another model."""
+    if not FAMILIES[config.model_type].is_part:
+        return AutoModelForCausalLM.from_config(config, **options)
+    options.pop("experts_implementation", None)
+    part: Any = nn.Module()
+    part.config, part.model = config, AutoModel.from_config(config, **options)
+    part.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=options["dtype"])
+    if config.tie_word_embeddings:
+        part.lm_head.weight = part.model.embed_tokens.weight
+    return part
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype, model_config: ModelConfig) -> Any:
+    """The (language) model on the meta device, with adapters if there are to be some."""
+    lora = model_config.lora
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = causal_model(config, dtype=dtype)
+    if "language" in model_config.frozen:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
     if lora is not None:
         add_adapters(model, lora)
     return model
 
 
-def parameter_sizes(model: PreTrainedModel, parallel: ParallelConfig) -> Iterator[ParameterSize]:
+def parameter_sizes(model: Any, parallel: ParallelConfig) -> Iterator[ParameterSize]:
     """Every parameter as one rank sees it; a tied head of its own where a pipeline needs one."""
     tied = model.config.tie_word_embeddings
     plan = model.config.base_model_tp_plan or {}

@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoConfig
 
 from automodel_rl.batch import pack_row
-from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config import ModelConfig, ModulesConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
@@ -20,10 +20,13 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.hf_read import read_config
 from automodel_rl.parallel.pipeline.timeline import simulate
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.tools.plan.encoder import plan_encoder
 from automodel_rl.tools.plan.memory import MemoryModel
+from automodel_rl.tools.verify.images import with_images
 from tests.distributed.tools.test_verify import config_of
 from tests.rank_pool import RankPool
-from tests.tiny import make_sequences, save_tiny_model
+from tests.tiny import make_sequences, save_tiny_model, save_tiny_vision_model
+from tests.vision import make_vision_workspace
 
 
 @dataclass(frozen=True)
@@ -148,3 +151,53 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def allocate_encoder(model: ModelConfig, modules: ModulesConfig) -> tuple[int, int, int]:
+    """Bytes of this rank's shards of the encoder, of their moments, and of its whole weights."""
+    handle = ModelHandle.from_pretrained(model, modules=modules)
+    engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
+    sequence = with_images(make_sequences(1, 0)[0], handle.whole_config, seed=1)
+    engine.train_step([] if handle.layout.is_guest else [pack_row([sequence])], sft_loss)
+    (part,) = next((module.parts for module in handle.modules if module.name == "vision"), [None])
+    if part is None:
+        return 0, 0, 0
+    weights = [local_tensor(parameter) for parameter in part.parameters()]
+    moments = [
+        local_tensor(state[moment])
+        for optimizer in engine.optimizers
+        for parameter, state in optimizer.state.items()
+        for moment in ("exp_avg", "exp_avg_sq")
+        if any(parameter is own for own in part.parameters())
+    ]
+    return sum(t.nbytes for t in weights), sum(t.nbytes for t in moments), sum(p.numel() for p in part.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "vision", "frozen"),
+    [("qwen2_5_vl", {"ranks": "0-1", "dp_shard": 2}, ()), ("llava", {"ranks": "0-1", "tp": 2}, ("vision",))],
+)
+def test_bytes_of_an_encoder_are_those_of_a_run(
+    ranks: RankPool, tmp_path: Path, family: str, vision: dict, frozen: tuple
+) -> None:
+    save_tiny_vision_model(tmp_path, family)
+    modules = ModulesConfig.model_validate({"vision": vision, "language": {"ranks": 2}})
+    model = ModelConfig(path=str(tmp_path), dtype="float32", frozen=frozen)
+    plan = plan_encoder(read_config(tmp_path), model, MemoryConfig(), modules, patches=100)
+    real = ranks(3).run(allocate_encoder, model, modules)
+    assert max(weights for weights, _, _ in real) == plan.weights
+    # An encoder's last layer may take no part, and has no moments then.
+    assert 0.5 * plan.moments < max(moments for _, moments, _ in real) <= plan.moments
+    assert max(parameters for _, _, parameters in real) == plan.parameters
+
+
+def test_a_plan_of_two_modules_counts_both(tmp_path: Path) -> None:
+    make_vision_workspace(tmp_path, "qwen2_5_vl")
+    config = config_of(tmp_path / "model", {}).model_dump(mode="json")
+    config["data"]["train"] = [{"path": str(tmp_path / "train.jsonl")}]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "automodel_rl", "plan", str(tmp_path / "config.yaml"), "--json"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    plan = json.loads(printed)
+    assert plan["encoder"]["activations"] > 0
+    assert plan["peak_bytes"] > plan["encoder"]["peak"] > 0

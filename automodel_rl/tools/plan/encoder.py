@@ -1,0 +1,114 @@
+"""Memory of one rank of a vision-language model's encoder in one training step.
+
+All images of a step are encoded before the language model's schedule, and their activations wait for its end, beside
+those of the language model where both modules share a rank. What one layer's backward needs besides is left out.
+"""
+
+import copy
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoModelForImageTextToText, PretrainedConfig
+
+from automodel_rl.config import ModelConfig, ModulesConfig
+from automodel_rl.config.families import VISION_FAMILIES
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.model.activation_checkpointing import checkpoint_layers
+from automodel_rl.model.hf_read import language_config
+from automodel_rl.model.parallelise import dtypes_of
+from automodel_rl.model.vision import VisionPart, encoder_layers, freeze, split_modules
+from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
+from automodel_rl.tools.plan.activations import META, LiveBytes, attention_stand_in, stand_in_norms
+
+STAND_IN = "automodel_rl_plan_flash"
+"""With "flash" in its name, encoders hand over all images in one call (model/vision.py)."""
+
+
+@dataclass(frozen=True)
+class EncoderMemory:
+    """Bytes on the fullest encoder rank.
+
+    Attributes:
+        parameters: of the encoder, a number.
+        weights, moments: master copies of its shards, and AdamW's two of those that are trained.
+        gathered, gradients: whole, in the compute and in the master dtype.
+        activations: of its images, from their forward until the language model's schedule is done.
+    """
+
+    parameters: int
+    weights: int
+    moments: int
+    gathered: int
+    gradients: int
+    activations: int
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.moments + self.gathered + self.gradients + self.activations
+
+
+def plan_encoder(
+    config: PretrainedConfig, model: ModelConfig, memory: MemoryConfig, modules: ModulesConfig, patches: int
+) -> EncoderMemory:
+    """What an encoder rank needs.
+
+    Args:
+        config: of the whole model.
+        model: its precision, and what is frozen.
+        memory: what is recomputed or offloaded.
+        modules: the layout.
+        patches: of all images of a step.
+    """
+    compute, master = dtypes_of(model)
+    AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, 1))
+    with META:
+        whole = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=compute)
+    language, part = split_modules(whole, language_config(config))
+    freeze(language, part, model.frozen)
+    vision = modules.vision
+    sizes = [(_of_tp_rank(config, name, p.shape, vision.tp), p.requires_grad) for name, p in part.named_parameters()]
+    shards = [(-(-shape[0] // vision.dp_shard) * math.prod(shape[1:]), trained) for shape, trained in sizes]
+    trained_shards = sum(count for count, trained in shards if trained)
+    own_patches = -(-patches // vision.dp_shard)
+    return EncoderMemory(
+        parameters=sum(parameter.numel() for parameter in part.parameters()),
+        weights=sum(count for count, _ in shards) * master.itemsize,
+        moments=0 if memory.offload_optimizer else 2 * trained_shards * master.itemsize,
+        gathered=sum(math.prod(shape) for shape, _ in sizes) * compute.itemsize,
+        gradients=sum(math.prod(shape) for shape, trained in sizes if trained) * master.itemsize,
+        activations=0 if "vision" in model.frozen else _kept(part, own_patches, memory, compute),
+    )
+
+
+def _of_tp_rank(config: PretrainedConfig, name: str, shape: torch.Size, tp: int) -> tuple[int, ...]:
+    """What one tp rank has of a parameter."""
+    module, _, kind = name.rpartition(".")
+    style = dict(VISION_FAMILIES[config.model_type].tp_plan).get(module.rpartition(".")[2]) if tp > 1 else None
+    if style == COLUMNS:
+        return (shape[0] // tp, *shape[1:])
+    return (shape[0], shape[1] // tp) if style == ROWS and kind == "weight" else tuple(shape)
+
+
+def _kept(part: VisionPart, patches: int, memory: MemoryConfig, dtype: torch.dtype) -> int:
+    """Bytes that the encoder's layers keep of so many patches until their backward, as if tp split nothing."""
+    layers = encoder_layers(part)
+    layer: Any = layers[0]
+    part.config.vision_config._attn_implementation = STAND_IN
+    vision = part.config.vision_config.to_dict()
+    width, heads = vision["hidden_size"], vision.get("num_heads") or vision["num_attention_heads"]
+    stand_in_norms(layer)
+    checkpoint_layers([layer], memory.activation_checkpointing)
+    hidden = torch.empty(patches, width, dtype=dtype, device=META, requires_grad=True)
+    with LiveBytes() as live:
+        if VISION_FAMILIES[part.config.model_type].has_rotary_grid:
+            turns = torch.empty(patches, width // heads, device=META)
+            bounds = torch.empty(2, dtype=torch.int32, device=META)
+            output = layer(hidden, cu_seqlens=bounds, max_seqlen=patches, position_embeddings=(turns, turns))
+        else:
+            output = layer(hidden[None], attention_mask=None)
+        kept = live.now
+    del output
+    return len(layers) * kept
