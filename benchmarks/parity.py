@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.families import FAMILIES
+from automodel_rl.config.families import FAMILIES, TEXT_FAMILIES
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.model.hf_read import describe_model, read_config
@@ -72,7 +72,7 @@ def cells() -> Iterator[Cell]:
                 yield Cell(family, ParallelConfig(**sizes, **virtual), tied=family == "qwen3")
                 if tp > 1 and family == "qwen3":
                     yield Cell(family, ParallelConfig(**sizes, **virtual, sequence_parallel=True))
-    for family, known in FAMILIES.items():
+    for family, known in TEXT_FAMILIES.items():
         for sizes in ({"pp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "ep": 2}):
             if ("ep" in sizes) <= known.is_moe:
                 yield Cell(family, ParallelConfig(**sizes))

@@ -1,6 +1,6 @@
 """What differs between model families and cannot be read from their configs. The only place that names families."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Family:
         nemo_class: module and name of nemo_automodel's own class, where this package can run it.
         vision: of a family with an encoder; everything else is then said by the family of its language model.
         is_part: it is the language model of such a family, and no model of its own.
+        names_in_files_of: the family whose models these are, in files with other names; None for a family.
+        tell_tale: beginning of a name that only these files have.
     """
 
     experts: ExpertNames | None = None
@@ -68,6 +70,8 @@ class Family:
     nemo_class: tuple[str, str] | None = None
     vision: VisionNames | None = None
     is_part: bool = False
+    names_in_files_of: str | None = None
+    tell_tale: str = ""
 
 
 _NEMO = "nemo_automodel.components.models"
@@ -107,6 +111,25 @@ FAMILIES = {
     ),
 }
 
+# As transformers 4 wrote them, and the hub has them.
+FAMILIES["llava of transformers 4"] = replace(
+    FAMILIES["llava"],
+    vision=VisionNames(
+        projector="multi_modal_projector",
+        in_files=(
+            ("model.vision_tower.", "vision_tower.vision_model."),
+            ("model.multi_modal_projector.", "multi_modal_projector."),
+            ("", "language_model."),
+        ),
+    ),
+    names_in_files_of="llava",
+    tell_tale="vision_tower.vision_model.",
+)
+
 TEXT_FAMILIES = {name: family for name, family in FAMILIES.items() if family.vision is None and not family.is_part}
-VISION_FAMILIES = {name: family.vision for name, family in FAMILIES.items() if family.vision is not None}
+VISION_FAMILIES = {
+    name: family.vision
+    for name, family in FAMILIES.items()
+    if family.vision is not None and family.names_in_files_of is None
+}
 """By the model_type of the whole model; the family of its language model says everything else."""

@@ -69,7 +69,10 @@ def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
 
 def dump_config(config: Section) -> str:
     """The resolved config as YAML, defaults included; `load_config` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    values = config.model_dump(mode="json")
+    if values.get("modules") is not None:
+        del values["parallel"]  # it is that of the language module
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def parse_overrides(arguments: typing.Sequence[str]) -> list[tuple[str, str]]:

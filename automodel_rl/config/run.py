@@ -86,12 +86,13 @@ class RunConfig(Section):
     @classmethod
     def _language_layout(cls, values: Any) -> Any:
         """Takes `parallel` from the language module, so that whoever deals rows asks one place."""
-        if not isinstance(values, dict) or not isinstance(values.get("modules"), dict):
+        if not isinstance(values, dict) or values.get("modules") is None:
             return values
         try:
             language = ModulesConfig.model_validate(values["modules"]).language.parallel
+            given = ParallelConfig.model_validate(values.get("parallel") or language)
         except ValidationError:
-            return values  # the section's own check will say where it is wrong
-        if values.get("parallel") is not None and ParallelConfig.model_validate(values["parallel"]) != language:
+            return values  # the sections' own checks will say where it is wrong
+        if given != language:
             raise ValueError("parallel and modules.language differ: give the layout in modules.language alone")
         return {**values, "parallel": language.model_dump()}

@@ -1,6 +1,7 @@
 """Chats to token sequences: the chat template's tokens, and which of them the assistant wrote."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,14 @@ from automodel_rl.config.data import SourcesConfig
 from automodel_rl.data.images import ImageReader, image_parts
 from automodel_rl.errors import InputError
 
+OF_PROCESSOR = "chat_template.json"
+"""Where transformers 4 put the chat template of a model with images."""
+
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Opens the part of a template that the assistant writes."""
+
+PROBE = "xyzzy"
+"""A text that no template writes by itself."""
 
 Span = tuple[int, int]
 """First token of an assistant turn, and the one after its last."""
@@ -47,6 +54,8 @@ def load_tokenizer(folder: Path, data: SourcesConfig, vocab_size: int) -> PreTra
             tokenizer.chat_template = Path(data.chat_template).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"data.chat_template={data.chat_template}: cannot read it ({error})") from None
+    elif tokenizer.chat_template is None and (folder / OF_PROCESSOR).is_file():
+        tokenizer.chat_template = json.loads((folder / OF_PROCESSOR).read_text())["chat_template"]
     if tokenizer.chat_template is None:
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
     return tokenizer
@@ -68,6 +77,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, images: ImageReader | None = None):
         self.tokenizer, self.train_on, self.images = tokenizer, train_on, images
         self.has_marks = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
+        self.reads_parts_only = images is not None and self._loses_texts()
 
     def __call__(self, messages: list[dict[str, Any]], where: str) -> TokenSequence:
         """Args: messages of one chat, and where they come from for messages of errors."""
@@ -102,9 +112,19 @@ class ChatTokenizer:
         """Token ids of messages up to where the assistant would write the next."""
         return self._encode(messages, where, add_generation_prompt=True)["input_ids"]
 
+    def _loses_texts(self) -> bool:
+        """Whether the template passes over contents that are plain texts, as those of models with images may."""
+        chat = [{"role": role, "content": PROBE} for role in ("user", "assistant")]
+        try:
+            return str(self.tokenizer.apply_chat_template(chat, tokenize=False)).count(PROBE) < len(chat)
+        except Exception:  # a template is a program of its own; what it refuses, it refuses in the data, too
+            return False
+
     def _encode(self, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
         if self.images is None and image_parts(messages):
             raise InputError(f"{where}: has an image, and the model only reads text: use a vision-language model")
+        if self.reads_parts_only:
+            messages = [_in_parts(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
         except Exception as error:  # a template is a program of its own and raises what it likes
@@ -128,6 +148,12 @@ class ChatTokenizer:
                 )
             spans.append((len(before), len(through)))
         return spans
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a list of parts."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _last_turn(messages: list[dict[str, Any]]) -> int:

@@ -1,6 +1,7 @@
 """Images of chats: their tokens, told from their size alone, and their pixels, read where they are encoded."""
 
 import functools
+import io
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from automodel_rl.model.vision import blank_image
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """EXIF's tag, and its values for pictures that are shown with height and width exchanged."""
 
-ImageSource = str | Picture.Image
-"""A file, or a picture that a dataset has opened."""
+ImageSource = str | bytes | Picture.Image
+"""A file, what is in one, or a picture that a dataset has opened."""
 
 
 class ImageReader:
@@ -35,7 +36,8 @@ class ImageReader:
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig):
-        self.token_id, self.blank = config.image_token_id, blank_image(config)
+        blank = blank_image(config)
+        self.token_id, self.num_tokens, self.grid = config.image_token_id, blank.num_tokens, blank.grid
         self.has_grid = VISION_FAMILIES[config.model_type].has_rotary_grid
         try:
             self.processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -53,21 +55,30 @@ class ImageReader:
         try:
             height, width = _size(source)
         except (OSError, ValueError) as error:
-            raise InputError(f"{where}: cannot read the image {source} ({error}): give a picture's file") from None
-        pixels = functools.partial(self.pixels, source)
+            raise _unreadable(source, where, error) from None
+        pixels = functools.partial(self.pixels, source, where)
         if not self.has_grid:
-            return Image(0, self.blank.num_tokens, self.blank.grid, pixels)
+            return Image(0, self.num_tokens, self.grid, pixels)
         patch, merge, limits = self.processor.patch_size, self.processor.merge_size, self.processor.size
         try:
             height, width = smart_resize(height, width, patch * merge, limits["shortest_edge"], limits["longest_edge"])
         except ValueError as error:
-            raise InputError(f"{where}: the model's image processor refuses {source} ({error})") from None
+            raise InputError(f"{where}: the model's image processor refuses an image ({error})") from None
         grid = (1, height // patch, width // patch)
         return Image(0, grid[1] * grid[2] // merge**2, grid, pixels)
 
-    def pixels(self, source: ImageSource) -> Tensor:
-        """What the model's image processor makes of a picture."""
-        found = torch.as_tensor(self.processor(images=[load_image(source)], return_tensors="pt")["pixel_values"])
+    def pixels(self, source: ImageSource, where: str) -> Tensor:
+        """What the model's image processor makes of a picture.
+
+        Raises:
+            InputError: the picture is damaged.
+        """
+        try:
+            content = Path(source).read_bytes() if isinstance(source, str) else source
+            picture = load_image(Picture.open(io.BytesIO(content)) if isinstance(content, bytes) else content)
+        except (OSError, ValueError) as error:
+            raise _unreadable(source, where, error) from None
+        found = torch.as_tensor(self.processor(images=[picture], return_tensors="pt")["pixel_values"])
         return found if self.has_grid else found[0]
 
     def expand(self, sequence: TokenSequence, images: list[Image], where: str) -> TokenSequence:
@@ -111,6 +122,17 @@ def image_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _size(source: ImageSource) -> tuple[int, int]:
     """Height and width as shown, without reading the pixels."""
-    with Picture.open(source) if isinstance(source, str) else source.copy() as picture:
-        width, height = picture.size
-        return (width, height) if picture.getexif().get(ORIENTATION) in TURNED else (height, width)
+    if isinstance(source, Picture.Image):
+        return _size_as_shown(source)
+    with Picture.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
+        return _size_as_shown(picture)
+
+
+def _size_as_shown(picture: Picture.Image) -> tuple[int, int]:
+    width, height = picture.size
+    return (width, height) if picture.getexif().get(ORIENTATION) in TURNED else (height, width)
+
+
+def _unreadable(source: ImageSource, where: str, error: Exception) -> InputError:
+    name = source if isinstance(source, str) else "in its bytes"
+    return InputError(f"{where}: cannot read the image {name} ({error}): give an intact picture")

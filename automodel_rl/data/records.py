@@ -46,23 +46,19 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> list[
 def _with_images(messages: list[Message], record: dict[str, Any], config: SourceConfig, where: str) -> list[Message]:
     """The messages with the path of its picture in every part of type image: of the column `images`, in order, or what
     the part has itself. Paths that are not whole begin at the data file's folder."""
-    images = record.get(config.columns.get("images", "images")) or []
-    images = iter(images if isinstance(images, list) else [images])
-    folder = Path(config.path).parent
+    images = record.get(config.columns.get("images", "images"))
+    images = iter([] if images is None else images if isinstance(images, list) else [images])
 
     def named(part: Any) -> Any:
-        if not isinstance(part, dict) or part.get("type") != "image":
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
             return part
+        if kind != "image":
+            raise InputError(f"{where}: a part of content has type {kind!r}: use parts of type text and image only")
         source = part.get("path") or part.get("image") or next(images, None)
         if source is None:
             raise InputError(f"{where}: a part of type image has no picture: name one for each in the column images")
-        if isinstance(source, str):
-            source = str(folder / source)
-            if not Path(source).is_file():
-                raise InputError(
-                    f"{where}: there is no image {source}: give a whole path, or one from the data file's folder on"
-                )
-        return {"type": "image", "path": source}
+        return {"type": "image", "path": _picture(source, Path(config.path).parent, where)}
 
     found = [
         {**message, "content": [named(part) for part in message["content"]]}
@@ -71,8 +67,33 @@ def _with_images(messages: list[Message], record: dict[str, Any], config: Source
         for message in messages
     ]
     if next(images, None) is not None:
-        raise InputError(f"{where}: there are more images than parts of type image in messages: give one for each")
+        raise InputError(
+            f"{where}: there are more images than parts of type image in messages: give one for each, or name another "
+            "column in columns: {images: NAME}"
+        )
     return found
+
+
+def _picture(source: Any, folder: Path, where: str) -> Any:
+    """A picture's whole path, its bytes, or a picture that a dataset has opened.
+
+    Args:
+        source: one of these, or what datasets make of an image: its `bytes` and its `path`.
+        folder: where paths begin that are not whole.
+        where: in the data, for messages.
+    """
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str):
+        path = folder / source
+        if not path.is_file():
+            raise InputError(
+                f"{where}: there is no image {path}: give a whole path, or one from the data file's folder on"
+            )
+        return str(path)
+    if source is None or isinstance(source, int | float | list):
+        raise InputError(f"{where}: an image is {source!r}: give the path of a picture, or its bytes")
+    return source
 
 
 def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:

@@ -74,7 +74,7 @@ class HubDataset:
 
         self.name = f"{path}[{split}]"
         try:
-            self.records = load_dataset(path, split=split)
+            self.records = _with_closed_images(load_dataset(path, split=split))
         except Exception as error:  # builders raise errors of their own, of Arrow and of the hub
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"{path}: neither a .jsonl file nor a dataset with split {split!r} ({reason})") from None
@@ -126,3 +126,15 @@ def is_file(config: SourceConfig) -> bool:
 def open_source(config: SourceConfig) -> Source:
     """Opens a source without reading its records."""
     return JsonLines(Path(config.path)) if is_file(config) else HubDataset(config.path, config.split)
+
+
+def _with_closed_images(records: Any) -> Any:
+    """A dataset that gives images as bytes or paths: they are opened where they are encoded."""
+    from datasets import Image, List
+
+    for name, feature in records.features.items():
+        if isinstance(feature, Image):
+            records = records.cast_column(name, Image(decode=False))
+        elif isinstance(feature, List) and isinstance(feature.feature, Image):
+            records = records.cast_column(name, List(Image(decode=False)))
+    return records

@@ -6,6 +6,7 @@ is complete.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.files import complete_folder
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.hf_read import EMBEDDING, stored_buffers
+from automodel_rl.parallel.host_collectives import gather_objects
 
 
 def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> None:
@@ -56,8 +58,8 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
             f"{dist.get_world_size()}: resume with the same layout"
         )
     handle = engine.handle
-    _check_modules(handle, folder)
     parameters = _trained(handle)
+    _check_names(handle, parameters, folder)
     copy = None if handle.tied is None else handle.tied.trained_copy
     if copy is not None:  # restored from the weight it copies, which with V placement is on the same rank
         parameters["language"].setdefault(EMBEDDING, copy)
@@ -87,14 +89,20 @@ def _trained(handle: ModelHandle) -> ByModule:
     }
 
 
-def _check_modules(handle: ModelHandle, folder: Path) -> None:
-    stored = dcp.FileSystemReader(folder / "tensors").read_metadata().state_dict_metadata
-    for name in handle.trained_modules:
-        if not any(key.startswith(f"{name}.model.") for key in stored):
-            raise InputError(
-                f"{folder}: the checkpoint has no tensors of the {name} module, which is trained: resume with the "
-                "model.frozen and the model that wrote it"
-            )
+def _check_names(handle: ModelHandle, parameters: ByModule, folder: Path) -> None:
+    """Raises InputError where the checkpoint holds other weights than those that are trained, on whatever ranks."""
+    own = {f"{module}.model.{name}" for module, named in parameters.items() for name in named}
+    trained = {name for names in gather_objects(own, handle.layout.world_control) for name in names}
+    keys = dcp.FileSystemReader(folder / "tensors").read_metadata().state_dict_metadata
+    stored = {key for key in keys if re.match(r"\w+\.model\.", key)}
+    for module in sorted({name.partition(".")[0] for name in trained ^ stored}):
+        lacks = sorted(name for name in trained - stored if name.startswith(f"{module}."))
+        rest = sorted(name for name in stored - trained if name.startswith(f"{module}."))
+        what = f"has no {lacks[0]}, which is trained" if lacks else f"has {rest[0]}, which is not trained"
+        raise InputError(
+            f"{folder}: for the {module} module the checkpoint {what}: resume with the model and the model.frozen and "
+            "model.lora that wrote it"
+        )
 
 
 def _tensors(engine: Engine, parameters: ByModule) -> dict[str, dict[str, dict[str, Tensor]]]:

@@ -170,12 +170,12 @@ class Engine:
         """
         outputs = self.handle.forward(batches, read_targets(LOGPROBS))
         rows = [batch.to(self.handle.layout.device) for batch in batches]
-        return torch.cat(
-            [
-                sum_by_sequence(torch.where(row.loss_mask, output[:, 0], 0.0), row)[: row.num_sequences]
-                for row, output in zip(rows, outputs, strict=True)
-            ]
+        scores = (
+            sum_by_sequence(torch.where(row.loss_mask, output[:, 0], 0.0), row)[: row.num_sequences]
+            for row, output in zip(rows, outputs, strict=True)
         )
+        dtype = torch.promote_types(self.handle.dtype, torch.float32)
+        return torch.cat([torch.empty(0, dtype=dtype, device=self.handle.layout.device), *scores])
 
     def top_logits(self, batches: Sequence[PackedBatch], k: int) -> list[tuple[Tensor, Tensor]]:
         """The k largest logits for each token and their ids, largest first.

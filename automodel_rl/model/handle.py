@@ -113,8 +113,10 @@ class ModelHandle:
         layout: Layout,
         vision_layout: Layout | None,
         modules: ModulesConfig | None,
+        family: str | None = None,
     ):
         """Lays out the parts of a model that has no storage yet; `from_pretrained` gives it some."""
+        self._family = family or config.model_type
         self.whole_config, self.config = config, empty.language.config
         self.model, self.memory, self.layout = model, memory, layout
         self.flops = StepFlops(empty.language)
@@ -181,7 +183,7 @@ class ModelHandle:
         if empty.vision is not None:
             freeze(empty.language, empty.vision, model.frozen)
         model = model.model_copy(update={"path": str(folder), "lora": lora})
-        handle = cls(empty, config, model, memory, layout, vision_layout, modules)
+        handle = cls(empty, config, model, memory, layout, vision_layout, modules, checkpoint.family)
         for part in handle.parts:
             checkpoint.fill(part, device)
         handle._check_finite()
@@ -207,8 +209,8 @@ class ModelHandle:
 
     @property
     def family(self) -> str:
-        """The `model_type` of the whole model, by which tensors are named in files."""
-        return self.whole_config.model_type
+        """How tensors are named in files, a key of `FAMILIES`: as in the checkpoint it was loaded from."""
+        return self._family
 
     @property
     def dtype(self) -> torch.dtype:
@@ -287,12 +289,6 @@ class ModelHandle:
         whole = torch.cat(capturer.outputs) if self.layout.has_last_stage else None
         results = tensor_from_last_stage(whole, self.layout).split([batch.num_tokens for batch in filled])
         return list(results[: len(batches)])
-
-    @property
-    def trained_modules(self) -> list[str]:
-        """Names of the modules that are trained, on whatever ranks they are."""
-        language = [] if "language" in self.model.frozen else ["language"]
-        return language + (["vision"] if self._encoder is not None and self._encoder.trains else [])
 
     @property
     def sees(self) -> bool:

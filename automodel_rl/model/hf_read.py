@@ -82,10 +82,14 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
     """What the table of supported combinations needs to know; of a family that it does not know, its name."""
     vision = config.model_type if config.model_type in VISION_FAMILIES else None
     if vision is not None:
-        heads = config.vision_config.to_dict()
-        described = describe_model(language_config(config))
+        described, encoder = describe_model(language_config(config)), config.vision_config.to_dict()
+        dropouts = (encoder.get(name) or 0.0 for name in ("attention_dropout", "dropout"))
         return dataclasses.replace(
-            described, vision=vision, vision_heads=heads.get("num_attention_heads") or heads["num_heads"]
+            described,
+            attention_dropout=max(described.attention_dropout, *dropouts),
+            vision=vision,
+            encoder=encoder["model_type"],
+            vision_heads=encoder.get("num_attention_heads") or encoder.get("num_heads") or 1,
         )
     if config.model_type not in FAMILIES:  # its config may have other fields
         return ModelDescription(family=config.model_type, num_layers=0)
@@ -130,6 +134,13 @@ def _num_experts(values: dict[str, Any]) -> int:
 class Checkpoint:
     """The tensors of a checkpoint, by name; only what is asked for is read.
 
+    Args:
+        folder: of the checkpoint.
+        family: the `model_type` of the whole model.
+
+    Attributes:
+        family: how its tensors are named, a key of `FAMILIES`.
+
     Raises:
         InputError: no weights, or a damaged file.
     """
@@ -143,6 +154,9 @@ class Checkpoint:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                     self._files[name] = file
                     self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        for other, known in FAMILIES.items():
+            if known.names_in_files_of == family and any(name.startswith(known.tell_tale) for name in self._files):
+                self.family = other
 
     def check(self, model: Any) -> None:
         """Compares the tensors with those of a model, or of a module of one, by name and shape.

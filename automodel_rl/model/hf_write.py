@@ -16,7 +16,13 @@ from automodel_rl.model.hf_names import INDEX, SINGLE
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 
-KEPT_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+KEPT_FILES = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 
 FILE_BYTES = 4 * 2**30
 """Largest size of a weight file."""

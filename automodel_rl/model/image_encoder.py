@@ -7,8 +7,10 @@ A step without any image leaves the encoder without gradients, so that its optim
 Where only this rank has no image it encodes a blank one, which counts for nothing, to join its peers' collectives.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from automodel_rl.batch import Image, PackedBatch
 from automodel_rl.model.vision import VisionPart
 from automodel_rl.parallel.bridge import Bridge
 from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
+
+READERS = 8
+"""Threads that read pictures on each rank with the encoder."""
 
 Place = tuple[int, int]
 """A row of a lane, and an image in it."""
@@ -106,17 +111,22 @@ class ImageEncoder:
 
     def _encode(self, part: VisionPart) -> list[tuple[int, Tensor]]:
         """The lane and the embeddings of every row that has images for this rank, in order."""
-        encoded = []
+        rows: dict[tuple[int, int], list[Image]] = {}
         for lane in self.bridge.serves:
             assert self.bridge.share is not None
-            rows: dict[int, list[Image]] = {}
             for place in self._dealt(lane)[self.bridge.share]:
-                rows.setdefault(place[0], []).append(self._image(lane, place))
-            encoded += [(lane, self._run(part, images)) for images in rows.values()]
-        return encoded or [(-1, self._run(part, [self.blank]))]
+                rows.setdefault((lane, place[0]), []).append(self._image(lane, place))
+        rows = rows or {(-1, 0): [self.blank]}
+        # Pictures of later rows are read while the device encodes those of earlier ones.
+        with ThreadPoolExecutor(READERS) as pool:
+            pixels = pool.map(Image.load, itertools.chain(*rows.values()))
+            return [
+                (lane, self._run(part, images, list(itertools.islice(pixels, len(images)))))
+                for (lane, _), images in rows.items()
+            ]
 
-    def _run(self, part: VisionPart, images: Sequence[Image]) -> Tensor:
-        pixels = [image.load().to(self.like) for image in images]
+    def _run(self, part: VisionPart, images: Sequence[Image], loaded: Sequence[Tensor]) -> Tensor:
+        pixels = [tensor.to(self.like) for tensor in loaded]
         embeddings = part(pixels, [image.grid for image in images])
         expected = sum(image.num_tokens for image in images)
         if embeddings.shape != (expected, self.like.shape[1]):

@@ -47,7 +47,7 @@ class RunDirectory:
         there, given = yaml.safe_load(self.config_file.read_text()), yaml.safe_load(self.config_text)
         may_differ: tuple[str, ...] = MAY_DIFFER
         if there.get("modules") and given.get("modules"):  # they may lie on other ranks now
-            may_differ = (*MAY_DIFFER, "modules.", "parallel.")
+            may_differ = (*MAY_DIFFER, "modules.")
         other = [key for key in differing_keys(there, given) if not key.startswith(may_differ)]
         if other:
             raise InputError(

@@ -31,6 +31,7 @@ class ModelDescription:
         is_quantized: the checkpoint's weights are.
         context: longest sequence in tokens, None where the config does not say.
         vision: the `model_type` of the whole, for the language model of a vision-language model; None for others.
+        encoder: the `model_type` of its encoder.
         vision_heads: attention heads of its encoder.
     """
 
@@ -48,6 +49,7 @@ class ModelDescription:
     is_quantized: bool = False
     context: int | None = None
     vision: str | None = None
+    encoder: str = ""
     vision_heads: int = 1
 
 
@@ -86,6 +88,12 @@ class Rule:
 NEMO_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.nemo_class is not None)
 MOE_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.is_moe)
 TP_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.splits_over_tp)
+SEEING_FAMILIES = tuple(
+    name
+    for name, family in FAMILIES.items()
+    if not family.is_moe and family.has_plain_norms and family.vision is None  # gemma's soft caps are not llava's
+)
+ENCODERS = ("clip_vision_model", "qwen2_5_vl_vision")
 ON_CUDA = tuple(name for name, limits in ATTENTION.items() if limits.needs_cuda)
 ANYWHERE = tuple(name for name in ATTENTION if name not in ON_CUDA)
 WITH_MATHEMATICS = tuple(name for name, limits in ATTENTION.items() if limits.has_mathematics)
@@ -115,8 +123,13 @@ def _vision(asked: Combination) -> str | None:
             return f"modules: a {asked.shape.family!r} model has one module: give its layout in parallel"
         return f"model.frozen: a {asked.shape.family!r} model has no encoder: leave it out" if model.frozen else None
     name = f"a {vision!r} model"
-    if asked.shape.family not in FAMILIES or FAMILIES[asked.shape.family].is_moe:
-        return f"model.path: {name} with a {asked.shape.family!r} language model is not supported: use a dense one"
+    if asked.shape.family not in SEEING_FAMILIES:
+        return (
+            f"model.path: {name} with a {asked.shape.family!r} language model is not supported: use one with "
+            f"{', '.join(SEEING_FAMILIES)}"
+        )
+    if asked.shape.encoder not in ENCODERS:
+        return f"model.path: {name} with a {asked.shape.encoder!r} encoder is not supported: use {', '.join(ENCODERS)}"
     if model.implementation != "transformers":
         return f"model.implementation={model.implementation}: {name} runs transformers' classes only: use transformers"
     if model.lora is not None:
@@ -294,7 +307,8 @@ RULES = (
     Rule("transformers models", ", ".join(TEXT_FAMILIES), _family),
     Rule(
         "vision-language models (sft)",
-        f"{', '.join(VISION_FAMILIES)} with any dense language model; images; every layout of the language model; "
+        f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
+        "CLIP's encoder or its own; images; every layout of the language model; "
         f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; no LoRA",
         _vision,
     ),

@@ -1,14 +1,26 @@
 """Which layout is verified. Imports nothing heavy, for the launcher needs to know how many ranks to start."""
 
 from automodel_rl.config import ParallelConfig, RunConfig
+from automodel_rl.errors import InputError
 
 MOST_RANKS = 16
 """Local ranks that verify starts; data ranks beyond two repeat what two show, so they go first."""
 
 
 def ranks_to_verify(config: RunConfig) -> int:
-    """Ranks that a comparison of a config runs on."""
-    return layout_to_verify(config.parallel).world_size if config.modules is None else config.modules.world_size
+    """Ranks that a comparison of a config runs on.
+
+    Raises:
+        InputError: more than one machine should start, and `modules` says which they are.
+    """
+    if config.modules is None:
+        return layout_to_verify(config.parallel).world_size
+    if config.modules.world_size > MOST_RANKS:
+        raise InputError(
+            f"modules has {config.modules.world_size} ranks and verify runs on at most {MOST_RANKS}: give it a config "
+            "with fewer data ranks of both modules"
+        )
+    return config.modules.world_size
 
 
 def layout_to_verify(parallel: ParallelConfig) -> ParallelConfig:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from automodel_rl.batch import Image, TokenSequence, pack_row
@@ -231,7 +232,7 @@ def test_a_checkpoint_without_a_module_is_refused(ranks: RankPool, tmp_path: Pat
     ranks(3).run(save_without_encoder, tmp_path)
     messages = set(ranks(3).run(load_refused, tmp_path))
     (message,) = messages
-    assert "has no tensors of the vision module, which is trained" in message
+    assert "for the vision module the checkpoint has no vision.model.model." in message
 
 
 def train_on_a_wrong_count(folder: Path) -> str:
@@ -249,3 +250,40 @@ def test_an_image_with_another_number_of_tokens_is_refused(ranks: RankPool, tmp_
     save_tiny_vision_model(tmp_path)
     (message,) = ranks(1).run(train_on_a_wrong_count, tmp_path)
     assert "have 3 tokens in their sequences, but the encoder makes 9 embeddings" in message
+
+
+def train_and_export(folder: Path) -> float:
+    engine = make_engine(folder, modules_of({"ranks": 0}, {"ranks": 0}))
+    loss = engine.train_step(rows_of(engine, (1,)), sft_loss).loss
+    engine.handle.save_pretrained(folder / "exported")
+    return loss
+
+
+def test_files_that_name_the_encoder_as_the_hub_does_are_read_and_written(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_vision_model(tmp_path / "new")
+    save_tiny_vision_model(tmp_path / "hub")
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    start = "vision_tower."
+    renamed = {
+        f"{start}vision_model.{name.removeprefix(start)}" if name.startswith(start) else name: tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, tmp_path / "hub" / "model.safetensors", {"format": "pt"})
+    assert ranks(1).run(train_and_export, tmp_path / "hub") == ranks(1).run(train_and_export, tmp_path / "new")
+    for name, expected in (("hub", renamed), ("new", tensors)):
+        files = (tmp_path / name / "exported").glob("*.safetensors")
+        assert {key for file in files for key in load_file(file)} == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text": {"model_type": "gemma2", "num_hidden_layers": 2}}, "with a 'gemma2' language model is not supported"),
+        ({"vision": {"attention_dropout": 0.1}}, "attention_dropout=0.1"),
+        ({"vision": {"model_type": "siglip_vision_model"}}, "with a 'siglip_vision_model' encoder is not supported"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
+    save_tiny_vision_model(tmp_path, **changes)
+    with pytest.raises(InputError, match=message):
+        ModelHandle.from_pretrained(str(tmp_path))

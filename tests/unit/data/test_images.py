@@ -1,0 +1,126 @@
+"""Pictures of chats: tokens by size alone, pixels by the model's own processor, and damage told in one line."""
+
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image as Picture
+from transformers import AutoTokenizer
+
+from automodel_rl.batch import Image, TokenSequence
+from automodel_rl.config import SourceConfig
+from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.images import ImageReader, cut
+from automodel_rl.data.records import read_chat
+from automodel_rl.errors import InputError
+from automodel_rl.model.hf_read import read_config
+from tests.vision import make_vision_workspace
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageReader]:
+    found = {}
+    for family in ("llava", "qwen2_5_vl"):
+        folder = make_vision_workspace(tmp_path_factory.mktemp(family), family, num_chats=1)
+        found[family] = ImageReader(folder / "model", read_config(folder / "model"))
+    return found
+
+
+def jpeg(width: int, height: int, turned: bool = False) -> bytes:
+    file = io.BytesIO()
+    exif = Picture.Exif()
+    exif[0x0112] = 6 if turned else 1
+    Picture.effect_noise((width, height), 90).convert("RGB").save(file, "JPEG", exif=exif)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("size", [(40, 20), (13, 31), (9, 9)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_sizes_tell_how_many_tokens_the_pixels_make(
+    readers: dict[str, ImageReader], family: str, size: tuple[int, int], turned: bool
+) -> None:
+    image = readers[family](jpeg(*size, turned), "here")
+    pixels = image.load()
+    if family == "llava":
+        assert (pixels.shape, image.num_tokens) == ((3, 12, 12), 9)
+    else:
+        assert len(pixels) == image.grid[1] * image.grid[2] == 4 * image.num_tokens
+
+
+def test_an_image_travels_light(readers: dict[str, ImageReader]) -> None:
+    for reader in readers.values():
+        picture = jpeg(400, 300)
+        assert len(pickle.dumps(reader(picture, "here"))) < len(picture) + 4000
+
+
+def test_damaged_pictures_are_named(readers: dict[str, ImageReader], tmp_path: Path) -> None:
+    (tmp_path / "half.jpg").write_bytes(jpeg(400, 300)[:4000])
+    (tmp_path / "none.jpg").write_bytes(b"no picture")
+    reader = readers["qwen2_5_vl"]
+    with pytest.raises(InputError, match=r"chats.jsonl:3: cannot read the image .*none.jpg"):
+        reader(str(tmp_path / "none.jpg"), "chats.jsonl:3")
+    image = reader(str(tmp_path / "half.jpg"), "chats.jsonl:4")
+    with pytest.raises(InputError, match=r"chats.jsonl:4: cannot read the image .*half.jpg"):
+        image.load()
+
+
+def test_a_cut_keeps_no_part_of_an_image() -> None:
+    images = (Image(1, 3, (1, 1, 3), torch.zeros(0)), Image(6, 3, (1, 1, 3), torch.zeros(0)))
+    whole = TokenSequence(torch.arange(10), torch.ones(10, dtype=torch.bool), images=images)
+    assert [(len(cut(whole, limit)), len(cut(whole, limit).images)) for limit in (2, 4, 7, 9)] == [
+        (1, 0),
+        (4, 1),
+        (6, 1),
+        (9, 2),
+    ]
+
+
+PARTS_ONLY = (
+    "{% for m in messages %}{{ m.role }}: {% for p in m.content if p.type == 'image' %}<image>{% endfor %}"
+    "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_texts_are_not_lost_by_a_template_that_reads_parts_only(tmp_path: Path) -> None:
+    folder = make_vision_workspace(tmp_path, "llava", num_chats=1) / "model"
+    reader, tokenizer = ImageReader(folder, read_config(folder)), AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = PARTS_ONLY
+    parts = [{"type": "image", "path": jpeg(9, 9)}, {"type": "text", "text": "What is this?"}]
+    chat = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "red."},
+        {"role": "user", "content": "And this?"},
+        {"role": "assistant", "content": "blue."},
+    ]
+    sequence = ChatTokenizer(tokenizer, "all", reader)(chat, "here")
+    text = tokenizer.decode(sequence.input_ids[sequence.input_ids != reader.token_id])
+    assert text == "user: What is this?;assistant: red.;user: And this?;assistant: blue.;"
+    assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]) == "red.;blue.;"
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image_url", "image_url": "x"}, "a part of content has type 'image_url'"),
+        ({"type": "video", "path": "x"}, "a part of content has type 'video'"),
+        ("hi", "a part of content has type None"),
+        ({"type": "image", "path": 5}, "an image is 5"),
+    ],
+)
+def test_parts_that_nobody_reads_are_refused(part: object, message: str) -> None:
+    record = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "yes"}]}
+    with pytest.raises(InputError, match=message):
+        read_chat(record, SourceConfig(path="chats.jsonl"), "chats.jsonl:1")
+
+
+def test_bytes_of_a_dataset_are_pictures() -> None:
+    record = {
+        "messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "yes"}],
+        "images": [{"bytes": b"...", "path": None}],
+    }
+    (user, _) = read_chat(record, SourceConfig(path="chats.jsonl"), "chats.jsonl:1")
+    assert user["content"] == [{"type": "image", "path": b"..."}]
