@@ -1,0 +1,75 @@
+"""Encoder and language model on meshes of their own over NCCL: against plain transformers in float64, and in bf16."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_rl.batch import pack_row
+from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.modules import ModulesConfig, one_layout
+from automodel_rl.engine import Engine
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.tools.verify.comparison import Case
+from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.one_process import OneProcess
+from tests.distributed.model.test_vision import (
+    LLAVA,
+    ONE_TO_PIPELINE,
+    ONE_TO_TWO,
+    QWEN,
+    SHARED,
+    TWO_TO_ONE,
+    assert_equal,
+    modules_of,
+)
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_vision_model
+
+pytestmark = pytest.mark.gpu
+SIDE_BY_SIDE = modules_of({"ranks": 0}, {"ranks": 1})
+PLACEMENTS = [
+    SIDE_BY_SIDE,
+    SHARED,
+    one_layout(ParallelConfig(pp=2)),
+    one_layout(ParallelConfig(dp_shard=2)),
+    one_layout(ParallelConfig(cp=2)),
+    ONE_TO_TWO,
+    TWO_TO_ONE,
+    ONE_TO_PIPELINE,
+    modules_of({"ranks": 0}, {"ranks": "1-3", "pp": 3}),
+]
+
+
+def needs(modules: ModulesConfig) -> int:
+    if torch.cuda.device_count() < modules.world_size:
+        pytest.skip(f"needs {modules.world_size} CUDA devices")
+    return modules.world_size
+
+
+@pytest.mark.parametrize("modules", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("family", [LLAVA, QWEN])
+def test_float64_equals_transformers(ranks: RankPool, tmp_path: Path, family: str, modules: ModulesConfig) -> None:
+    needs(modules)
+    save_tiny_vision_model(tmp_path, family)
+    assert_equal(ranks, tmp_path, Case(rows=(3, 2), modules=modules))
+
+
+def difference_in_bf16(folder: Path, modules: ModulesConfig) -> float:
+    """Mean absolute difference of log-probabilities to transformers, with the kernels of 16 bits on both modules."""
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), modules=modules)
+    sequences = [with_images(s, handle.whole_config, n + 1) for n, s in enumerate(make_sequences(6, 0))]
+    rows = [] if handle.layout.is_guest else [pack_row(sequences)]
+    found = Engine(handle).logprobs(rows)
+    expected = OneProcess(folder, torch.bfloat16, 1e-3, 1.0, handle.layout.device)
+    with torch.no_grad():
+        gaps = [
+            (own.cpu() - expected.logprobs(s).float().cpu()).abs() for own, s in zip(found, sequences, strict=False)
+        ]
+    return torch.cat(gaps).mean().item() if gaps else 0.0
+
+
+@pytest.mark.parametrize("family", [LLAVA, QWEN])
+def test_kernels_of_16_bits_agree_with_transformers(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    save_tiny_vision_model(tmp_path, family)
+    assert max(ranks(needs(SIDE_BY_SIDE)).run(difference_in_bf16, tmp_path, SIDE_BY_SIDE)) < 0.02
