@@ -422,17 +422,15 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_it_does_not_matter_in_which_process_the_engine_is(
-    ranks: RankPool, workspace: Path, tmp_path: Path, place: str
-) -> None:
+def test_it_does_not_matter_in_which_process_the_engine_is(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "same", length={"steps": 3}, parallel={"pp": 2})
     ranks(2).run(train, settings)
-    own = settings | {"output": str(tmp_path / "own"), **PLACES[place]}
-    ranks(2).run(train, own | {"rollout": {**settings["rollout"], "own_process": True}})
-    assert_same_weights(tmp_path / "own" / "final", tmp_path / "same" / "final")
-    for row in metrics_of(tmp_path / "own"):
-        assert row["rollout/staleness_max"] == 0
+    for place, changes in PLACES.items():
+        own = settings | {"output": str(tmp_path / place), **changes}
+        ranks(2).run(train, own | {"rollout": {**settings["rollout"], "own_process": True}})
+        assert_same_weights(tmp_path / place / "final", tmp_path / "same" / "final")
+        for row in metrics_of(tmp_path / place):
+            assert row["rollout/staleness_max"] == 0
 
 
 def let_engines_be_ahead(settings: Settings, max_staleness: int) -> None:

@@ -72,8 +72,7 @@ def lose_an_engine(folder: Path, way: str, kind: str, seconds: float) -> tuple[s
     return problem, took, after
 
 
-@pytest.mark.parametrize("way", ["ipc", "collective"])
-@pytest.mark.parametrize(("kind", "seconds"), [("dies", 60.0), ("hangs", 4.0)])
+@pytest.mark.parametrize(("way", "kind", "seconds"), [("collective", "dies", 60.0), ("ipc", "hangs", 4.0)])
 def test_an_engine_that_is_lost_in_an_update_is_noticed_and_replaced(
     ranks: RankPool, model: Path, way: str, kind: str, seconds: float
 ) -> None:
