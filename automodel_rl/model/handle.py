@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,12 @@ from automodel_rl.model.hf_read import (
     describe_model,
     read_config,
     resolve_checkpoint,
-    stored_buffers,
 )
+from automodel_rl.model.hf_sources import adapters_alone, merged_sources
 from automodel_rl.model.hf_write import ModuleTensors, save_hf_checkpoint
 from automodel_rl.model.image_encoder import ImageEncoder
 from automodel_rl.model.logprobs import read_targets
-from automodel_rl.model.lora import adapted_weights, add_adapters, is_adapter, merge, save_adapters
+from automodel_rl.model.lora import add_adapters, save_adapters
 from automodel_rl.model.nemo import parts_of, split_model
 from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
@@ -335,19 +334,7 @@ class ModelHandle:
             module: one of `modules`.
             dtype: of parameters; buffers keep theirs.
         """
-        adapted = {weight: linear for part in module.parts for weight, linear in adapted_weights(part)}
-        downs = self._whole_downs(adapted.values())
-        sources = []
-        for name, parameter in self.named_parameters(module):
-            if parameter in adapted:
-                linear = adapted[parameter]
-                sources.append(Source(name, parameter, dtype, functools.partial(merge, linear, downs[linear])))
-            elif not is_adapter(name):
-                sources.append(Source.of(name, parameter, dtype))
-        for part in module.parts:
-            for name, buffer in stored_buffers(part):
-                sources.append(Source.of(name, buffer, buffer.dtype))
-        return sources
+        return merged_sources(self.named_parameters(module), module.parts, dtype, self.family, module.layout)
 
     def adapter_sources(self, dtype: torch.dtype) -> list[Source]:
         """What this rank holds of its stages' adapters.
@@ -355,15 +342,7 @@ class ModelHandle:
         Args:
             dtype: that they are sent in.
         """
-        own = [(name, parameter) for name, parameter in self.named_parameters() if is_adapter(name)]
-        return [Source.of(name, p, dtype) for name, p in own]
-
-    def _whole_downs(self, linears: Collection[Any]) -> dict[Any, Tensor]:
-        """All of each adapter's `lora_A`."""
-        weights = {str(number): linear.lora_A.weight for number, linear in enumerate(linears)}
-        sources = [Source.of(name, w, w.dtype) for name, w in weights.items()]
-        whole = dict(whole_tensors(sources, self.family, self.layout))
-        return {linear: whole[str(number)] for number, linear in enumerate(linears)}
+        return adapters_alone(self.named_parameters(), dtype)
 
     def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Writes a Hugging Face checkpoint in the compute dtype, or PEFT's files if adapters are trained. A collective.

@@ -48,7 +48,9 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
     modules = (config.modules or one_layout(parallel)) if description.vision else None
-    encoder = None if modules is None else plan_encoder(full, config.model, config.memory, modules, packing.patches)
+    encoder = (
+        None if modules is None else plan_encoder(full, config.model, config.memory, modules, packing.patches or 0)
+    )
     peak = _peak(step, encoder, modules)
     engine = engine_bytes(config, sum(step.stage_weights) * compute.itemsize, device)
     capacity = DEVICES[device] * USABLE * GIB - engine
@@ -90,9 +92,12 @@ def _peak(step: StepPlan, encoder: EncoderMemory | None, modules: ModulesConfig 
 def _encoder_table(encoder: EncoderMemory, modules: ModulesConfig, packing: Packing) -> str:
     parts = {name: value for name, value in asdict(encoder).items() if name != "parameters"}
     sizes = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items())
+    images = (
+        "images not known: no data to look at" if packing.patches is None else f"{packing.patches:,} patches a step"
+    )
     return (
-        f"\n{modules}\nencoder {encoder.parameters / 1e9:.3f}B, {packing.patches:,} patches a step; "
-        f"GiB on a rank: {sizes}, together {encoder.peak / GIB:.2f}"
+        f"\n{modules}\nencoder {encoder.parameters / 1e9:.3f}B, {images}; GiB on a rank: {sizes}, together "
+        f"{encoder.peak / GIB:.2f}"
     )
 
 

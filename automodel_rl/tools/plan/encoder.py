@@ -79,7 +79,7 @@ def plan_encoder(
         moments=0 if memory.offload_optimizer else 2 * trained_shards * master.itemsize,
         gathered=sum(math.prod(shape) for shape, _ in sizes) * compute.itemsize,
         gradients=sum(math.prod(shape) for shape, trained in sizes if trained) * master.itemsize,
-        activations=0 if "vision" in model.frozen else _kept(part, own_patches, memory, compute),
+        activations=0 if "vision" in model.frozen or not patches else _kept(part, own_patches, memory, compute),
     )
 
 

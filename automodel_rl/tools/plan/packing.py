@@ -22,12 +22,12 @@ class Packing:
     Attributes:
         rows: of a step, over all data ranks.
         efficiency: tokens / (rows x capacity); None if there were no data to look at.
-        patches: of all images of a step.
+        patches: of all images of a step; None if there were no data to look at.
     """
 
     rows: int
     efficiency: float | None
-    patches: int = 0
+    patches: int | None = None
 
 
 def measure_packing(config: AnyConfig) -> Packing:

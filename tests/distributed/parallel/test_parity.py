@@ -100,14 +100,12 @@ SP = {"sequence_parallel": True}
 LAYOUTS = [
     {"dp_shard": 2},
     {"dp_shard": 2, "dp_replicate": 2},
-    {"pp": 2, "dp_shard": 2},
     {"tp": 2},
     {"tp": 2, **SP},
     {"cp": 2},
     {"cp": 4},
     {"pp": 2, "tp": 2, **SP},
     {"pp": 2, "cp": 2},
-    {"cp": 2, "tp": 2, **SP},
 ]
 
 
@@ -123,7 +121,6 @@ def test_layouts_of_a_dense_model_equal_one_process(ranks: RankPool, tmp_path: P
         {"dp_shard": 2, "ep": 2},
         {"cp": 2, "ep": 2},
         {"pp": 2, "dp_shard": 2, "ep": 2},
-        {"dp_shard": 2, "dp_replicate": 2, "ep": 2},
         {"dp_shard": 2, "cp": 2, "ep": 4},
     ],
     ids=str,

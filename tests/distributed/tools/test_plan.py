@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoConfig
 
 from automodel_rl.batch import pack_row
-from automodel_rl.config import ModelConfig, ModulesConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config import ModelConfig, ModulesConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
@@ -20,6 +20,7 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.hf_read import read_config
 from automodel_rl.parallel.pipeline.timeline import simulate
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.tools.plan.command import plan
 from automodel_rl.tools.plan.encoder import plan_encoder
 from automodel_rl.tools.plan.memory import MemoryModel
 from automodel_rl.tools.verify.images import with_images
@@ -80,11 +81,11 @@ def test_bytes_are_those_of_a_run(
     model = ModelConfig(path=str(tmp_path), dtype="float32", lora=lora)
     planned = MemoryModel(read_config(tmp_path), model, 64, reads_entropy=False).plan(parallel, MemoryConfig(), 3).ranks
     runs = ranks(parallel.world_size).run(allocate, model, parallel)
-    for rank, plan in enumerate(planned):
+    for rank, memory in enumerate(planned):
         real = [run for run in runs if run.pp_rank == rank]
-        assert max(run.weights for run in real) == plan.weights
-        assert 2 * max(run.gradients for run in real) == plan.moments  # once they are reduced
-        assert max(run.moments for run in real) == plan.moments
+        assert max(run.weights for run in real) == memory.weights
+        assert 2 * max(run.gradients for run in real) == memory.moments  # once they are reduced
+        assert max(run.moments for run in real) == memory.moments
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2)])
@@ -123,9 +124,9 @@ def test_a_thousand_ranks_take_seconds(tmp_path: Path) -> None:
         full = ["--memory.activation_checkpointing", "full"]
         done = run_plan(tmp_path, model, sizes, "--gpus", "1024", "--json", *full)
         assert done.returncode == 0, done.stderr
-        plan = json.loads(done.stdout)
-        assert plan["world_size"] == 1024
-        assert sum(plan["parameters_per_stage"]) / 1e9 == pytest.approx(billions, rel=0.01)
+        record = json.loads(done.stdout)
+        assert record["world_size"] == 1024
+        assert sum(record["parameters_per_stage"]) / 1e9 == pytest.approx(billions, rel=0.01)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 10
 
@@ -183,21 +184,22 @@ def test_bytes_of_an_encoder_are_those_of_a_run(
     save_tiny_vision_model(tmp_path, family)
     modules = ModulesConfig.model_validate({"vision": vision, "language": {"ranks": 2}})
     model = ModelConfig(path=str(tmp_path), dtype="float32", frozen=frozen)
-    plan = plan_encoder(read_config(tmp_path), model, MemoryConfig(), modules, patches=100)
+    planned = plan_encoder(read_config(tmp_path), model, MemoryConfig(), modules, patches=100)
     real = ranks(3).run(allocate_encoder, model, modules)
-    assert max(weights for weights, _, _ in real) == plan.weights
+    assert max(weights for weights, _, _ in real) == planned.weights
     # An encoder's last layer may take no part, and has no moments then.
-    assert 0.5 * plan.moments < max(moments for _, moments, _ in real) <= plan.moments
-    assert max(parameters for _, _, parameters in real) == plan.parameters
+    assert 0.5 * planned.moments < max(moments for _, moments, _ in real) <= planned.moments
+    assert max(parameters for _, _, parameters in real) == planned.parameters
 
 
-def test_a_plan_of_two_modules_counts_both(tmp_path: Path) -> None:
+def test_a_plan_of_two_modules_counts_both(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     make_vision_workspace(tmp_path, "qwen2_5_vl")
-    config = config_of(tmp_path / "model", {}).model_dump(mode="json")
-    config["data"]["train"] = [{"path": str(tmp_path / "train.jsonl")}]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "automodel_rl", "plan", str(tmp_path / "config.yaml"), "--json"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    plan = json.loads(printed)
-    assert plan["encoder"]["activations"] > 0
-    assert plan["peak_bytes"] > plan["encoder"]["peak"] > 0
+    config = config_of(tmp_path / "model", {})
+    capsys.readouterr()  # what transformers says when it saves
+    plan(config, None, "H200", as_json=False)
+    assert "images not known: no data to look at" in capsys.readouterr().out
+    with_data = config.model_dump() | {"data": {"train": [{"path": str(tmp_path / "train.jsonl")}]}}
+    plan(SFTConfig.model_validate(with_data), None, "H200", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["encoder"]["activations"] > 0
+    assert found["peak_bytes"] > found["encoder"]["peak"] > 0
