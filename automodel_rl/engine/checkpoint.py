@@ -44,19 +44,15 @@ def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Restores weights, moments, step and random state in place. A collective.
+    """Restores weights, moments, step and random state in place, on the layout that wrote them or on another. A
+    collective.
 
     Returns:
-        The `progress` and this rank's `rank_state` that were saved.
+        The `progress` that was saved, and the `rank_state` of this rank, or of the first where fewer have written it.
 
     Raises:
-        InputError: the checkpoint was written by another number of ranks, or lacks a module that is trained.
+        InputError: the checkpoint holds other weights than those that are trained.
     """
-    if not _rank_file(folder).is_file() or len(list(folder.glob("rank_*.pt"))) != dist.get_world_size():
-        raise InputError(
-            f"{folder} was written by {len(list(folder.glob('rank_*.pt')))} ranks and this job has "
-            f"{dist.get_world_size()}: resume with the same layout"
-        )
     handle = engine.handle
     parameters = _trained(handle)
     _check_names(handle, parameters, folder)
@@ -70,7 +66,8 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
             _restore_moments(engine, parameters[module.name], state[module.name])
         if copy is not None and copy is not parameters["language"][EMBEDDING]:
             _copy_trained(engine, parameters["language"][EMBEDDING], copy)
-    rank_state = torch.load(_rank_file(folder), weights_only=False)
+    own = _rank_file(folder)
+    rank_state = torch.load(own if own.is_file() else _rank_file(folder, rank=0), weights_only=False)
     _set_random_state(rank_state.pop("random"), handle.layout.device)
     progress = json.loads((folder / "progress.json").read_text())
     engine.step = progress["engine"]["step"]
@@ -149,8 +146,8 @@ def _optimizer_of(engine: Engine) -> dict[nn.Parameter, torch.optim.Optimizer]:
     return {parameter: optimizer for optimizer, group in groups for parameter in group["params"]}
 
 
-def _rank_file(folder: Path) -> Path:
-    return folder / f"rank_{dist.get_rank()}.pt"
+def _rank_file(folder: Path, rank: int | None = None) -> Path:
+    return folder / f"rank_{dist.get_rank() if rank is None else rank}.pt"
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
@@ -162,5 +159,5 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
-    if device.type == "cuda":
+    if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -13,8 +13,8 @@ from automodel_rl.files import write_complete
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
-MAY_DIFFER = ("length.steps", "length.epochs", "output", "observe.")
-"""How keys begin in which a resumed run may differ: its limits, where its folder lies, what it shows."""
+MAY_DIFFER = ("length.steps", "length.epochs", "output", "observe.", "parallel", "modules")
+"""How keys begin in which a resumed run may differ: its limits, where its folder lies, what it shows, its layout."""
 
 
 class RunDirectory:
@@ -45,10 +45,7 @@ class RunDirectory:
 
     def _check_run(self, resume: bool) -> None:
         there, given = yaml.safe_load(self.config_file.read_text()), yaml.safe_load(self.config_text)
-        may_differ: tuple[str, ...] = MAY_DIFFER
-        if there.get("modules") and given.get("modules"):  # they may lie on other ranks now
-            may_differ = (*MAY_DIFFER, "modules.")
-        other = [key for key in differing_keys(there, given) if not key.startswith(may_differ)]
+        other = [key for key in differing_keys(there, given) if not key.startswith(MAY_DIFFER)]
         if other:
             raise InputError(
                 f"output={self.folder}: the folder holds another run (it differs in {', '.join(other[:5])}): choose "

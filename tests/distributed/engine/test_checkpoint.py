@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import pack_row
+from automodel_rl.batch import pack, pack_row
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
-from automodel_rl.errors import InputError
+from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.hf_read import persistent_tensors
-from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.parallel.sharding import gather_whole, local_tensor
 from automodel_rl.parallel.torch_version import TORCH
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
@@ -74,22 +74,66 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert ranks(2).run(stop_and_resume, *arguments) == [True, True]
 
 
-def save(folder: Path, parallel: ParallelConfig) -> None:
-    engine = make_engine(ModelConfig(path=str(folder), dtype="float32"), parallel, MemoryConfig())
-    save_checkpoint(engine, folder / "step_0", {}, {})
+def states_of(engine: Engine) -> dict[str, Tensor]:
+    """Whole weights and moments of this rank's stages, by name."""
+    layout = engine.handle.layout
+    states = {}
+    for name, parameter in engine.handle.named_parameters():
+        states[name] = gather_whole(parameter, layout).clone()
+        for optimizer in engine.optimizers:
+            for moment in MOMENTS if parameter in optimizer.state else ():
+                states[f"{name} {moment}"] = gather_whole(optimizer.state[parameter][moment], layout).clone()
+    return states
 
 
-def load(folder: Path) -> str:
-    engine = make_engine(ModelConfig(path=str(folder), dtype="float32"), ParallelConfig(), MemoryConfig())
-    try:
-        load_checkpoint(engine, folder / "step_0")
-    except InputError as error:
-        return str(error)
-    return "loaded"
+def step_on_one_batch(engine: Engine, number: int) -> float:
+    """A step over the same global batch on every layout."""
+    layout = engine.handle.layout
+    ranks = {"num_data_ranks": layout.parallel.num_data_ranks, "data_rank": layout.data_rank}
+    return engine.train_step(pack(make_sequences(8, number), 40, **ranks), sft_loss).loss
 
 
-def test_a_checkpoint_of_another_number_of_ranks_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
-    ranks(2).run(save, tmp_path, ParallelConfig(pp=2))
-    (message,) = ranks(1).run(load, tmp_path)
-    assert message.endswith("was written by 2 ranks and this job has 1: resume with the same layout")
+def train_and_save(folder: Path, parallel: ParallelConfig) -> tuple[dict[str, Tensor], float]:
+    engine = make_engine(ModelConfig(path=str(folder), dtype="float64"), parallel, MemoryConfig())
+    for number in range(2):
+        step_on_one_batch(engine, number)
+    save_checkpoint(engine, folder / "step_2", {}, {"place": 7})
+    return states_of(engine), step_on_one_batch(engine, 2)
+
+
+def load_and_train(folder: Path, parallel: ParallelConfig) -> tuple[dict[str, Tensor], float, int, int]:
+    engine = make_engine(ModelConfig(path=str(folder), dtype="float64"), parallel, MemoryConfig())
+    _, rank_state = load_checkpoint(engine, folder / "step_2")
+    return states_of(engine), step_on_one_batch(engine, 2), engine.step, rank_state["place"]
+
+
+INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
+V_PLACED = {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "written", "read"),
+    [
+        ("qwen3", True, INTERLEAVED, {}),
+        ("qwen3", True, {}, INTERLEAVED),
+        ("qwen3", True, INTERLEAVED, {"tp": 2, "dp_shard": 2}),
+        ("qwen3", True, {"tp": 2, "dp_shard": 2}, INTERLEAVED),
+        pytest.param("qwen3", True, {"dp_shard": 2, "dp_replicate": 2}, V_PLACED, marks=SPLIT),
+        ("qwen3_moe", False, INTERLEAVED, {"cp": 2, "ep": 2}),
+        ("qwen3_moe", False, {"dp_shard": 2, "ep": 2}, INTERLEAVED),
+    ],
+)
+def test_a_checkpoint_goes_on_on_another_layout(
+    ranks: RankPool, tmp_path: Path, family: str, tied: bool, written: dict, read: dict
+) -> None:
+    save_tiny_model(tmp_path, family, tied=tied)
+    before, after = ParallelConfig(**written), ParallelConfig(**read)
+    saved = ranks(before.world_size).run(train_and_save, tmp_path, before)
+    loaded = ranks(after.world_size).run(load_and_train, tmp_path, after)
+    expected = {name: tensor for states, _ in saved for name, tensor in states.items()}
+    found = {name: tensor for states, *_ in loaded for name, tensor in states.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for _, loss, step, place in loaded:
+        assert (step, place) == (3, 7)
+        assert loss == pytest.approx(saved[0][1], rel=1e-9)

@@ -21,8 +21,10 @@ from tests.distributed.trainers.runs import (
     assert_same_weights,
     metrics_of,
     settings_of,
+    train,
     write,
 )
+from tests.rank_pool import RankPool
 
 Change = Callable[[Settings, Path], None]
 
@@ -83,6 +85,20 @@ def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(config: Settings,
     assert resumed.returncode == 0, stderr
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 41))
     assert_same_weights(tmp_path / "whole" / "final", tmp_path / "run" / "final")
+
+
+def test_a_run_goes_on_on_another_layout(ranks: RankPool, config: Settings, tmp_path: Path) -> None:
+    config["optimizer"] = {"lr": 1e-3, "decay": "constant"}
+    config["checkpoint"] = {"every": 2}
+    whole = config | {"output": str(tmp_path / "whole"), "parallel": {"dp_shard": 2}}
+    ranks(2).run(train, whole)
+    ranks(1).run(train, config | {"length": {"steps": 2}})
+    ranks(2).run(train, config | {"length": {"steps": 4}, "parallel": {"pp": 2}}, True)
+    rows, expected = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "whole")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row, other in zip(rows, expected, strict=True):
+        assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
+        assert row["train/num_tokens"] == other["train/num_tokens"]
 
 
 def set_key(dotted: str, value: object) -> Change:
