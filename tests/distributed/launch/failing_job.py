@@ -37,6 +37,8 @@ def work() -> None:
             Path(folder, "failed_at").write_text(str(time.time()))
         if way == "killed" and calls == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+        if way == "loss" and calls == 3:
+            raise ValueError("planted in the loss")
         return sft_loss(outputs, batch)
 
     def failing_attention(*_: object, **__: object) -> None:

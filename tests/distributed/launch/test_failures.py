@@ -14,6 +14,7 @@ from tests.tiny import save_tiny_model
 @pytest.mark.parametrize(
     ("way", "last_line"),
     [
+        ("loss", "error: rank 1: loss of microbatch 2 on stage 1 failed: ValueError: planted in the loss"),
         ("forward", "error: rank 0: forward of microbatch 0 on stage 0 failed: ValueError: planted in attention"),
         ("abort", "error: rank 0: ValueError: the real cause"),
         ("killed", "error: rank 1 was ended by SIGKILL; the machine may have run out of memory"),
