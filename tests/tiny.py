@@ -16,6 +16,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
@@ -99,14 +100,13 @@ def save_tiny_model(
     """A checkpoint with livelier weights than the default initialisation, so that differences show."""
     config_class, defaults = FAMILIES[family]
     config = config_class(**{**defaults, "num_hidden_layers": num_layers, "tie_word_embeddings": tied, **sizes})
-    generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    enliven(model, generator, plain_norms="gemma" not in family)
-    model.to(dtype).save_pretrained(folder)
+    save_lively(model, folder, dtype, plain_norms="gemma" not in family)
 
 
-def enliven(model: nn.Module, generator: torch.Generator, plain_norms: bool) -> None:
-    """Random weights of some size; those of norms around 1, or where they are added to 1 around 0."""
+def save_lively(model: PreTrainedModel, folder: Path, dtype: torch.dtype, plain_norms: bool) -> None:
+    """With random weights of some size; those of norms around 1, or where they are added to 1 around 0."""
+    generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.1, generator=generator)
@@ -117,6 +117,7 @@ def enliven(model: nn.Module, generator: torch.Generator, plain_norms: bool) -> 
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             nn.init.uniform_(buffer, -0.1, 0.1, generator=generator)
+    model.to(dtype).save_pretrained(folder)
 
 
 def make_sequences(num_sequences: int, seed: int, longest: int = 18) -> list[TokenSequence]:
@@ -186,5 +187,4 @@ def save_tiny_vision_model(
         **{**special, **(ids or {})},
     )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
-    enliven(model, torch.Generator().manual_seed(0), plain_norms=True)
-    model.to(dtype).save_pretrained(folder)
+    save_lively(model, folder, dtype, plain_norms=True)

@@ -111,17 +111,11 @@ FAMILIES = {
     ),
 }
 
+_LLAVA = FAMILIES["llava"].vision
+assert _LLAVA is not None
 # As transformers 4 wrote them, and the hub has them.
-FAMILIES["llava of transformers 4"] = replace(
-    FAMILIES["llava"],
-    vision=VisionNames(
-        projector="multi_modal_projector",
-        in_files=(
-            ("model.vision_tower.", "vision_tower.vision_model."),
-            ("model.multi_modal_projector.", "multi_modal_projector."),
-            ("", "language_model."),
-        ),
-    ),
+FAMILIES["llava of transformers 4"] = Family(
+    vision=replace(_LLAVA, in_files=(("model.vision_tower.", "vision_tower.vision_model."), *_LLAVA.in_files)),
     names_in_files_of="llava",
     tell_tale="vision_tower.vision_model.",
 )

@@ -43,6 +43,7 @@ class ImageEncoder:
     def __init__(self, part: VisionPart | None, bridge: Bridge, blank: Image, like: Tensor, trains: bool):
         self.part, self.bridge, self.blank, self.like, self.trains = part, bridge, blank, like, trains
         self._images: dict[int, list[tuple[Image, ...]]] = {}
+        self._shares: dict[int, list[list[Place]]] = {}
         self._encoded: list[tuple[int, Tensor]] = []
 
     def num_rows(self, batches: Sequence[PackedBatch]) -> int:
@@ -57,6 +58,7 @@ class ImageEncoder:
             train: keep what `backward` needs.
         """
         self._images = self.bridge.exchange([row.images for row in batches])
+        self._shares = {lane: self._dealt(lane) for lane in self.bridge.lanes}
         self._encoded = []
         if self.part is not None and self.bridge.any_encoder(any(map(any, self._images.values()))):
             with torch.set_grad_enabled(train and self.trains):
@@ -69,7 +71,7 @@ class ImageEncoder:
         if self.bridge.reads is None:
             return []
         pieces: dict[Place, Tensor] = {}
-        for tensor, places in zip(received, self._dealt(self.bridge.reads), strict=True):
+        for tensor, places in zip(received, self._shares[self.bridge.reads], strict=True):
             counts = [self._image(self.bridge.reads, place).num_tokens for place in places]
             pieces |= dict(zip(places, tensor.split(counts), strict=True))
         leaves = [
@@ -91,9 +93,8 @@ class ImageEncoder:
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 split = gradient.split([image.num_tokens for image in images]) if images else ()
                 pieces |= {(row, number): piece for number, piece in enumerate(split)}
-            gradients = [torch.cat([self.like, *(pieces[p] for p in places)]) for places in self._dealt(lane)]
-        of_lanes = self.bridge.to_encoder(gradients, self._sizes(), self.like)
-        left = dict(of_lanes)
+            gradients = [torch.cat([self.like, *(pieces[p] for p in places)]) for places in self._shares[lane]]
+        left = self.bridge.to_encoder(gradients, self._sizes(), self.like)
         for number, (lane, chunk) in enumerate(self._encoded):
             assert self.part is not None
             reduce_gradients(self.part, number == len(self._encoded) - 1)
@@ -114,7 +115,7 @@ class ImageEncoder:
         rows: dict[tuple[int, int], list[Image]] = {}
         for lane in self.bridge.serves:
             assert self.bridge.share is not None
-            for place in self._dealt(lane)[self.bridge.share]:
+            for place in self._shares[lane][self.bridge.share]:
                 rows.setdefault((lane, place[0]), []).append(self._image(lane, place))
         rows = rows or {(-1, 0): [self.blank]}
         # Pictures of later rows are read while the device encodes those of earlier ones.
@@ -158,6 +159,6 @@ class ImageEncoder:
     def _sizes(self) -> dict[int, list[int]]:
         """By lane, how many tokens each encoder lane that serves it makes."""
         return {
-            lane: [sum(self._image(lane, place).num_tokens for place in share) for share in self._dealt(lane)]
-            for lane in self.bridge.lanes
+            lane: [sum(self._image(lane, place).num_tokens for place in share) for share in shares]
+            for lane, shares in self._shares.items()
         }

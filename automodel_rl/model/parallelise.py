@@ -39,6 +39,12 @@ def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
     return compute, torch.promote_types(compute, torch.float32)
 
 
+def mixed_precision(model: ModelConfig) -> MixedPrecisionPolicy:
+    """How FSDP treats weights and gradients; inputs have the right dtype already."""
+    compute, master = dtypes_of(model)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
+
+
 @dataclass(frozen=True)
 class Extras:
     """What a step does with a part besides its forward and backward.
@@ -66,7 +72,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         memory: what is recomputed or compiled.
     """
     family = FAMILIES[part.config.model_type]
-    compute, master = dtypes_of(model)
+    compute, _ = dtypes_of(model)
     how = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
     partial: list[tuple[nn.Module, str]] = []
     if layout.parallel.tp > 1:
@@ -95,9 +101,8 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         for layer in layers_of(part):
             layer.forward = torch.compile(layer.forward, dynamic=True)
     checkpoint_layers(layers_of(part), memory.activation_checkpointing)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
     own_units = experts if layout.parallel.ep > 1 else []
-    wrap_fsdp(part, layers_of(part), own_units, layout.fsdp_mesh, layout.expert_fsdp_mesh, policy)
+    wrap_fsdp(part, layers_of(part), own_units, layout.fsdp_mesh, layout.expert_fsdp_mesh, mixed_precision(model))
     return Extras(scope, replay, watch, partial)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 
@@ -19,6 +18,7 @@ from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import install_fused_norms
+from automodel_rl.model.parallelise import dtypes_of, mixed_precision
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_linears
@@ -145,15 +145,12 @@ def parallelise_encoder(part: VisionPart, layout: Layout, model: ModelConfig, me
         plan = dict(VISION_FAMILIES[part.config.model_type].tp_plan)
         how = TensorParallel(layout.tp_group, sequence_parallel=False)
         split_linears(part, lambda name: plan.get(name.rpartition(".")[2]), layout.mesh["tp"], how)
-    compute = getattr(torch, model.dtype)
+    compute, _ = dtypes_of(model)
     choose_attention(part, layout.device, compute)
     install_fused_norms(part, layout.device, compute)
     layers = encoder_layers(part)
     checkpoint_layers(layers, memory.activation_checkpointing)
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.promote_types(compute, torch.float32), cast_forward_inputs=False
-    )
-    wrap_fsdp(part, layers, [], layout.fsdp_mesh, layout.fsdp_mesh, policy)
+    wrap_fsdp(part, layers, [], layout.fsdp_mesh, layout.fsdp_mesh, mixed_precision(model))
 
 
 def encoder_layers(part: VisionPart) -> list[Any]:

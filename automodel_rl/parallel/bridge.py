@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.layout import Layout, own_group
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,5 @@ class Bridge:
 
 
 def _group(ranks: set[int], backend: str | None) -> dist.ProcessGroup | None:
-    """Creates a group, as every rank must. One rank needs none."""
-    if len(ranks) == 1:
-        return None
-    group = dist.new_group(sorted(ranks), backend=backend)
-    return group if dist.get_rank() in ranks else None
+    """A group of these ranks, on all of them. One rank needs none."""
+    return None if len(ranks) == 1 else own_group([sorted(ranks)], backend)

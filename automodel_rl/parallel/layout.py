@@ -162,14 +162,14 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
             if parallel.ep > 1
             else None
         ),
-        cp_group=_own_group(by_row) if parallel.cp > 1 else None,
+        cp_group=own_group(by_row) if parallel.cp > 1 else None,
         world_control=_control_group([list(everyone)]),
         stage_control=_control_group(places.flatten(1).tolist() + alone),
         data_control=_control_group(by_data + alone),
         pp_control=_control_group(by_stage + alone),
-        ends_group=_own_group([sorted({ranks_[0], ranks_[last]}) for ranks_ in by_stage]),
+        ends_group=own_group([sorted({ranks_[0], ranks_[last]}) for ranks_ in by_stage]),
         message_groups=_message_groups(by_stage, device) if parallel.virtual_stages > 1 else {},
-        guests_control=_own_group([[by_stage[0][last], *guests]], "gloo") if guests else None,
+        guests_control=own_group([[by_stage[0][last], *guests]], "gloo") if guests else None,
         speaker=by_stage[0][last],
         is_guest=dist.get_rank() not in members,
     )
@@ -185,7 +185,7 @@ def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tup
     groups = {}
     for message in MESSAGES:
         for parity in (0, 1):
-            group = _own_group(by_stage)
+            group = own_group(by_stage)
             if group is None:  # a guest
                 continue
             # All members connect now: the first message has two of them only, and NCCL would wait for the others.
@@ -195,12 +195,12 @@ def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tup
 
 
 def _control_group(groups: list[list[int]]) -> dist.ProcessGroup:
-    group = _own_group(groups, "gloo")
+    group = own_group(groups, "gloo")
     assert group is not None  # these groups cover all ranks
     return group
 
 
-def _own_group(groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+def own_group(groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
     """Creates every group, as every rank must, and returns the one that holds this rank (None if no group does)."""
     own = None
     for members in groups:

@@ -6,11 +6,11 @@ those of the language model where both modules share a rank. What one layer's ba
 
 import copy
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AttentionInterface, AutoModelForImageTextToText, PretrainedConfig
 
 from automodel_rl.config import ModelConfig, ModulesConfig
@@ -20,8 +20,8 @@ from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.hf_read import language_config
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.model.vision import VisionPart, encoder_layers, freeze, split_modules
-from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
 from automodel_rl.tools.plan.activations import META, LiveBytes, attention_stand_in, stand_in_norms
+from automodel_rl.tools.plan.parameter_sizes import ParameterSize, split_dim
 
 STAND_IN = "automodel_rl_plan_flash"
 """With "flash" in its name, encoders hand over all images in one call (model/vision.py)."""
@@ -69,27 +69,27 @@ def plan_encoder(
     language, part = split_modules(whole, language_config(config))
     freeze(language, part, model.frozen)
     vision = modules.vision
-    sizes = [(_of_tp_rank(config, name, p.shape, vision.tp), p.requires_grad) for name, p in part.named_parameters()]
-    shards = [(-(-shape[0] // vision.dp_shard) * math.prod(shape[1:]), trained) for shape, trained in sizes]
-    trained_shards = sum(count for count, trained in shards if trained)
+    sizes = [_size(config, name, p, vision.tp, vision.dp_shard) for name, p in part.named_parameters()]
+    trained = [size for size in sizes if size.is_trained]
     own_patches = -(-patches // vision.dp_shard)
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),
-        weights=sum(count for count, _ in shards) * master.itemsize,
-        moments=0 if memory.offload_optimizer else 2 * trained_shards * master.itemsize,
-        gathered=sum(math.prod(shape) for shape, _ in sizes) * compute.itemsize,
-        gradients=sum(math.prod(shape) for shape, trained in sizes if trained) * master.itemsize,
+        weights=sum(size.largest_shard for size in sizes) * master.itemsize,
+        moments=0 if memory.offload_optimizer else 2 * sum(size.largest_shard for size in trained) * master.itemsize,
+        gathered=sum(size.gathered for size in sizes) * compute.itemsize,
+        gradients=sum(size.gathered for size in trained) * master.itemsize,
         activations=0 if "vision" in model.frozen or not patches else _kept(part, own_patches, memory, compute),
     )
 
 
-def _of_tp_rank(config: PretrainedConfig, name: str, shape: torch.Size, tp: int) -> tuple[int, ...]:
-    """What one tp rank has of a parameter."""
+def _size(config: PretrainedConfig, name: str, parameter: nn.Parameter, tp: int, dp_shard: int) -> ParameterSize:
+    """A parameter of the encoder as one rank sees it."""
     module, _, kind = name.rpartition(".")
-    style = dict(VISION_FAMILIES[config.model_type].tp_plan).get(module.rpartition(".")[2]) if tp > 1 else None
-    if style == COLUMNS:
-        return (shape[0] // tp, *shape[1:])
-    return (shape[0], shape[1] // tp) if style == ROWS and kind == "weight" else tuple(shape)
+    shape = list(parameter.shape)
+    dim = split_dim(dict(VISION_FAMILIES[config.model_type].tp_plan).get(module.rpartition(".")[2]), kind)
+    if dim is not None:
+        shape[dim] //= tp
+    return ParameterSize(name, None, tuple(shape), dp_shard, parameter.requires_grad)
 
 
 def _kept(part: VisionPart, patches: int, memory: MemoryConfig, dtype: torch.dtype) -> int:

@@ -95,7 +95,11 @@ def _split_dim(name: str, plan: dict[str, str]) -> int | None:
     module, _, kind = name.rpartition(".")
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         return 0
-    style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", module.removeprefix("model.")))
+    return split_dim(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", module.removeprefix("model."))), kind)
+
+
+def split_dim(style: str | None, kind: str) -> int | None:
+    """Along which dim a weight or bias of a linear layer is cut, None if not."""
     if style == COLUMNS:
         return 0
     return 1 if style == ROWS and kind == "weight" else None
