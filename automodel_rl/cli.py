@@ -4,20 +4,24 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 import automodel_rl
 from automodel_rl.config import ALGORITHMS, GRPOConfig, describe_keys, load_config
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError
-from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, guard
+from automodel_rl.launch.failure import guard
 from automodel_rl.launch.local import is_rank, run_local_ranks
 from automodel_rl.launch.quiet import quiet_libraries
-from automodel_rl.observe.run_directory import RunDirectory
+from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE
+from automodel_rl.observe.run_directory import FLIGHTS, RunDirectory
 from automodel_rl.tools.verify.layout import ranks_to_verify
 
 USAGE = """\
-usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto] [--dotted.key value ...]
+usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto|never|CHECKPOINT] [--max-minutes M] [--dotted.key value ...]
        automodel-rl verify CONFIG.yaml [--json] [--dotted.key value ...]
        automodel-rl plan CONFIG.yaml [--gpus N] [--device H200] [--json] [--dotted.key value ...]
+       automodel-rl export CHECKPOINT OUT
+       automodel-rl verify-checkpoint CHECKPOINT
        automodel-rl quickstart FOLDER [--seed N]
 
   sft         supervised fine-tuning on chats
@@ -26,10 +30,14 @@ usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto] [--dotted.key value
               all three start as many local ranks as the layout asks for, or join torchrun's
   verify      proves the config's layout: a small model of the same architecture on it against one process
   plan        memory, stages and bubble of the config's layout, without GPUs and without weights
+  export      a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine
+  verify-checkpoint
+              says whether a checkpoint is whole: every file as it was written
   quickstart  makes a small model and data and trains it with GRPO, on a laptop
 
   automodel-rl grpo --help (or sft, dpo) lists every key of the config. --resume auto goes on with the run in the
-  output folder.
+  output folder, from its newest whole checkpoint; --resume CHECKPOINT from that one, perhaps of another run; never is
+  the default. --max-minutes saves and stops in time for the end of a batch job.
 """
 
 
@@ -52,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **dict.fromkeys(ALGORITHMS, lambda rest: _train(command, rest)),
         "verify": _verify,
         "plan": _plan,
+        "export": _export,
+        "verify-checkpoint": _verify_checkpoint,
         "quickstart": _quickstart,
     }
     try:
@@ -79,23 +89,63 @@ def _train(algorithm: str, arguments: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # where a config's loss_function may be; rewards and further ranks look there
     path, rest = _config_file(algorithm, arguments)
-    resume, overrides = _take_option("--resume", rest)
-    if resume not in (None, "auto"):
-        raise InputError(f"--resume {resume}: takes one value: --resume auto")
+    resume, rest = _take_resume(rest)
+    max_minutes, overrides = _take_minutes(rest)
     config = load_config(path, overrides, algorithm)
     # Once for all ranks: in the launcher, before they import anything heavy, or in torchrun's first rank.
     if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
         from automodel_rl.data.records import check_data
         from automodel_rl.rollout.rewards.scorer import check_rewards
 
-        RunDirectory(config, config.output, resume is not None)
+        RunDirectory(config, config.output, resume)
         check_data(config)
         if isinstance(config, GRPOConfig):
             check_rewards(config.rewards)
     if not is_rank() and config.world_size > 1:
         command = [sys.executable, "-m", "automodel_rl", algorithm, *arguments]
-        return run_local_ranks(command, config.world_size)
-    return guard(lambda: getattr(automodel_rl, TRAINERS[algorithm])(config, resume is not None).train())
+        return run_local_ranks(command, config.world_size, Path(config.output) / FLIGHTS)
+    return guard(lambda: getattr(automodel_rl, TRAINERS[algorithm])(config, resume, max_minutes).train())
+
+
+def _take_resume(arguments: list[str]) -> tuple[str, list[str]]:
+    """What to go on from. Ranks that an agent has started again go on from what they have saved."""
+    given, rest = _take_option("--resume", arguments)
+    if given is None:
+        return "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else "never", rest
+    if given not in ("auto", "never") and not Path(given).is_dir():
+        raise InputError(f"--resume {given}: is neither auto, never nor the folder of a checkpoint")
+    return given, rest
+
+
+def _take_minutes(arguments: list[str]) -> tuple[float | None, list[str]]:
+    text, rest = _take_option("--max-minutes", arguments)
+    if text is None:
+        return None, rest
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < float("inf"):
+        raise InputError(f"--max-minutes {text}: must be a number above 0")
+    return minutes, rest
+
+
+def _export(arguments: list[str]) -> int:
+    if len(arguments) != 2:
+        raise InputError("export takes a checkpoint and a new folder: automodel-rl export RUN/checkpoints/step_100 OUT")
+    from automodel_rl.tools.export import export
+
+    export(Path(arguments[0]), Path(arguments[1]))
+    return EXIT_OK
+
+
+def _verify_checkpoint(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        raise InputError("verify-checkpoint takes one folder: automodel-rl verify-checkpoint RUN/checkpoints/step_100")
+    from automodel_rl.tools.verify_checkpoint import verify_checkpoint
+
+    verify_checkpoint(Path(arguments[0]))
+    return EXIT_OK
 
 
 def _verify(arguments: list[str]) -> int:

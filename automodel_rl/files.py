@@ -35,11 +35,11 @@ def complete_folder(folder: Path, group: "ProcessGroup") -> Iterator[Path]:
     yield unfinished
     dist.barrier(group)
     if group.rank() == 0:
-        _publish(unfinished, folder)
+        publish_folder(unfinished, folder)
     dist.barrier(group)
 
 
-def _publish(unfinished: Path, folder: Path) -> None:
+def publish_folder(unfinished: Path, folder: Path) -> None:
     """Gives a complete folder its name. What had that name before is removed last; until then it is beside it."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)

@@ -133,7 +133,7 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
         "length": {"steps": options.steps},
         "optimizer": {"lr": 1e-5, "decay": "constant"},
         "router_replay": {"enabled": options.replay, "compare": options.replay},
-        "checkpoint": {"every": None},
+        "checkpoint": {"every_steps": None},
         "observe": {"samples": 0},
     }
 

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from automodel_rl.launch.failure import LOST_PEER
 from automodel_rl.launch.local import free_port
+from automodel_rl.launch.record import LOST_PEER
 
 TIMEOUT_SECONDS = 300.0
 

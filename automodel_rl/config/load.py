@@ -69,7 +69,7 @@ def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
 
 def dump_config(config: Section) -> str:
     """The resolved config as YAML, defaults included; `load_config` reads it back."""
-    values = config.model_dump(mode="json")
+    values = config.model_dump(mode="json", by_alias=True)
     if values.get("modules") is not None:
         del values["parallel"]  # it is that of the language module
     return yaml.safe_dump(values, sort_keys=False)
@@ -162,7 +162,7 @@ def _explain(detail: Any, kind: type[BaseModel]) -> str:
 def _suggest(key: str, section: type[BaseModel] | None) -> str:
     if section is None:
         return ""
-    known = list(section.model_fields)
+    known = [info.alias or name for name, info in section.model_fields.items()]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if ALIASES.get(key) in known:
         close = [ALIASES[key]]
@@ -176,7 +176,7 @@ def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[
     section: Any = kind
     for part in location:
         if isinstance(part, str):
-            section = section.model_fields[part].annotation
+            section = section.model_fields[part].annotation if part in section.model_fields else None
         section = _inner_section(section)
         if section is None:
             return None
@@ -194,7 +194,8 @@ def _inner_section(annotation: Any) -> type[BaseModel] | None:
 def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
     """(dotted key, default, meaning) of every key, for the command line's help."""
     rows = []
-    for name, info in kind.model_fields.items():
+    for field, info in kind.model_fields.items():
+        name = info.alias or field
         section = _inner_section(info.annotation)
         if section is None or section is not info.annotation:
             default = "required" if info.is_required() else str(info.get_default(call_default_factory=True))

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationError, model_validator
 from automodel_rl.config.base import Positive, Section
 from automodel_rl.config.checkpoint import CheckpointConfig
 from automodel_rl.config.data import RowsConfig, SourcesConfig
+from automodel_rl.config.failures import FailuresConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import ModelConfig
 from automodel_rl.config.modules import ModulesConfig
@@ -75,6 +76,7 @@ class RunConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    failures: FailuresConfig = FailuresConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property

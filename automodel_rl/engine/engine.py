@@ -4,12 +4,14 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from automodel_rl.batch import LocalRow, PackedBatch, set_values, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
+from automodel_rl.engine.kept_rows import keep_rows
 from automodel_rl.engine.offload import Offloaded
 from automodel_rl.engine.optimizer import MOMENTS, build_optimizer, learning_rate
 from automodel_rl.errors import TrainingDivergedError
@@ -57,6 +59,9 @@ class Engine:
         optimizer: AdamW and its schedule.
         total_steps: length of the run, for a decaying learning rate.
 
+    Attributes:
+        keep_rows_in: folder for the rows of the step at which training has diverged; None keeps none.
+
     Raises:
         InputError: the learning rate decays and there are no `total_steps`.
 
@@ -84,6 +89,7 @@ class Engine:
         self._offloaded: Offloaded | None = None
         self.step = 0
         self.skipped_in_a_row = 0
+        self.keep_rows_in: Path | None = None
 
     def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout = LOGPROBS) -> TrainOutput:
         """One optimizer step over the global batch.
@@ -110,7 +116,7 @@ class Engine:
         routing = self.handle.balance_routers() if self.handle.is_mixture and not skipped else {}
         self.handle.zero_grad()
         self.step += 1
-        self._count_skipped(skipped, loss, grad_norm)
+        self._count_skipped(skipped, loss, grad_norm, batches)
         return TrainOutput(loss, grad_norm, counts["tokens"], lr, skipped, {**_metrics(shared), **routing})
 
     def evaluate(
@@ -246,13 +252,21 @@ class Engine:
                     group["lr"] = lr
                 optimizer.step()
 
-    def _count_skipped(self, skipped: bool, loss: float, grad_norm: float) -> None:
+    def _count_skipped(self, skipped: bool, loss: float, grad_norm: float, batches: Sequence[PackedBatch]) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if self.skipped_in_a_row >= self.config.max_skipped_steps:
-            raise TrainingDivergedError(
-                f"{self.skipped_in_a_row} steps in a row were skipped, the last with loss {loss} and gradient norm "
-                f"{grad_norm}: lower optimizer.lr, or look at the data of these steps"
-            )
+        if self.skipped_in_a_row < self.config.max_skipped_steps:
+            return
+        kept = ""
+        if self.keep_rows_in is not None:
+            layout = self.handle.layout
+            if layout.is_first_of_data_rank:
+                about = {"loss": str(loss), "grad_norm": str(grad_norm), "step": str(self.step)}
+                keep_rows(self.keep_rows_in / f"data_rank_{layout.data_rank}.safetensors", batches, about)
+            kept = f" (its rows are in {self.keep_rows_in})"
+        raise TrainingDivergedError(
+            f"{self.skipped_in_a_row} steps in a row were skipped, the last{kept} with loss {loss} and gradient norm "
+            f"{grad_norm}: lower optimizer.lr, or look at the data of these steps"
+        )
 
 
 def _mean_loss(totals: GlobalTotals, counts: dict[Denominator, int]) -> float:

@@ -1,13 +1,9 @@
-"""The first cause of a failure: every rank that fails leaves a record, and the launcher shows the earliest."""
+"""A rank's end: what it raised becomes a record and an exit code, and its peers learn of it."""
 
-import json
 import os
-import re
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from automodel_rl.errors import (
@@ -19,63 +15,55 @@ from automodel_rl.errors import (
     MicrobatchError,
     innermost,
 )
-from automodel_rl.files import write_complete
+from automodel_rl.launch.flight import flight
 from automodel_rl.launch.lifeline import hold_lifeline
-from automodel_rl.launch.peers import tell_peers
-
-RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
-"""Environment variable by which a launcher tells its ranks where to leave their records."""
-
-LOST_PEER = re.compile(
-    "Connection (closed|reset) by peer|Connection refused|Broken pipe|DistNetworkError|DistStoreError|"
-    "remote process exited"
-)
-"""What a rank's own error says when a peer has gone."""
-
-
-@dataclass(frozen=True)
-class FailureRecord:
-    rank: int
-    time: float
-    exit_code: int
-    line: str
-    trace: str
-
-    @property
-    def is_lost_peer(self) -> bool:
-        """Whether this rank only noticed that another one was gone."""
-        return LOST_PEER.search(self.line) is not None
+from automodel_rl.launch.peers import leave, report_failure
+from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, leave_record, own_rank
 
 
 def guard(work: Callable[[], None]) -> int:
-    """Runs a rank's `work` and returns the exit code; a failure leaves a record, or is printed without a launcher.
+    """Runs a rank's `work` and returns the exit code; a failure leaves a record, or is shown without a launcher.
 
     A rank that has peers does not return: it leaves at once, for taking down the process group of a failed job waits
     for peers that wait for this rank.
     """
     hold_lifeline()
-    code = _run(work)
+    record = _run(work)
+    code = EXIT_OK if record is None else record.exit_code
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        if code != EXIT_OK:
-            tell_peers()
+        if record is None:
+            leave()
+        else:
+            report_failure(record)
+        _discard_notes(code)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if record is not None and RECORD_FOLDER_VARIABLE in os.environ:
+        leave_record(Path(os.environ[RECORD_FOLDER_VARIABLE]), record)
+    elif record is not None:
+        print(record.block(), file=sys.stderr, flush=True)
+    _discard_notes(code)
     return code
 
 
-def _run(work: Callable[[], None]) -> int:
+def _discard_notes(code: int) -> None:
+    if code != EXIT_FAILURE:
+        flight.discard()
+
+
+def _run(work: Callable[[], None]) -> FailureRecord | None:
     try:
         work()
     except InputError as error:
-        return _report(EXIT_BAD_INPUT, f"error: {error}", "")
+        return FailureRecord(own_rank(), EXIT_BAD_INPUT, f"error: {error}")
     except JobEndedError as error:
-        return _report(EXIT_FAILURE, str(error), "")
+        return FailureRecord(own_rank(), EXIT_FAILURE, str(error))
     except KeyboardInterrupt:
-        return _report(EXIT_FAILURE, "interrupted", "")
+        return FailureRecord(own_rank(), EXIT_FAILURE, "interrupted")
     except BaseException as error:  # also SystemExit of a library: peers must learn that this rank is gone
-        return _report(EXIT_FAILURE, f"error: {describe(error)}", traceback.format_exc())
-    return EXIT_OK
+        return FailureRecord(own_rank(), EXIT_FAILURE, f"error: {describe(error)}", traceback.format_exc())
+    return None
 
 
 def describe(error: BaseException) -> str:
@@ -83,22 +71,6 @@ def describe(error: BaseException) -> str:
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, MicrobatchError):
-            return f"rank {os.environ.get('RANK', 0)}: {chain}"
+            return f"rank {own_rank()}: {chain}"
         chain = chain.__cause__
-    return f"rank {os.environ.get('RANK', 0)}: {innermost(error)}"
-
-
-def _report(exit_code: int, line: str, trace: str) -> int:
-    record = FailureRecord(int(os.environ.get("RANK", 0)), time.time(), exit_code, line, trace)
-    folder = os.environ.get(RECORD_FOLDER_VARIABLE)
-    if folder is None:
-        print(f"{trace}{line}", file=sys.stderr, flush=True)
-    else:
-        write_complete(Path(folder) / f"rank_{record.rank}.json", json.dumps(asdict(record)))
-    return exit_code
-
-
-def read_failures(folder: Path) -> dict[int, FailureRecord]:
-    """The records in a folder by rank."""
-    records = [FailureRecord(**json.loads(path.read_text())) for path in folder.glob("rank_*.json")]
-    return {record.rank: record for record in records}
+    return f"rank {own_rank()}: {innermost(error)}"

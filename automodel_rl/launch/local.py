@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_rl.errors import EXIT_FAILURE
-from automodel_rl.launch.failure import RECORD_FOLDER_VARIABLE, read_failures
+from automodel_rl.launch.flight import flight_file, last_place
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
+from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, first_cause, read_records
 
 GRACE_SECONDS = 3.0
 """How long the other ranks may still take to leave their own record once one has failed."""
@@ -35,14 +36,19 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
+def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None = None) -> int:
     """Runs `command` once per rank and returns the job's exit code.
+
+    Args:
+        command: of a rank.
+        num_ranks: of the job.
+        flights: where ranks keep what their flight recorders note, if they do.
 
     Rank 0 shares this terminal; the other ranks write to files that are shown only when there is no better cause.
     The first rank that fails ends all others. Signals are passed on, so that ranks can save and stop.
     """
     with tempfile.TemporaryDirectory(prefix="automodel_rl_") as folder:
-        ranks = _Ranks(Path(folder))
+        ranks = _Ranks(Path(folder), flights)
         handlers = {number: signal.signal(number, lambda n, _: ranks.signal(n)) for number in PASSED_ON}
         try:
             ranks.start(command, num_ranks)
@@ -54,11 +60,12 @@ def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
 
 
 class _Ranks:
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, flights: Path | None):
+        self.folder, self.flights = folder, flights
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], num_ranks: int) -> None:
+        self.started = time.time()
         their_end, self.our_end = os.pipe()
         shared = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
@@ -107,14 +114,13 @@ class _Ranks:
             time.sleep(0.05)
             dead += [rank for rank in self._dead() if rank not in dead]
         self.kill()
-        records = read_failures(self.folder)
-        causes = [record for record in records.values() if not record.is_lost_peer]
+        records = read_records(self.folder)
         silent = [rank for rank in dead if rank not in records]
-        if silent and not causes:  # killed or crashed; what its peers recorded are lost connections
-            print(self._tail(silent[0]), f"error: {self._death(silent[0])}", sep="", file=sys.stderr, flush=True)
+        if silent and all(record.is_lost_peer for record in records.values()):  # killed or crashed
+            print(self._tail(silent[0]), self._record_of(silent[0]).block(), sep="", file=sys.stderr, flush=True)
             return EXIT_FAILURE
-        record = min(causes or records.values(), key=lambda record: record.time)
-        print(f"{record.trace}{record.line}", file=sys.stderr, flush=True)
+        record = first_cause([*records.values()])
+        print(record.block(), file=sys.stderr, flush=True)
         return record.exit_code
 
     def _dead(self) -> list[int]:
@@ -125,12 +131,24 @@ class _Ranks:
             return ""
         return "".join(self._log(rank).read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:])
 
-    def _death(self, rank: int) -> str:
+    def _record_of(self, rank: int) -> FailureRecord:
+        """What is known of a rank that left no record."""
         code = self.processes[rank].returncode
         if code < 0:
             remedy = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
-            return f"rank {rank} was ended by {signal.Signals(-code).name}{remedy}"
-        return f"rank {rank} ended with exit code {code} and left no cause"
+            line = f"rank {rank} was ended by {signal.Signals(-code).name}{remedy}"
+        else:
+            line = f"rank {rank} ended with exit code {code} and left no cause"
+        file = None if self.flights is None else flight_file(self.flights, rank)
+        is_ours = file is not None and file.is_file() and file.stat().st_mtime > self.started
+        return FailureRecord(
+            rank,
+            EXIT_FAILURE,
+            f"error: {line}",
+            where=last_place(file) if is_ours and file is not None else "",
+            pid=self.processes[rank].pid,
+            flight=str(file) if is_ours else "",
+        )
 
     def kill(self) -> None:
         for process in self.processes:

@@ -8,11 +8,8 @@ import torch
 import torch.distributed as dist
 
 from automodel_rl.errors import InputError
+from automodel_rl.launch import peers
 from automodel_rl.launch.local import is_rank
-from automodel_rl.launch.peers import watch_peers
-
-TIMEOUT = datetime.timedelta(minutes=30)
-"""Longest wait for a peer. A dead peer is noticed at once; this bounds a peer that hangs."""
 
 
 def join_process_group(world_size: int) -> torch.device:
@@ -48,15 +45,23 @@ def _initialise() -> None:
         torch.cuda.set_device(local_rank)
         backend = "nccl"
     if is_rank():
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=_timeout())
     else:  # nobody launched us: a job of one rank, of which the environment shall not tell others
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() > 1:
-        watch_peers()
+        peers.watch_peers()
     atexit.register(leave_process_group)
+
+
+def _timeout() -> datetime.timedelta:
+    """Longest wait for a peer. Our own watch knows more of a rank that hangs than a collective does: it comes first."""
+    if peers.hang_seconds is None:
+        return datetime.timedelta(days=365)
+    return datetime.timedelta(seconds=2 * peers.hang_seconds)
 
 
 def leave_process_group() -> None:
     """Takes down the process group, if there is one."""
     if dist.is_initialized():
+        peers.leave()
         dist.destroy_process_group()

@@ -158,6 +158,16 @@ class Checkpoint:
             if known.names_in_files_of == family and any(name.startswith(known.tell_tale) for name in self._files):
                 self.family = other
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return [*self._files]
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, on the host."""
+        with _open(self._files[name]) as tensors:
+            return tensors.get_tensor(name)
+
     def check(self, model: Any) -> None:
         """Compares the tensors with those of a model, or of a module of one, by name and shape.
 

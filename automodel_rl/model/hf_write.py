@@ -72,12 +72,36 @@ def save_hf_checkpoint(
         files = sorted(file for of_rank in gather_objects(own, world) for file in of_rank)
         if dist.get_rank() == 0:
             _name_files(unfinished, files)
-            config.save_pretrained(unfinished)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(unfinished)
-            for name in KEPT_FILES:
-                if (source / name).is_file():
-                    shutil.copy(source / name, unfinished / name)
+            write_description(unfinished, config, tokenizer, source)
+
+
+def write_weights(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes all tensors of a model, from one process."""
+    files = []
+    for number, tensors in enumerate(_files(named_tensors, keep=True)):
+        name = f"{number:05d}.safetensors"
+        save_file(tensors, folder / name, {"format": "pt"})
+        files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
+    _name_files(folder, files)
+
+
+def write_description(
+    folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, source: Path
+) -> None:
+    """Writes what a checkpoint holds besides weights.
+
+    Args:
+        folder: of the checkpoint.
+        config: saved as config.json.
+        tokenizer: saved along, if given.
+        source: the checkpoint it comes from, whose generation settings and image processor are kept.
+    """
+    config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for name in KEPT_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
 
 
 def _files(named_tensors: Iterable[tuple[str, Tensor]], keep: bool) -> Iterator[dict[str, Tensor]]:

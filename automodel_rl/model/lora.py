@@ -141,15 +141,27 @@ def save_adapters(
         tokenizer: saved along, if given.
         layout: this rank's place.
     """
-    own = {f"{PEFT_PREFIX}{name}": gather_whole(p, layout).cpu() for name, p in parameters if is_adapter(name)}
+    own = {name: gather_whole(p, layout).cpu() for name, p in parameters if is_adapter(name)}
     of_stages = gather_objects(own, layout.pp_control)
     with complete_folder(folder, layout.world_control) as unfinished:
         if dist.get_rank() == 0:
-            tensors = {name: tensor for stage in of_stages for name, tensor in stage.items()}
-            save_file(tensors, unfinished / "adapter_model.safetensors", {"format": "pt"})
-            (unfinished / "adapter_config.json").write_text(json.dumps(_peft_config(config, base), indent=2))
+            write_adapters(unfinished, {k: v for stage in of_stages for k, v in stage.items()}, config, base)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
+
+
+def write_adapters(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, base: Path) -> None:
+    """Writes adapters as PEFT does.
+
+    Args:
+        folder: that exists.
+        tensors: all adapters by name.
+        config: of them.
+        base: the checkpoint they belong to.
+    """
+    named = {f"{PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(_peft_config(config, base), indent=2))
 
 
 def _peft_config(config: LoraConfig, base: Path) -> dict[str, Any]:

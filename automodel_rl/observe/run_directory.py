@@ -1,20 +1,34 @@
 """The run directory: whose run it holds, and where its files are."""
 
+import contextlib
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
+from automodel_rl.checkpoint.folder import read_marker
 from automodel_rl.config import Section, differing_keys, dump_config
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
 
+FLIGHTS = "flight"
+"""Folder of the flight recorders' files in a run directory."""
+
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
-MAY_DIFFER = ("length.steps", "length.epochs", "output", "observe.", "parallel", "modules")
-"""How keys begin in which a resumed run may differ: its limits, where its folder lies, what it shows, its layout."""
+MAY_DIFFER = ("length.steps", "length.epochs", "output", "observe.", "parallel", "modules", "checkpoint.", "failures.")
+"""How keys begin in which a resumed run may differ: its limits, where its folder lies, what it shows and keeps, its
+layout."""
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    match = STEP_FOLDER.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
 
 
 class RunDirectory:
@@ -23,13 +37,14 @@ class RunDirectory:
     Args:
         config: the run.
         output: its folder.
-        resume: whether to go on with the run that is there.
+        resume: "auto" to go on with the run that is there, "never", or the folder of a checkpoint to go on from.
 
     Raises:
-        InputError: the folder cannot be used, holds another run, or this one and `resume` is not set.
+        InputError: the folder cannot be used, holds another run, this one and `resume` is "never", or one that is
+            past the checkpoint.
     """
 
-    def __init__(self, config: Section, output: str, resume: bool):
+    def __init__(self, config: Section, output: str, resume: str):
         self.folder = Path(output)
         self.config_text = dump_config(config)
         self._check_place()
@@ -43,7 +58,7 @@ class RunDirectory:
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise InputError(f"output={self.folder}: {existing} is not a folder one can write to: choose another")
 
-    def _check_run(self, resume: bool) -> None:
+    def _check_run(self, resume: str) -> None:
         there, given = yaml.safe_load(self.config_file.read_text()), yaml.safe_load(self.config_text)
         other = [key for key in differing_keys(there, given) if not key.startswith(MAY_DIFFER)]
         if other:
@@ -51,13 +66,23 @@ class RunDirectory:
                 f"output={self.folder}: the folder holds another run (it differs in {', '.join(other[:5])}): choose "
                 "another folder, or use that run's config to resume it"
             )
-        if not resume:
+        if resume == "never":
             raise InputError(
                 f"output={self.folder}: the folder holds this run already: add --resume auto, or choose another"
             )
-        if self.final.exists() and not self.list_checkpoints():
+        if resume != "auto":
+            self._check_past(Path(resume))
+        elif self.final.exists() and not self.list_checkpoints():
             raise InputError(
                 f"output={self.folder}: this run is finished and has no checkpoint to go on from: choose another folder"
+            )
+
+    def _check_past(self, checkpoint: Path) -> None:
+        newer = [path for path in self.list_checkpoints() if step_of(path) > read_marker(checkpoint).step]
+        if newer:
+            raise InputError(
+                f"--resume {checkpoint}: output={self.folder} holds {newer[-1].name}, which is past it: choose another "
+                "output, or move the newer checkpoints away"
             )
 
     def create(self) -> None:
@@ -68,18 +93,24 @@ class RunDirectory:
             raise InputError(f"output={self.folder}: cannot write there ({error.strerror}): choose another") from None
 
     def list_checkpoints(self) -> list[Path]:
-        """The finished `step_N` folders, oldest first."""
-        numbered = {path: STEP_FOLDER.fullmatch(path.name) for path in self.checkpoints.glob("step_*")}
-        steps = {path: int(match[1]) for path, match in numbered.items() if match}
-        return sorted(steps, key=lambda path: steps[path])
+        """The `step_N` folders, oldest first."""
+        return sorted(
+            (path for path in self.checkpoints.glob("step_*") if STEP_FOLDER.fullmatch(path.name)), key=step_of
+        )
 
-    def keep_checkpoints(self, keep: set[Path]) -> None:
-        """Removes all other checkpoints, and what killed runs left unfinished."""
-        for path in self.list_checkpoints():
-            if path not in keep:
-                path.rename(path.with_name(f".{path.name}.removed"))  # a folder half removed must not look whole
+    def remove_checkpoints(self, folders: Sequence[Path]) -> None:
+        """Removes some checkpoints, and what killed runs left unfinished."""
+        for path in folders:
+            path.rename(path.with_name(f".{path.name}.removed"))  # a folder half removed must not look whole
         for path in self.checkpoints.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def set_aside(self, newer_than: Path) -> None:
+        """Gives checkpoints that are damaged, and so were passed over, another name."""
+        for path in self.list_checkpoints():
+            if step_of(path) > step_of(newer_than):
+                with contextlib.suppress(OSError):
+                    path.rename(path.with_name(f"{path.name}.damaged"))
 
     @property
     def config_file(self) -> Path:
@@ -96,6 +127,22 @@ class RunDirectory:
     @property
     def rollouts(self) -> Path:
         return self.folder / "rollouts"
+
+    def take_nccl_traces(self) -> None:
+        """Lets NCCL's own flight recorder write here when a collective times out. Before NCCL is used."""
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(self.flights / "nccl_trace_rank_"))
+
+    @property
+    def flights(self) -> Path:
+        """What ranks did last, while they run and after a failure."""
+        return self.folder / FLIGHTS
+
+    @property
+    def not_finite(self) -> Path:
+        """The rows of a step at which training has diverged."""
+        return self.folder / "not_finite"
 
     @property
     def checkpoints(self) -> Path:

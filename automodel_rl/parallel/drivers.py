@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from automodel_rl.batch import LocalRow
-from automodel_rl.errors import MicrobatchError
+from automodel_rl.launch.flight import microbatch
 from automodel_rl.parallel.last_stage import LogitsCapturer, OutputFn, PPLossAdapter
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
@@ -50,10 +50,8 @@ class SequentialDriver:
         for index, row in enumerate(rows):
             reduce_gradients(self.part, index == len(rows) - 1)
             loss = adapter(self._forward(row, output_fn, index), index)
-            try:
+            with microbatch("backward", 0, index):
                 loss.backward()
-            except Exception as error:
-                raise MicrobatchError("backward", 0, index, error) from error
 
     @torch.no_grad()
     def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
@@ -61,10 +59,8 @@ class SequentialDriver:
             self._forward(row, capturer, index)
 
     def _forward(self, row: LocalRow, output_fn: OutputFn, index: int) -> Tensor:
-        try:
+        with microbatch("forward", 0, index):
             return self.part(row.input_ids[None], row=row, output_fn=output_fn)
-        except Exception as error:
-            raise MicrobatchError("forward", 0, index, error) from error
 
 
 class PipelineDriver:

@@ -94,8 +94,8 @@ def interleave(shares: Sequence[Sequence[T]]) -> list[T]:
     return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
 
-def any_rank(flag: bool, layout: Layout) -> bool:
-    """Whether the flag is set on any rank; the same answer on every rank."""
-    vote = torch.tensor(int(flag))
-    dist.all_reduce(vote, dist.ReduceOp.MAX, group=layout.world_control)
-    return bool(vote)
+def any_rank(flags: Sequence[bool], layout: Layout) -> list[bool]:
+    """For each flag whether it is set on any rank; the same answers on every rank."""
+    votes = torch.tensor([int(flag) for flag in flags])
+    dist.all_reduce(votes, dist.ReduceOp.MAX, group=layout.world_control)
+    return [bool(vote) for vote in votes.tolist()]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import LocalRow, PackedBatch
-from automodel_rl.errors import MicrobatchError
+from automodel_rl.launch.flight import microbatch
 from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
 from automodel_rl.parallel.collectives import AllGatherCP
 
@@ -56,12 +56,10 @@ class PPLossAdapter:
 
     def __call__(self, columns: Tensor, index: int) -> Tensor:
         """The loss of microbatch `index`, of whose targets `columns` [T, K] were read."""
-        try:
+        with microbatch("loss", self.stage, index):
             output = self.loss_fn(TokenOutputs.from_columns(columns), self.batches[index])
             # A global batch may hold nothing that counts; its sums are then 0 and stay so.
             loss = torch.stack([total / max(self.counts[name], 1) for name, total in output.sums.items()]).sum()
-        except Exception as error:
-            raise MicrobatchError("loss", self.stage, index, error) from error
         self.totals.add(output)
         return loss
 

@@ -116,6 +116,11 @@ class Layout:
         return not self.is_guest and self.data_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
+    def is_first_of_data_rank(self) -> bool:
+        """Whether this rank stands for its data rank where only one rank should write."""
+        return not self.is_guest and self.pp_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
+
+    @property
     def last_stage_rank(self) -> int:
         """The rank with the last stage, in the groups over stages."""
         return 0 if SCHEDULES[self.parallel.schedule].is_v else self.parallel.pp - 1

@@ -76,7 +76,7 @@ def _warm_up(folder: Path, seed: int) -> SFTConfig:
         length=LengthConfig(steps=WARM_UP_STEPS),
         parallel=ParallelConfig(pp=2),
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps=20, weight_decay=0.01),
-        checkpoint=CheckpointConfig(every=None),
+        checkpoint=CheckpointConfig(every_steps=None),
         observe=ObserveConfig(samples=0),
     )
 
@@ -99,6 +99,6 @@ def _grpo(folder: Path, seed: int) -> GRPOConfig:
         length=LengthConfig(steps=STEPS, validate_every=5),
         parallel=ParallelConfig(pp=2),
         optimizer=OptimizerConfig(lr=5e-4, warmup_steps=3, decay="constant"),
-        checkpoint=CheckpointConfig(every=None),
+        checkpoint=CheckpointConfig(every_steps=None),
         observe=ObserveConfig(samples=6),
     )

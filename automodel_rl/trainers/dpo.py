@@ -27,7 +27,9 @@ class DPOTrainer:
 
     Args:
         config: the run.
-        resume: go on from the newest checkpoint in the run directory, or start if there is none.
+        resume: "auto" to go on from the newest checkpoint in the run directory, or start if there is none; "never"; or
+            the folder of a checkpoint to go on from.
+        max_minutes: after which the run saves and stops; None for no limit.
 
     Raises:
         InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
@@ -38,7 +40,7 @@ class DPOTrainer:
         'final'
     """
 
-    def __init__(self, config: DPOConfig, resume: bool = False):
+    def __init__(self, config: DPOConfig, resume: str = "never", max_minutes: float | None = None):
         self.config = config
         self.loss = choose_loss(config, functools.partial(dpo_loss, config=config.loss))
         directory, self.handle, self.tokenizer = open_run(config, resume)
@@ -53,9 +55,8 @@ class DPOTrainer:
             for packed in self.data.every_record(config.data.validation)
             for row in self.engine.add_logprobs(packed.batches, "ref_logprobs")
         ]
-        self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train)
-        if resume:
-            self.run.resume()
+        self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train, max_minutes)
+        self.run.resume(resume)
 
     def train(self) -> Path:
         """Runs to the end.
@@ -64,7 +65,7 @@ class DPOTrainer:
             The folder of the trained Hugging Face checkpoint.
 
         Raises:
-            StoppedError: SIGTERM or Ctrl-C came; a checkpoint is saved.
+            StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
         """
         data = iter(()) if self.run.is_over else self.data.steps()
         for step in self.run.steps(self._summary()):
@@ -80,7 +81,7 @@ class DPOTrainer:
                 with step.time("validate"):
                     step.row["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)
                 step.row |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
-        self.handle.save_pretrained(self.run.directory.final, self.tokenizer)
+        self.run.save_model(self.tokenizer)
         return self.run.finish(f"DPO of {self.config.model.path}", self.data.samples(self.engine, self.tokenizer))
 
     def _make_reference(self) -> tuple[ReferenceWeights | None, Precomputed]:

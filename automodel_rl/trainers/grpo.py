@@ -5,6 +5,7 @@ import functools
 import itertools
 import operator
 from pathlib import Path
+from typing import Any
 
 from automodel_rl.config import GRPOConfig
 from automodel_rl.data.chat import ChatTokenizer
@@ -34,7 +35,9 @@ class GRPOTrainer:
 
     Args:
         config: the run.
-        resume: go on from the newest checkpoint in the run directory, or start if there is none.
+        resume: "auto" to go on from the newest checkpoint in the run directory, or start if there is none; "never"; or
+            the folder of a checkpoint to go on from.
+        max_minutes: after which the run saves and stops; None for no limit.
 
     Raises:
         InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
@@ -45,7 +48,7 @@ class GRPOTrainer:
         'final'
     """
 
-    def __init__(self, config: GRPOConfig, resume: bool = False):
+    def __init__(self, config: GRPOConfig, resume: str = "never", max_minutes: float | None = None):
         self.config = config
         _check_model(config)
         self.loss = choose_loss(config, _own_loss(config))
@@ -65,18 +68,18 @@ class GRPOTrainer:
         self.rewards = [reward.function for reward in config.rewards]
         self.rollouts = RolloutCollector(config, self.handle, self.tokenizer, Scorer(config.rewards))
         self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)
+        self.steps_without_signal = 0
         self.run = Run(
             config,
             directory,
             self.engine,
             total_steps,
-            self.queue,
+            self,
+            max_minutes,
             best_metric="val/reward_mean",
             higher_is_better=True,
         )
-        if resume:
-            self.run.resume()
-        self.steps_without_signal = 0
+        self.run.resume(resume)
         self.samples: list[Sample] = []
 
     def train(self) -> Path:
@@ -86,7 +89,7 @@ class GRPOTrainer:
             The folder of the trained Hugging Face checkpoint.
 
         Raises:
-            StoppedError: SIGTERM or Ctrl-C came; a checkpoint is saved.
+            StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
             RolloutError: no completions could be had, or none that teach anything; a checkpoint is saved.
         """
         self.rollouts.load_weights()
@@ -106,8 +109,17 @@ class GRPOTrainer:
             if self.validation and self.run.validates:
                 self._validate_step(step)
         self.rollouts.close()
-        self.handle.save_pretrained(self.run.directory.final, self.tokenizer)
+        self.run.save_model(self.tokenizer)
         return self.run.finish(f"GRPO of {self.config.model.path}", self.samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's place in the run."""
+        return {"prompts": self.queue.state_dict(), "steps_without_signal": self.steps_without_signal}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes back to a place."""
+        self.queue.load_state_dict(state["prompts"])
+        self.steps_without_signal = state["steps_without_signal"]
 
     def _summary(self) -> str:
         rollout = self.config.rollout

@@ -16,9 +16,10 @@ from automodel_rl.config import RunConfig, SFTConfig
 from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.loader import PackedStep, StepSize
 from automodel_rl.engine import Engine, TrainOutput
-from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
-from automodel_rl.errors import InputError, StoppedError
+from automodel_rl.errors import InputError, JobEndedError, StoppedError
 from automodel_rl.import_path import import_function
+from automodel_rl.launch.flight import flight, flight_file
+from automodel_rl.launch.peers import set_hang_limit
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.losses import LossFn
 from automodel_rl.model.flops import peak_flops
@@ -30,6 +31,7 @@ from automodel_rl.observe.report import Sample, write_report
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import Tracker, check_trackers, make_trackers
 from automodel_rl.parallel.host_collectives import any_rank
+from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
 
 
 class Resumable(Protocol):
@@ -48,6 +50,7 @@ class Run:
         engine: what is trained.
         total_steps: of the whole run.
         source: what each rank's data comes from, whose place is stored with every checkpoint.
+        max_minutes: after which the run saves and stops, counted from here; None for no limit.
         best_metric: by which the best checkpoint is told.
         higher_is_better: of that metric.
     """
@@ -59,24 +62,34 @@ class Run:
         engine: Engine,
         total_steps: int,
         source: Resumable,
+        max_minutes: float | None,
         best_metric: str = "val/loss",
         higher_is_better: bool = False,
     ):
         self.config, self.directory, self.engine = config, directory, engine
         self.total_steps, self.source = total_steps, source
-        self.best_metric, self.sign = best_metric, 1 if higher_is_better else -1
+        self.best_metric = best_metric
+        self.ends_at = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         self.step = 0
-        self.best: dict[str, float] | None = None
         self.is_first_rank = dist.get_rank() == 0
         self.mentioned_overlong = False
         self.trackers: list[Tracker] = []
+        self.progress = Progress(total_steps, 0, quiet=not self.is_first_rank)
+        self.checkpoints = RunCheckpoints(config, directory, engine, higher_is_better)
+        engine.keep_rows_in = directory.not_finite
 
-    def resume(self) -> None:
-        """Goes on from the newest checkpoint, if there is one."""
-        checkpoints = self.directory.list_checkpoints()
-        if checkpoints:
-            progress, rank_state = load_checkpoint(self.engine, checkpoints[-1])
-            self.step, self.best = progress["step"], progress["best"]
+    def resume(self, resume: str) -> None:
+        """Goes on from a checkpoint.
+
+        Args:
+            resume: "auto" for the newest one, if there is one; "never"; or the folder of one.
+        """
+        if resume == NEVER:
+            return
+        stored = self.checkpoints.resume(resume, self.say)
+        if stored is not None:
+            progress, rank_state = stored
+            self.step = progress["step"]
             self.source.load_state_dict(rank_state["source"])
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator["Step"]:
@@ -87,25 +100,50 @@ class Run:
             baseline: metrics of the untrained model, taken as those of step 0.
 
         Raises:
-            StoppedError: SIGTERM or Ctrl-C came; a checkpoint is saved.
+            StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
         """
         self.progress = Progress(self.total_steps, self.step, quiet=not self.is_first_rank)
         with StopSignal() as stop, self.progress, self._tracking():
             start = f", going on from step {self.step}" if self.step else ""
             self.progress.say(f"{self.total_steps} steps{start}: {summary}")
             if self.step == 0 and baseline is not None:
-                self._write({"step": 0, **baseline()})
+                with flight.top_phase("baseline"):
+                    self._write({"step": 0, **baseline()})
             while not self.is_over:
                 self.step += 1
                 step = Step(self)
-                yield step
-                self._write(step.row)
-                stopping = any_rank(bool(stop), self.engine.handle.layout)
-                if stopping or self.is_due(self.config.checkpoint.every):
-                    self.save_checkpoint(step.row.get(self.best_metric))
-                if stopping:
-                    signal = stop.name or "a signal to another rank"
-                    raise StoppedError(f"stopped by {signal} after step {self.step}: add --resume auto to go on")
+                with flight.top_phase(f"step {self.step}"):
+                    yield step
+                    self._write(step.row)
+                    self._end_step(step, stop)
+            self._warn(self.checkpoints.finish())
+
+    def _end_step(self, step: "Step", stop: StopSignal) -> None:
+        """Checkpoints if it is time to, and stops if it was asked to."""
+        seconds = time.perf_counter() - step.started + self.checkpoints.seconds
+        late = self.ends_at is not None and time.monotonic() + seconds > self.ends_at
+        # Clocks differ: the first rank's counts.
+        asked = [bool(stop), late and self.is_first_rank, self.checkpoints.is_due(self.step) and self.is_first_rank]
+        stopped, late, due = any_rank(asked, self.engine.handle.layout)
+        stops = (stopped or late) and not self.is_over
+        self._warn(self.checkpoints.poll())
+        if stops or due or self.is_due(self.config.checkpoint.every_steps):
+            self.save_checkpoint(step.row.get(self.best_metric))
+        if stops:
+            self._stop(stop.name or ("a signal to another rank" if stopped else "--max-minutes"))
+
+    def _stop(self, by: str) -> None:
+        error = self.checkpoints.finish()
+        if error is not None:
+            raise JobEndedError(
+                f"error: stopped by {by} after step {self.step}, and its checkpoint could not be written ({error}): "
+                "--resume auto goes on from the one before"
+            )
+        raise StoppedError(f"stopped by {by} after step {self.step}: add --resume auto to go on")
+
+    def _warn(self, error: str | None) -> None:
+        if error is not None:
+            self.say(f"warning: a checkpoint could not be written ({error}); training goes on, older ones are intact")
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
@@ -114,6 +152,8 @@ class Run:
             self.directory.create()
             others = make_trackers(self.config.observe, self.directory, self.step)
             self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
+        dist.barrier(self.engine.handle.layout.world_control)  # until the folder is there
+        flight.keep_in(flight_file(self.directory.flights, dist.get_rank()))
         with contextlib.ExitStack() as stack:
             for tracker in self.trackers:
                 stack.callback(tracker.close)
@@ -148,28 +188,36 @@ class Run:
 
     def save_checkpoint(self, metric: float | None = None) -> None:
         """Args: metric of this step, by which the best checkpoint is told; None if it was not measured."""
-        if metric is not None and (self.best is None or self.sign * metric > self.sign * self.best["metric"]):
-            self.best = {"step": self.step, "metric": metric}
-        folder = self.directory.checkpoints / f"step_{self.step}"
-        save_checkpoint(
-            self.engine, folder, {"step": self.step, "best": self.best}, {"source": self.source.state_dict()}
-        )
-        if self.is_first_rank:
-            keep = set(self.directory.list_checkpoints()[-self.config.checkpoint.keep_last :])
-            if self.config.checkpoint.keep_best and self.best is not None:
-                keep.add(self.directory.checkpoints / f"step_{self.best['step']:.0f}")
-            self.directory.keep_checkpoints(keep)
+        with flight.phase("checkpoint"):
+            self._warn(self.checkpoints.save(self.step, {"source": self.source.state_dict()}, metric))
 
     def abandon_step(self) -> None:
         """Stores the run as it was before the running step, which cannot be done."""
         self.step -= 1
         if self.step:
             self.save_checkpoint()
+        self._warn(self.checkpoints.finish())
 
     def end_with(self, step: "Step") -> None:
         """Stores a step that is trained, and what is known of it, because the run cannot go on."""
         self._write(step.row)
         self.save_checkpoint()
+        self._warn(self.checkpoints.finish())
+
+    def save_model(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Writes the trained checkpoint.
+
+        Raises:
+            JobEndedError: it could not be written.
+        """
+        with flight.top_phase("saving the model"):
+            try:
+                self.engine.handle.save_pretrained(self.directory.final, tokenizer)
+            except OSError as error:
+                raise JobEndedError(
+                    f"error: {self.directory.final} could not be written ({error.strerror}): make room or change its "
+                    "rights, then --resume auto writes it"
+                ) from error
 
     def finish(self, title: str, samples: list[Sample]) -> Path:
         """Writes the report and says where everything is. The trainer has saved the model.
@@ -199,7 +247,8 @@ class Step:
     def time(self, name: str) -> Iterator[None]:
         """Adds what its block takes to `time/NAME_s`."""
         started = time.perf_counter()
-        yield
+        with flight.phase(name):
+            yield
         key = f"time/{name}_s"
         self.row[key] = self.row.get(key, 0.0) + time.perf_counter() - started
 
@@ -243,9 +292,11 @@ class Step:
         )
 
 
-def open_run(config: RunConfig, resume: bool) -> tuple[RunDirectory, ModelHandle, PreTrainedTokenizerBase]:
+def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ModelHandle, PreTrainedTokenizerBase]:
     """What every trainer starts with: the run directory, checked but not written to, the model and its tokenizer."""
     directory = RunDirectory(config, config.output, resume)
+    set_hang_limit(config.failures.hang_minutes)
+    directory.take_nccl_traces()
     check_trackers(config.observe)
     if not isinstance(config, SFTConfig):
         _refuse_images(config)

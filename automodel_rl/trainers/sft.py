@@ -17,7 +17,9 @@ class SFTTrainer:
 
     Args:
         config: the run.
-        resume: go on from the newest checkpoint in the run directory, or start if there is none.
+        resume: "auto" to go on from the newest checkpoint in the run directory, or start if there is none; "never"; or
+            the folder of a checkpoint to go on from.
+        max_minutes: after which the run saves and stops; None for no limit.
 
     Raises:
         InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
@@ -28,7 +30,7 @@ class SFTTrainer:
         'final'
     """
 
-    def __init__(self, config: SFTConfig, resume: bool = False):
+    def __init__(self, config: SFTConfig, resume: str = "never", max_minutes: float | None = None):
         self.config = config
         self.loss = choose_loss(config, sft_loss)
         directory, self.handle, self.tokenizer = open_run(config, resume)
@@ -37,9 +39,8 @@ class SFTTrainer:
         self.data = PackedData(config, ChatDataset, chat, self.handle)
         self.validation = [row for step in self.data.every_record(config.data.validation) for row in step.batches]
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
-        self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train)
-        if resume:
-            self.run.resume()
+        self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train, max_minutes)
+        self.run.resume(resume)
 
     def train(self) -> Path:
         """Runs to the end.
@@ -48,7 +49,7 @@ class SFTTrainer:
             The folder of the trained Hugging Face checkpoint.
 
         Raises:
-            StoppedError: SIGTERM or Ctrl-C came; a checkpoint is saved.
+            StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
         """
         data = iter(()) if self.run.is_over else self.data.steps()
         for step in self.run.steps(self._summary()):
@@ -61,7 +62,7 @@ class SFTTrainer:
             if self.config.data.validation and self.run.validates:
                 with step.time("validate"):
                     step.row["val/loss"], _ = self.engine.evaluate(self.validation, self.loss)
-        self.handle.save_pretrained(self.run.directory.final, self.tokenizer)
+        self.run.save_model(self.tokenizer)
         return self.run.finish(f"SFT of {self.config.model.path}", self.data.samples(self.engine, self.tokenizer))
 
     def _summary(self) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from automodel_rl.errors import MicrobatchError
+from automodel_rl.launch.flight import microbatch
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.torch_version import TORCH
 
@@ -104,26 +104,20 @@ class PackedStage(PipelineStage):
         return ops
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with microbatch("forward", self.stage_index, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except Exception as error:
-            raise MicrobatchError("forward", self.stage_index, fwd_chunk_id, error) from error
         # torch 2.11 takes every input for a tensor when it splits a backward, and our keywords are none.
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
         self.fwd_cache[fwd_chunk_id] = (outputs, [value for value in inputs if isinstance(value, Tensor)])
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with microbatch("backward", self.stage_index, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        except Exception as error:
-            raise MicrobatchError("backward", self.stage_index, bwd_chunk_id, error) from error
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        try:
+        with microbatch("weight backward", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        except Exception as error:
-            raise MicrobatchError("weight backward", self.stage_index, bwd_chunk_id, error) from error
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # The stock forward-only step reduces and rescales the gradients that are there.

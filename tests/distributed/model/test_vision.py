@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from automodel_rl.batch import Image, TokenSequence, pack_row
+from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.engine import Engine
-from automodel_rl.engine.checkpoint import load_checkpoint, save_checkpoint
 from automodel_rl.errors import InputError
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
@@ -25,6 +25,7 @@ from automodel_rl.parallel.torch_version import TORCH
 from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
 from automodel_rl.tools.verify.images import with_images
+from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_vision_model
 

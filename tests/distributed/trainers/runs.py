@@ -25,7 +25,7 @@ OF_ALGORITHM: dict[str, Settings] = {
         "batch": {"pairs": 16, "row_tokens": 208},
         "length": {"steps": 6, "validate_every": 6},
         "optimizer": {"lr": 3e-4, "decay": "constant"},
-        "checkpoint": {"every": None},
+        "checkpoint": {"every_steps": None},
     },
     "grpo": {
         "batch": {"row_tokens": 128, "updates": 2},
@@ -34,7 +34,7 @@ OF_ALGORITHM: dict[str, Settings] = {
         "loss": {"kl": {"coefficient": 0.05}},
         "length": {"steps": 5},
         "optimizer": {"lr": 1e-3, "decay": "constant"},
-        "checkpoint": {"every": None},
+        "checkpoint": {"every_steps": None},
     },
 }
 DATA = {"sft": "", "dpo": "_pairs", "grpo": "_prompts"}

@@ -150,7 +150,11 @@ def test_sequences_are_trained_with_the_advantages_of_their_rewards(
     ranks: RankPool, workspace: Path, tmp_path: Path, kind: str, changes: dict[str, dict]
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 2, "validate_every": 1}, parallel={"dp_shard": 2})
-    settings |= {"advantage": {"kind": kind}, "optimizer": {"lr": 1e-3, "decay": "linear"}, "checkpoint": {"every": 1}}
+    settings |= {
+        "advantage": {"kind": kind},
+        "optimizer": {"lr": 1e-3, "decay": "linear"},
+        "checkpoint": {"every_steps": 1},
+    }
     for section, keys in changes.items():
         settings[section] = settings.get(section, {}) | keys
     (of_first, best), (of_second, _) = ranks(2).run(watch, settings)
@@ -456,7 +460,7 @@ def test_engines_ahead_of_training_write_with_weights_of_limited_age(
 def test_a_run_with_engines_ahead_goes_on_with_the_prompts_it_had_not_trained_on(
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
-    settings = values(workspace, tmp_path / "run", length={"steps": 4}, checkpoint={"every": 1, "keep_last": 9})
+    settings = values(workspace, tmp_path / "run", length={"steps": 4}, checkpoint={"every_steps": 1, "keep_last": 9})
     let_engines_be_ahead(settings, 1)
     ranks(1).run(train, settings)
     before = [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)]

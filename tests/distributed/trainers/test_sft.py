@@ -40,7 +40,7 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
 
 
 def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config: Settings, tmp_path: Path) -> None:
-    run = start([write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every", "2"])
+    run = start([write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every_steps", "2"])
     stdout, stderr = run.communicate(timeout=200)
     assert run.returncode == 0, stderr
     assert stderr == ""
@@ -89,7 +89,7 @@ def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(config: Settings,
 
 def test_a_run_goes_on_on_another_layout(ranks: RankPool, config: Settings, tmp_path: Path) -> None:
     config["optimizer"] = {"lr": 1e-3, "decay": "constant"}
-    config["checkpoint"] = {"every": 2}
+    config["checkpoint"] = {"every_steps": 2}
     whole = config | {"output": str(tmp_path / "whole"), "parallel": {"dp_shard": 2}}
     ranks(2).run(train, whole)
     ranks(1).run(train, config | {"length": {"steps": 2}})
@@ -227,7 +227,7 @@ def test_a_finished_run_goes_on_when_its_limit_is_raised(config: Settings, tmp_p
 @pytest.mark.usefixtures("one_rank")
 def test_the_last_checkpoints_and_the_best_are_kept(config: Settings, tmp_path: Path) -> None:
     config["length"] = {"steps": 6, "validate_every": 1}
-    config["checkpoint"] = {"every": 1, "keep_last": 1}
+    config["checkpoint"] = {"every_steps": 1, "keep_last": 1}
     config["optimizer"] = {"lr": 0.3, "decay": "constant"}  # so high that later steps are worse
     assert main(["sft", write(config, tmp_path)]) == 0
     rows = metrics_of(tmp_path / "run")

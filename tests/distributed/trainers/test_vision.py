@@ -44,7 +44,7 @@ def test_placements_train_alike_and_leave_a_model_that_transformers_opens(
 
 def test_a_run_goes_on_with_the_modules_on_other_ranks(ranks: RankPool, pictures: Path, tmp_path: Path) -> None:
     def run(name: str, modules: dict, steps: int) -> Settings:
-        changes = {"optimizer": {"lr": 1e-3, "decay": "constant"}, "checkpoint": {"every": 2}}
+        changes = {"optimizer": {"lr": 1e-3, "decay": "constant"}, "checkpoint": {"every_steps": 2}}
         return settings(pictures, tmp_path / name, modules=modules, length={"steps": steps}, **changes)
 
     ranks(3).run(train, run("whole", FAN_OUT, 4))

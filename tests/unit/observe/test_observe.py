@@ -53,12 +53,12 @@ def test_a_loss_that_is_not_finite_does_not_break_the_report(tmp_path: Path) -> 
 def test_a_folder_is_used_by_its_own_run_only(tmp_path: Path) -> None:
     output = tmp_path / "run"
     config = make_config(output)
-    RunDirectory(config, str(output), resume=False).create()
+    RunDirectory(config, str(output), resume="never").create()
     with pytest.raises(InputError, match="holds this run already: add --resume auto"):
-        RunDirectory(config, str(output), resume=False)
+        RunDirectory(config, str(output), resume="never")
     changed = make_config(output, length={"steps": 9}, observe={"trackers": ["tensorboard"]})
-    RunDirectory(changed, str(output), resume=True)
-    for resume in (True, False):
+    RunDirectory(changed, str(output), resume="auto")
+    for resume in ("auto", "never"):
         with pytest.raises(InputError, match=r"holds another run \(it differs in seed\)"):
             RunDirectory(make_config(output, seed=5), str(output), resume)
 
@@ -66,7 +66,7 @@ def test_a_folder_is_used_by_its_own_run_only(tmp_path: Path) -> None:
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(InputError, match="holds files that are not a run's"):
-        RunDirectory(make_config(tmp_path), str(tmp_path), resume=False)
+        RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
 
 
 def test_metrics_are_json_lines_in_which_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:

@@ -1,0 +1,241 @@
+"""Where torch's distributed checkpoint (DCP) puts tensors: a safetensors file for each rank, and one index in JSON.
+
+DCP plans who writes and reads what, on any two layouts. Its own formats pickle, or build a rank's whole file in memory;
+these files are written as a stream and can be read by anything that reads safetensors.
+"""
+
+import ctypes
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from automodel_rl.checkpoint.folder import CheckpointError, StoredFile, read_json, write_hashed
+
+INDEX = "index.json"
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of safetensors."""
+
+ALIGNMENT = 8
+"""Bytes to which a safetensors header is filled up."""
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes this rank's shards.
+
+    Args:
+        folder: that exists.
+        rank: of this process.
+        shards: this rank's part of every tensor by its key, on any device.
+
+    Attributes:
+        written: files that this rank has written.
+    """
+
+    def __init__(self, folder: Path, rank: int, shards: dict[str, Tensor]):
+        self.folder, self.file, self.shards = folder, f"rank_{rank:05d}.safetensors", shards
+        self.written: dict[str, StoredFile] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """The folder is given."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: ranks do not share a file."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        if plan.items:
+            self.written[self.file] = _write_file(
+                self.folder / self.file, [(item.index.fqn, self.shards[item.index.fqn]) for item in plan.items]
+            )
+        done.set_result([_result(item, self.file) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        index = {}
+        for key, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            chunks = [
+                {"file": files[MetadataIndex(key, chunk.offsets)], "offsets": [*chunk.offsets], "shape": [*chunk.sizes]}
+                for chunk in tensor.chunks
+            ]
+            index[key] = {"dtype": DTYPES[tensor.properties.dtype], "shape": [*tensor.size], "chunks": chunks}
+        self.written[INDEX] = write_hashed(self.folder / INDEX, json.dumps(index))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def _result(item: WriteItem, file: str) -> WriteResult:
+    size = item.tensor_storage_size()
+    return WriteResult(item.index, size_in_bytes=0 if size is None else size, storage_data=file)
+
+
+def _write_file(path: Path, tensors: list[tuple[str, Tensor]]) -> StoredFile:
+    """Writes a safetensors file tensor by tensor, and to the disk. Large writes let other threads run."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, tensor in tensors:
+        header[key] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [end, end := end + tensor.nbytes],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    state, size = xxhash.xxh3_128(), 0
+    with path.open("wb") as file:
+        for piece in itertools.chain([len(text).to_bytes(8, "little"), text], _contents(tensors)):
+            file.write(piece)
+            state.update(piece)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return StoredFile(size, state.hexdigest())
+
+
+def _contents(tensors: list[tuple[str, Tensor]]) -> Iterator[Any]:
+    """Every tensor's bytes, without a copy of what is on the host. Not through NumPy, which would pin the storage's
+    size for ever, and moments that are offloaded give theirs back."""
+    for _, tensor in tensors:
+        host = tensor.detach().cpu().contiguous()
+        if host.numel():
+            yield memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).cast("B")
+
+
+class SafetensorsReader(StorageReader):
+    """Reads what `SafetensorsWriter`s of any number of ranks have written.
+
+    Args:
+        folder: of the tensors.
+
+    Raises:
+        CheckpointError: the index is damaged, or names files outside the folder.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[MetadataIndex, str] = {}
+        try:
+            self._tensors = {key: self._tensor(key, of) for key, of in read_json(folder / INDEX).items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{folder / INDEX}: damaged ({type(error).__name__}: {error})") from None
+
+    def _tensor(self, key: str, of: dict[str, Any]) -> TensorStorageMetadata:
+        chunks = []
+        for chunk in of["chunks"]:
+            if Path(chunk["file"]).name != chunk["file"]:
+                raise ValueError(f"{chunk['file']!r} is not a file of the folder")
+            place = ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"]))
+            self._files[MetadataIndex(key, place.offsets)] = chunk["file"]
+            chunks.append(place)
+        dtype = next(dtype for dtype, name in DTYPES.items() if name == of["dtype"])
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(of["shape"]), chunks)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the whole tensors, by key."""
+        return {key: of.size for key, of in self._tensors.items()}
+
+    def read(self, key: str) -> Tensor:
+        """A whole tensor, on the host."""
+        of = self._tensors[key]
+        whole = torch.empty(of.size, dtype=of.properties.dtype)
+        for chunk in of.chunks:
+            box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            with self._open(self._files[MetadataIndex(key, chunk.offsets)]) as tensors:
+                whole[box] = tensors.get_tensor(key)
+        return whole
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """The folder is given."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({**self._tensors})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The index is read already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._files[item.storage_index], []).append(item)
+        for file, items in by_file.items():
+            with self._open(file) as tensors:
+                for item in items:
+                    box = tuple(slice(o, o + s) for o, s in zip(item.storage_offsets, item.lengths, strict=True))
+                    key = item.storage_index.fqn
+                    values = tensors.get_slice(key)[box] if box else tensors.get_tensor(key)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(values)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, "pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.folder / file}: missing or damaged ({error}): use another checkpoint"
+            ) from None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def keys_of(tensors: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors of nested mappings, by keys joined with dots, as DCP names them."""
+    for name, value in tensors.items():
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

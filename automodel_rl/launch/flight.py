@@ -1,0 +1,128 @@
+"""A flight recorder: the last things a rank did, in a file that outlives it however it ends.
+
+The file is a ring of lines mapped into memory, so a note costs microseconds and needs no flush: a killed process leaves
+its last line to whoever asks what it was doing.
+"""
+
+import contextlib
+import mmap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from automodel_rl.errors import MicrobatchError
+
+LINE_BYTES = 160
+NUM_LINES = 1024
+
+
+class FlightRecorder:
+    """Notes of one rank, by its main thread; other threads only read.
+
+    Attributes:
+        last_note: when the last one was made, by the monotonic clock.
+        file: where they are kept, None while they are only in memory.
+    """
+
+    def __init__(self) -> None:
+        self._ring: bytearray | mmap.mmap = bytearray(b" " * LINE_BYTES * NUM_LINES)
+        self._count = 0
+        self._phases: list[str] = []
+        self.last_note = time.monotonic()
+        self.file: Path | None = None
+
+    @property
+    def where(self) -> str:
+        """The phases that the rank is in, outermost first."""
+        return ", ".join(self._phases)
+
+    def keep_in(self, file: Path) -> None:
+        """From here on the notes are in a file, those so far included.
+
+        Args:
+            file: of this rank alone; replaced if it exists.
+        """
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w+b") as opened:
+            opened.write(self._ring[:])
+            opened.flush()
+            self._ring = mmap.mmap(opened.fileno(), 0)
+        self.file = file
+
+    def discard(self) -> None:
+        """Removes the file: the rank has ended well."""
+        if self.file is not None:
+            self._ring = bytearray(b" " * LINE_BYTES * NUM_LINES)
+            self.file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of other ranks there are some
+                self.file.parent.rmdir()
+            self.file = None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What the rank does within the block. The phase stays where an error left it, until the next one begins."""
+        depth = len(self._phases)
+        self._enter(name)
+        yield
+        del self._phases[depth:]
+        self._note()
+
+    @contextlib.contextmanager
+    def top_phase(self, name: str) -> Iterator[None]:
+        """A phase that is within no other."""
+        self._phases.clear()
+        with self.phase(name):
+            yield
+
+    def _enter(self, name: str) -> None:
+        self._phases.append(name)
+        self._note()
+
+    def _note(self) -> None:
+        self.last_note = time.monotonic()
+        line = f"{self._count:010d} {time.time():.3f} {self.where}".encode()[: LINE_BYTES - 1]
+        start = self._count % NUM_LINES * LINE_BYTES
+        self._ring[start : start + LINE_BYTES] = line.ljust(LINE_BYTES - 1) + b"\n"
+        self._count += 1
+
+
+flight = FlightRecorder()
+"""Of this process."""
+
+
+@contextlib.contextmanager
+def microbatch(phase: str, stage: int, index: int) -> Iterator[None]:
+    """The work on one microbatch: noted, and named where it fails.
+
+    Args:
+        phase: of the work, such as "forward".
+        stage: of the pipeline.
+        index: of the microbatch.
+
+    Raises:
+        MicrobatchError: the block raised something.
+    """
+    with flight.phase(f"{phase} of microbatch {index} on stage {stage}"):
+        try:
+            yield
+        except Exception as error:
+            raise MicrobatchError(phase, stage, index, error) from error
+
+
+def read_flight(file: Path) -> list[str]:
+    """The notes of a rank, oldest first; none if it kept none."""
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return sorted(line.strip() for line in lines if line[:1].isdigit())
+
+
+def last_place(file: Path) -> str:
+    """The phases that a rank was in when it made its last note."""
+    notes = read_flight(file)
+    return notes[-1].partition(" ")[2].partition(" ")[2] if notes else ""
+
+
+def flight_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.log"

@@ -1,0 +1,90 @@
+"""What is known of a failure, and how it is shown: one block that ends with one line."""
+
+import json
+import os
+import re
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from automodel_rl.errors import EXIT_FAILURE
+from automodel_rl.files import write_complete
+from automodel_rl.launch.flight import flight
+
+RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
+"""Environment variable by which a launcher tells its ranks where to leave their records."""
+
+LOST_PEER = re.compile(
+    "Connection (closed|reset) by peer|Connection refused|Broken pipe|DistNetworkError|DistStoreError|"
+    "remote process exited|NCCL communicator was aborted"
+)
+"""What a rank's own error says when a peer has gone."""
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """One rank's failure.
+
+    Attributes:
+        line: what the user needs, in one line.
+        trace: the stack, if it helps.
+        where: the phases that the rank was in.
+        flight: its flight recorder's file, if it has one.
+    """
+
+    rank: int
+    exit_code: int
+    line: str
+    trace: str = ""
+    where: str = field(default_factory=lambda: flight.where)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    time: float = field(default_factory=time.time)
+    flight: str = field(default_factory=lambda: str(flight.file or ""))
+
+    @property
+    def is_lost_peer(self) -> bool:
+        """Whether this rank only noticed that another one was gone."""
+        return LOST_PEER.search(self.line) is not None
+
+    def block(self) -> str:
+        """All of it, the most important at the end."""
+        if self.exit_code != EXIT_FAILURE or not self.line.startswith("error: "):
+            return self.line  # bad input, or the run was asked to end
+        facts = {
+            "rank": str(self.rank),
+            "host": f"{self.host} (process {self.pid})",
+            "while": self.where or "starting",
+            "flight recorder": f"{Path(self.flight).parent}, a file for each rank" if self.flight else "",
+        }
+        shown = [f"  {name:<16} {value}" for name, value in facts.items() if value]
+        return "\n".join([f"{self.trace}the job failed, first on this rank:", *shown, self.line])
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def from_json(text: str) -> FailureRecord:
+    return FailureRecord(**json.loads(text))
+
+
+def leave_record(folder: Path, record: FailureRecord) -> None:
+    """For the launcher of this rank."""
+    write_complete(folder / f"rank_{record.rank}.json", record.to_json())
+
+
+def read_records(folder: Path) -> dict[int, FailureRecord]:
+    """The records in a folder by rank."""
+    records = [from_json(path.read_text()) for path in folder.glob("rank_*.json")]
+    return {record.rank: record for record in records}
+
+
+def first_cause(records: list[FailureRecord]) -> FailureRecord:
+    """The earliest that is not the loss of a peer."""
+    causes = [record for record in records if not record.is_lost_peer]
+    return min(causes or records, key=lambda record: record.time)

@@ -1,0 +1,93 @@
+"""`automodel-rl export`: a Hugging Face folder from any checkpoint of a run, by one process, tensor by tensor."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from automodel_rl.checkpoint.folder import CONFIG, TENSORS, check_files, read_marker
+from automodel_rl.checkpoint.state import BUFFER, WEIGHT
+from automodel_rl.checkpoint.storage import SafetensorsReader
+from automodel_rl.config import ModelConfig, RunConfig, load_config
+from automodel_rl.data.chat import load_tokenizer
+from automodel_rl.errors import InputError
+from automodel_rl.files import publish_folder
+from automodel_rl.model.hf_names import to_hf
+from automodel_rl.model.hf_read import TIED_HEAD, Checkpoint, language_config, read_config, resolve_checkpoint
+from automodel_rl.model.hf_write import write_description, write_weights
+from automodel_rl.model.lora import is_adapter, write_adapters
+from automodel_rl.model.parallelise import dtypes_of
+
+
+def export(checkpoint: Path, out: Path) -> None:
+    """Writes what `final/` of a run would be after the checkpoint's step.
+
+    One tensor of the model is in memory at a time, and what goes into one file.
+
+    Args:
+        checkpoint: a `step_N` folder.
+        out: new.
+
+    Raises:
+        InputError: the checkpoint is not whole, its model is not there, or `out` is.
+    """
+    if out.exists():
+        raise InputError(f"{out}: exists already; export makes its own folder, so name a new one")
+    marker = read_marker(checkpoint)
+    check_files(checkpoint, marker, marker.files)
+    config: RunConfig = load_config(checkpoint / CONFIG)
+    source = resolve_checkpoint(config.model.path)
+    whole_config = read_config(source)
+    tokenizer = load_tokenizer(source, config.data, language_config(whole_config).vocab_size)
+    reader = SafetensorsReader(checkpoint / TENSORS)
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    try:
+        unfinished.mkdir(parents=True)
+        if config.model.lora is not None:
+            write_adapters(unfinished, dict(_adapters(reader)), config.model.lora, source)
+            tokenizer.save_pretrained(unfinished)
+        else:
+            write_weights(unfinished, _model_tensors(reader, config.model, Checkpoint(source, whole_config.model_type)))
+            write_description(unfinished, _exported(whole_config, config.model), tokenizer, source)
+        publish_folder(unfinished, out)
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written ({error.strerror}): make room, or choose another place") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"{out}: the model after step {marker.step}")
+
+
+def _exported(config: PretrainedConfig, model: ModelConfig) -> PretrainedConfig:
+    exported = type(config).from_dict(config.to_dict())
+    exported.dtype = dtypes_of(model)[0]
+    return exported
+
+
+def _adapters(reader: SafetensorsReader) -> Iterator[tuple[str, Tensor]]:
+    for key in reader.shapes:
+        weight = WEIGHT.fullmatch(key)
+        if weight is not None and is_adapter(weight[2]):
+            yield weight[2], reader.read(key)
+
+
+def _model_tensors(reader: SafetensorsReader, model: ModelConfig, source: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Trained weights in the dtype that the model computes in, buffers in theirs; frozen weights are the source's."""
+    dtype = dtypes_of(model)[0]
+    seen = set()
+    for key in reader.shapes:
+        weight, buffer = WEIGHT.fullmatch(key), BUFFER.fullmatch(key)
+        if weight is not None:
+            tensors = to_hf(weight[2], reader.read(key).to(dtype), source.family)
+        elif buffer is not None:
+            tensors = to_hf(buffer[2], reader.read(key), source.family)
+        else:
+            continue
+        for name, tensor in tensors:
+            seen.add(name)
+            yield name, tensor
+    for name in source.names if model.frozen else ():
+        if name not in seen and not name.endswith(TIED_HEAD):
+            tensor = source.read(name)
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
