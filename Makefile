@@ -3,6 +3,8 @@
 # make test    lint, types, import contracts, tests
 # make check   all of these but the tests
 # make pages   README's generated parts and API.md
+# make chaos   kill runs at 50 random moments and go on with them (about 20 minutes on 2 cores)
+# make fuzz    2,000 broken configs and data files (about 15 minutes on 2 cores)
 # make parity  every layout that four ranks reach against one process (about 20 minutes on 2 cores)
 
 SHELL := /bin/sh
@@ -11,7 +13,7 @@ CHOOSE := for p in python3.11 python3.12 python3; do \
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: setup demo test check pages parity format
+.PHONY: setup demo test check pages parity chaos fuzz format
 
 setup: .venv/installed
 
@@ -40,6 +42,12 @@ pages: setup
 
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
+
+chaos: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills 50
+
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases 2000
 
 format: setup
 	$(BIN)/ruff check --fix .

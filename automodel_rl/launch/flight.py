@@ -1,11 +1,11 @@
 """A flight recorder: the last things a rank did, in a file that outlives it however it ends.
 
-The file is a ring of lines mapped into memory, so a note costs microseconds and needs no flush: a killed process leaves
-its last line to whoever asks what it was doing.
+The file is a ring of lines. A note costs a small write without a flush, and a killed process leaves its last line to
+whoever asks what it was doing. A disk that is full, or gone, costs notes and nothing else.
 """
 
 import contextlib
-import mmap
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +25,10 @@ class FlightRecorder:
     """
 
     def __init__(self) -> None:
-        self._ring: bytearray | mmap.mmap = bytearray(b" " * LINE_BYTES * NUM_LINES)
+        self._ring = bytearray(b" " * LINE_BYTES * NUM_LINES)
         self._count = 0
         self._phases: list[str] = []
+        self._descriptor: int | None = None
         self.last_note = time.monotonic()
         self.file: Path | None = None
 
@@ -42,21 +43,27 @@ class FlightRecorder:
         Args:
             file: of this rank alone; replaced if it exists.
         """
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w+b") as opened:
-            opened.write(self._ring[:])
-            opened.flush()
-            self._ring = mmap.mmap(opened.fileno(), 0)
-        self.file = file
+        self._close()
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)
+            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            self.file = file
+            os.pwrite(self._descriptor, self._ring, 0)
 
     def discard(self) -> None:
         """Removes the file: the rank has ended well."""
-        if self.file is not None:
-            self._ring = bytearray(b" " * LINE_BYTES * NUM_LINES)
-            self.file.unlink(missing_ok=True)
+        file = self.file
+        self._close()
+        if file is not None:
+            file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # of other ranks there are some
-                self.file.parent.rmdir()
-            self.file = None
+                file.parent.rmdir()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = self.file = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -82,7 +89,11 @@ class FlightRecorder:
         self.last_note = time.monotonic()
         line = f"{self._count:010d} {time.time():.3f} {self.where}".encode()[: LINE_BYTES - 1]
         start = self._count % NUM_LINES * LINE_BYTES
-        self._ring[start : start + LINE_BYTES] = line.ljust(LINE_BYTES - 1) + b"\n"
+        line = line.ljust(LINE_BYTES - 1) + b"\n"
+        self._ring[start : start + LINE_BYTES] = line
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._descriptor, line, start)
         self._count += 1
 
 

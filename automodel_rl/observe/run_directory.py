@@ -130,9 +130,9 @@ class RunDirectory:
 
     def take_nccl_traces(self) -> None:
         """Lets NCCL's own flight recorder write here when a collective times out. Before NCCL is used."""
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(self.flights / "nccl_trace_rank_"))
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self.flights / "nccl_trace_rank_"))
 
     @property
     def flights(self) -> Path:

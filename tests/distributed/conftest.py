@@ -15,13 +15,18 @@ from automodel_rl.quickstart.problems import as_prompt, make_problems, write_jso
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model and data."""
     folder = tmp_path_factory.mktemp("workspace")
+    make_workspace(folder)
+    return folder
+
+
+def make_workspace(folder: Path) -> None:
+    """Writes the small model and the data."""
     train, held_out = make_problems(96, 8, seed=0)
     for name, problems in {"train": train, "held_out": held_out}.items():
         write_jsonl(folder / f"{name}.jsonl", problems)
         write_jsonl(folder / f"{name}_prompts.jsonl", [as_prompt(problem) for problem in problems])
         write_jsonl(folder / f"{name}_pairs.jsonl", [as_pair(problem) for problem in problems])
     write_model(folder / "model", train_tokenizer([m["content"] for r in train for m in r["messages"]], 300), seed=0)
-    return folder
 
 
 @pytest.fixture

@@ -52,13 +52,13 @@ def settings_of(algorithm: str, workspace: Path, output: Path, **changes: Any) -
 SPLITS = {"train": "train", "validation": "held_out"}
 
 
-def trainer_of(settings: Settings, resume: bool = False) -> Any:
+def trainer_of(settings: Settings, resume: str = "never") -> Any:
     algorithm = settings["algorithm"]
     config = ALGORITHMS[algorithm].model_validate(settings)
     return getattr(automodel_rl, TRAINERS[algorithm])(config, resume)
 
 
-def train(settings: Settings, resume: bool = False) -> None:
+def train(settings: Settings, resume: str = "never") -> None:
     """A run on the ranks that call it."""
     trainer_of(settings, resume).train()
 

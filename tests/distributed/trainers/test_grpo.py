@@ -299,7 +299,7 @@ def test_an_engine_that_stays_dead_ends_the_run_with_nothing_lost(
     ((message, _),) = ranks(1).run(run_flaky, settings, 99)
     assert message == "the rollout engine of rank 0 failed 3 times: ConnectionError: the engine is gone"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2"]
-    ranks(1).run(train, settings, True)
+    ranks(1).run(train, settings, "auto")
     ranks(1).run(train, settings | {"output": str(tmp_path / "steady")})
     resumed, steady = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "steady")
     assert [row["train/loss"] for row in resumed] == [row["train/loss"] for row in steady]
@@ -310,7 +310,7 @@ def test_an_engine_that_dies_in_validation_loses_no_step(ranks: RankPool, worksp
     ((message, _),) = ranks(1).run(run_flaky, values(workspace, tmp_path / "run", length=length), 99)
     assert "failed 3 times" in message
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
-    ranks(1).run(train, values(workspace, tmp_path / "run", length=length), True)
+    ranks(1).run(train, values(workspace, tmp_path / "run", length=length), "auto")
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all("train/loss" in row for row in rows[1:])
@@ -467,7 +467,7 @@ def test_a_run_with_engines_ahead_goes_on_with_the_prompts_it_had_not_trained_on
     for step in (3, 4):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step}")
         (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").unlink()
-    ranks(1).run(train, settings, True)
+    ranks(1).run(train, settings, "auto")
     assert [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)] == before
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
 

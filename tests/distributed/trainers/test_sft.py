@@ -93,7 +93,7 @@ def test_a_run_goes_on_on_another_layout(ranks: RankPool, config: Settings, tmp_
     whole = config | {"output": str(tmp_path / "whole"), "parallel": {"dp_shard": 2}}
     ranks(2).run(train, whole)
     ranks(1).run(train, config | {"length": {"steps": 2}})
-    ranks(2).run(train, config | {"length": {"steps": 4}, "parallel": {"pp": 2}}, True)
+    ranks(2).run(train, config | {"length": {"steps": 4}, "parallel": {"pp": 2}}, "auto")
     rows, expected = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "whole")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row, other in zip(rows, expected, strict=True):

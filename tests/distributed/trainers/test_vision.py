@@ -49,7 +49,7 @@ def test_a_run_goes_on_with_the_modules_on_other_ranks(ranks: RankPool, pictures
 
     ranks(3).run(train, run("whole", FAN_OUT, 4))
     ranks(3).run(train, run("moved", FAN_OUT, 2))
-    ranks(3).run(train, run("moved", FAN_IN, 4), True)
+    ranks(3).run(train, run("moved", FAN_IN, 4), "auto")
     whole, moved = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "moved")
     assert [row["step"] for row in moved] == [1, 2, 3, 4]
     for row, other in zip(whole, moved, strict=True):

@@ -1,0 +1,210 @@
+"""Kills runs at random moments and goes on with them, until they end; then their weights must be those of a run that
+nobody disturbed, bit for bit.
+
+python -m tests.chaos [--kills 50] [--seed 0]
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_rl.launch.local import run_local_ranks
+from tests.distributed.trainers.runs import Settings, assert_same_weights, metrics_of, settings_of, write
+
+MOMENTS = ("starting", "training", "saving")
+TARGETS = ("one rank", "all ranks", "launcher")
+
+PATIENCE_SECONDS = 120.0
+"""Longest wait for a moment."""
+
+END_SECONDS = 30.0
+"""In which a job must end when a part of it is killed."""
+
+STEPS = {"sft": 60, "dpo": 40, "grpo": 25}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When and what.
+
+    Attributes:
+        moment: one of `MOMENTS`.
+        target: one of `TARGETS`.
+        delay: seconds from the moment on.
+        steps: of training that are let pass before.
+    """
+
+    moment: str
+    target: str
+    delay: float
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.target} while {self.moment}"
+
+
+def draw_kill(source: random.Random) -> Kill:
+    """A random kill; starting takes the longest and is the least of interest."""
+    moment = source.choices(MOMENTS, weights=(1, 4, 5))[0]
+    longest = {"starting": 12.0, "training": 0.2, "saving": 0.03}[moment]
+    return Kill(moment, source.choice(TARGETS), source.uniform(0, longest), source.randint(1, 4))
+
+
+def chaos_settings(algorithm: str, workspace: Path, output: Path) -> Settings:
+    """A run over two pipeline ranks that checkpoints at every step."""
+    changes: Settings = {"parallel": {"pp": 2}, "checkpoint": {"every_steps": 1, "keep_last": 2}}
+    settings = settings_of(algorithm, workspace, output, **changes)
+    settings["length"] = {"steps": STEPS[algorithm]}
+    settings["model"]["dtype"] = "float32"
+    settings["observe"] = {"samples": 0}
+    settings["data"].pop("validation")
+    return settings
+
+
+class Job:
+    """A run's processes."""
+
+    def __init__(self, algorithm: str, config: str, log: Path):
+        command = [sys.executable, "-m", "automodel_rl", algorithm, config, "--resume", "auto"]
+        with log.open("w") as file:
+            self.launcher = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        self.log = log
+
+    def processes(self) -> list[int]:
+        """The launcher and all below it."""
+        found, fresh = [], [self.launcher.pid]
+        while fresh:
+            found += fresh
+            fresh = [child for pid in fresh for child in _children(pid)]
+        return found
+
+    def ranks(self) -> list[int]:
+        return _children(self.launcher.pid)
+
+    def kill(self, target: str, source: random.Random) -> None:
+        """Ends what is to be ended, and waits until nothing of the job is left."""
+        everything, ranks = self.processes(), self.ranks()
+        if target == "launcher" or not ranks:
+            victims = [self.launcher.pid]
+        else:
+            victims = ranks if target == "all ranks" else [source.choice(ranks)]
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        self.launcher.wait(END_SECONDS)
+        while any(_is_alive(pid) for pid in everything):
+            assert time.monotonic() - killed < END_SECONDS, f"of a job of which {target} was killed, parts live on"
+            time.sleep(0.05)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def disturb(algorithm: str, settings: Settings, folder: Path, kill: Kill, source: random.Random) -> bool:
+    """Starts a run or goes on with it, and kills it; whether it was still there to be killed."""
+    output = Path(settings["output"])
+    job = Job(algorithm, write(settings, folder), folder / "log")
+    before = num_lines(output / "metrics.jsonl")
+    if kill.moment != "starting":
+        written = wait_until(job, lambda: num_lines(output / "metrics.jsonl") >= before + kill.steps)
+        if written and kill.moment == "saving":
+            wait_until(job, lambda: any((output / "checkpoints").glob(".step_*.unfinished")))
+    time.sleep(kill.delay)
+    was_there = job.launcher.poll() is None
+    job.kill(kill.target, source)
+    assert was_there or job.launcher.returncode == 0, job.log.read_text()
+    return was_there
+
+
+def num_lines(file: Path) -> int:
+    return len(file.read_bytes().splitlines()) if file.is_file() else 0
+
+
+def wait_until(job: Job, happens: Callable[[], bool]) -> bool:
+    """Whether something happened before the job's end."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not happens():
+        if job.launcher.poll() is not None:
+            assert job.launcher.returncode == 0, job.log.read_text()
+            return False
+        assert time.monotonic() < deadline, job.log.read_text()
+        time.sleep(0.002)
+    return True
+
+
+def check_undisturbed(settings: Settings, whole: Path) -> None:
+    """The run's weights and steps are those of the one that nobody disturbed."""
+    output = Path(settings["output"])
+    assert_same_weights(whole / "final", output / "final")
+    rows, expected = metrics_of(output), metrics_of(whole)
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in expected]
+
+
+def _run(algorithm: str, settings: Settings, folder: Path, *options: str) -> None:
+    command = [sys.executable, "-m", "automodel_rl", algorithm, write(settings, folder), *options]
+    assert run_local_ranks(command, 2) == 0
+
+
+def main() -> None:
+    from tests.distributed.conftest import make_workspace
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    source = random.Random(arguments.seed)
+    folder = Path(tempfile.mkdtemp(prefix="chaos_"))
+    make_workspace(folder)
+    runs = {}
+    for algorithm in STEPS:
+        (folder / algorithm).mkdir()
+        runs[algorithm] = chaos_settings(algorithm, folder, folder / algorithm / "run")
+        whole = runs[algorithm] | {"output": str(folder / algorithm / "whole")}
+        _run(algorithm, whole, folder / algorithm)
+    kills = 0
+    while kills < arguments.kills:
+        algorithm = [*STEPS][kills % len(STEPS)]
+        kill = draw_kill(source)
+        if disturb(algorithm, runs[algorithm], folder / algorithm, kill, source):
+            kills += 1
+            done = num_lines(folder / algorithm / "run" / "metrics.jsonl")
+            print(f"kill {kills}: {algorithm}, {kill}; {done} of {STEPS[algorithm]} steps", flush=True)
+            continue
+        runs[algorithm] = _next_run(algorithm, runs[algorithm], folder)
+    for algorithm, settings in runs.items():
+        _run(algorithm, settings, folder / algorithm, "--resume", "auto")
+        check_undisturbed(settings, folder / algorithm / "whole")
+    print(f"{kills} kills with seed {arguments.seed}: the weights of every run are those of an undisturbed one")
+
+
+def _next_run(algorithm: str, settings: Settings, folder: Path) -> Settings:
+    """Checks a run that has ended, and the one after it."""
+    check_undisturbed(settings, folder / algorithm / "whole")
+    print(f"a run of {algorithm} has ended with the weights of the undisturbed one", flush=True)
+    return settings | {"output": f"{settings['output']}_again"}
+
+
+if __name__ == "__main__":
+    main()
