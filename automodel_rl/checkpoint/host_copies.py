@@ -1,7 +1,10 @@
-"""Copies of this rank's tensors on the host, in memory that every checkpoint uses again."""
+"""Copies of this rank's tensors on the host, in memory that every checkpoint uses again, taken beside computation."""
 
+import contextlib
 import math
+import threading
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,44 +14,68 @@ ALIGNMENT = 64
 
 
 class HostCopies:
-    """One stretch of host memory for the copies of always the same tensors; pinned where they come from a GPU."""
+    """One stretch of host memory for the copies of always the same tensors; pinned where they come from a GPU.
 
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
+    Args:
+        tensors: what will be copied; memory for them is got ready in a thread, for pinning much of it takes seconds.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        sizes = [(tensor.nbytes, tensor.device) for tensor in tensors]
+        devices = {device for _, device in sizes if device.type == "cuda"}
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._events: list[torch.cuda.Event] = []
+        self._getting_ready = threading.Thread(target=self._allocate, args=(sum(_aligned(n) for n, _ in sizes),))
+        self._getting_ready.start()
+
+    def _allocate(self, num_bytes: int) -> None:
+        """Registered as it is, for torch's own pinned memory is rounded up to a power of two."""
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._streams and num_bytes:
+            runtime = torch.cuda.cudart()
+            if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:  # else copies are slower, and right
+                finalizer = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+                finalizer.atexit = False  # the driver may be gone by then
+        self._memory = memory
 
     @torch.no_grad()
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies all tensors; they may change when this returns.
+    def begin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Begins to copy all tensors, when what is queued on their devices now has been computed.
 
         Args:
-            tensors: on any device, by name.
+            tensors: on any device, by name; not to be changed before `hold` or `wait`, nor let go of.
 
         Returns:
-            Copies on the host by name, which hold until the next call.
+            Copies on the host by name, complete after `wait`, which hold until the next call.
         """
-        starts, end = {}, 0
+        self._getting_ready.join()
+        needed = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
+        if self._memory.numel() < needed:
+            self._allocate(needed)
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        copies, start = {}, 0
         for name, tensor in tensors.items():
-            starts[name] = end
-            end += math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        if self._memory is None or self._memory.numel() < end:
-            self._memory = _allocate(end, pinned=bool(devices))
-        copies = {}
-        for name, tensor in tensors.items():
-            stretch = self._memory[starts[name] : starts[name] + tensor.nbytes]
+            stretch = self._memory[start : start + tensor.nbytes]
+            start += _aligned(tensor.nbytes)
             copies[name] = stretch.view(tensor.dtype).view(tensor.shape)
-            copies[name].copy_(tensor.detach(), non_blocking=True)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            beside = self._streams.get(tensor.device)
+            with contextlib.nullcontext() if beside is None else torch.cuda.stream(beside):
+                copies[name].copy_(tensor, non_blocking=True)
+        self._events = [stream.record_event() for stream in self._streams.values()]
         return copies
 
+    def hold(self) -> None:
+        """What is queued on the devices from here on is computed when everything is copied."""
+        for event, device in zip(self._events, self._streams, strict=False):
+            torch.cuda.current_stream(device).wait_event(event)
 
-def _allocate(num_bytes: int, pinned: bool) -> Tensor:
-    """Bytes on the host. Registered as they are, for torch's own pinned memory is rounded up to a power of two."""
-    memory = torch.empty(num_bytes, dtype=torch.uint8)
-    if pinned and num_bytes:
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:  # else copies are slower, and right
-            finalizer = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-            finalizer.atexit = False  # the driver may be gone by then
-    return memory
+    def wait(self) -> None:
+        """Returns when everything is copied."""
+        for event in self._events:
+            event.synchronize()
+
+
+def _aligned(num_bytes: int) -> int:
+    return math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT

@@ -30,6 +30,7 @@ from automodel_rl.checkpoint.random_state import random_state
 from automodel_rl.checkpoint.state import engine_tensors
 from automodel_rl.checkpoint.storage import SafetensorsWriter, keys_of
 from automodel_rl.engine.engine import Engine
+from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import innermost
 from automodel_rl.files import publish_folder
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -76,7 +77,8 @@ class CheckpointSaver:
     Args:
         engine: whose weights, moments and step are stored.
         config: text of the run's config, kept with every checkpoint.
-        in_background: return when everything is copied to the host, and write from a thread.
+        in_background: return at once; everything is copied to the host before it changes next, and written from a
+            thread.
     """
 
     def __init__(self, engine: Engine, config: str, *, in_background: bool):
@@ -85,7 +87,10 @@ class CheckpointSaver:
         group = own_group([[*range(dist.get_world_size())]], backend="gloo")
         assert group is not None
         self.group: dist.ProcessGroup = group
-        self._copies = HostCopies()
+        # Before the first step there are no moments, but it is known what they will be.
+        trained = [local_tensor(p.detach()) for _, p in engine.handle.named_parameters() if p.requires_grad]
+        coming = [tensor for tensor in trained for _ in ("weight", *MOMENTS)]
+        self._copies = HostCopies(coming if in_background else [])
         self._thread: threading.Thread | None = None
         self._error: str | None = None
 
@@ -114,7 +119,10 @@ class CheckpointSaver:
             tensors = engine_tensors(engine)
             shards = {key: local_tensor(tensor.detach()) for key, tensor in keys_of(tensors)}
             if self.in_background:
-                shards = self._copies.take(shards)
+                shards = self._copies.begin(shards)
+                engine.handle.let_read(self._copies.hold)
+                if engine.handle.memory.offload_optimizer:  # moments leave the device with this block
+                    self._copies.wait()
             job = _Job(folder, tensors, shards, texts, progress["step"], then)
             if not self.in_background:
                 self._run(job)
@@ -149,6 +157,7 @@ class CheckpointSaver:
     def _write(self, job: _Job) -> str | None:
         unfinished = job.folder.with_name(f".{job.folder.name}.unfinished")
         outcome = _Outcome()
+        self._copies.wait()
         self._together(outcome, lambda: self._make_folder(unfinished))
         self._together(outcome, lambda: self._write_tensors(job, unfinished, outcome))
         self._together(outcome, lambda: self._write_texts(job, unfinished, outcome))

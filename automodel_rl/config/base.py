@@ -1,8 +1,9 @@
 """The base of every config section: unknown keys are errors, values are checked once and then never change."""
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -12,4 +13,27 @@ class Section(BaseModel):
 
 
 Positive = Annotated[int, Field(gt=0)]
+BatchSize = Annotated[int, Field(gt=0, le=1_000_000)]
+"""Examples of one step: above this it is a slip."""
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _checked_path(text: str) -> str:
+    if "\0" in text or len(os.fsencode(text)) > LONGEST_PATH or any(len(n) > LONGEST_NAME for n in _names(text)):
+        raise ValueError(
+            f"is no path: it holds a null character, or it or a name in it is longer than {LONGEST_PATH} and "
+            f"{LONGEST_NAME} bytes: give the path of a file or folder"
+        )
+    return text
+
+
+def _names(text: str) -> list[bytes]:
+    return os.fsencode(text).split(b"/")
+
+
+LONGEST_PATH, LONGEST_NAME = 4000, 250
+"""Bytes; a little below what file systems take, for names are added."""
+
+PathText = Annotated[str, AfterValidator(_checked_path)]
+"""A path, or the id of something that is not a file."""

@@ -4,16 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from automodel_rl.config.base import Positive, Section
+from automodel_rl.config.base import BatchSize, PathText, Positive, Section
 
 Column = Literal["messages", "images", "prompt", "chosen", "rejected", "answer"]
 
 
 class SourceConfig(Section):
-    path: str
+    path: PathText
     """A JSON-lines file, or the id (or folder) of a dataset that `datasets.load_dataset` opens."""
 
-    split: str = "train"
+    split: PathText = "train"
     """Split of a dataset id; a JSON-lines file has only one."""
 
     columns: dict[Column, str] = Field(default_factory=dict)
@@ -30,7 +30,7 @@ class SourcesConfig(Section):
     validation: tuple[SourceConfig, ...] = ()
     """Sources of held-out examples."""
 
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """File with a Jinja chat template to use in place of the tokenizer's own."""
 
     shuffle: bool = True
@@ -44,7 +44,7 @@ class ExamplesConfig(SourcesConfig):
     """What happens to an example longer than a row or the model's context: cut at the end, or left out. Both are
     counted in the metrics."""
 
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that tokenise ahead of training, on each rank."""
 
 
@@ -60,17 +60,17 @@ class PromptDataConfig(SourcesConfig):
 class RowsConfig(Section):
     """What the batches of all algorithms have."""
 
-    row_tokens: Positive
+    row_tokens: Annotated[int, Field(gt=0, lt=2**31)]
     """Capacity of a packed row, the microbatch; never padded up to it. It must hold one sequence, of pairs both."""
 
 
 class BatchConfig(RowsConfig):
-    sequences: Positive
+    sequences: BatchSize
     """Sequences of one step over all data ranks (the global batch)."""
 
 
 class PairBatchConfig(RowsConfig):
-    pairs: Positive
+    pairs: BatchSize
     """Pairs of one step over all data ranks (the global batch)."""
 
 

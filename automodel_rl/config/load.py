@@ -109,6 +109,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}{line}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise InputError(f"{path}: not a config, for it is nested too deeply") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a config is a mapping of keys to values, this is {type(values).__name__}")
     return values

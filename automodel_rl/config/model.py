@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from automodel_rl.config.attention import Attention
-from automodel_rl.config.base import Positive, Section
+from automodel_rl.config.base import PathText, Positive, Section
 
 Implementation = Literal["transformers", "nemo_automodel"]
 Dtype = Literal["bfloat16", "float32", "float64"]
@@ -44,8 +44,15 @@ class ModelConfig(Section):
         'auto'
     """
 
-    path: str
+    path: PathText
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a hub id."""
+
+    pickled_weights: tuple[str, ...] = ()
+    """Names of pickled weight files (pytorch_model.bin) that may be read where a checkpoint has no safetensors. Nothing
+    but tensors is unpickled, but prefer safetensors from people you do not know."""
+
+    trust_remote_code: bool = False
+    """Run the code that a checkpoint brings for its tokenizer. Models are always of the classes installed here."""
 
     implementation: Implementation = "transformers"
     """Whose model class runs: transformers' own, or nemo_automodel's of the same architecture."""

@@ -4,32 +4,32 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from automodel_rl.config.base import Fraction, Positive, Section
+from automodel_rl.config.base import BatchSize, Fraction, PathText, Positive, Section
 
 
 class VllmConfig(Section):
     """vLLM, in a process of its own next to every rank, or as servers that are there."""
 
-    python: str | None = None
+    python: PathText | None = None
     """Interpreter of an environment that has vLLM, whose pins clash with this package's; null is this one's own."""
 
     memory_fraction: Fraction = 0.4
     """Share of the device's memory for vLLM's weights and cache."""
 
     servers: tuple[str, ...] = ()
-    """URLs of running servers, e.g. http://host:8000, on devices of their own. They are started with
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --weight-transfer-config
-    '{"backend": "nccl"}'."""
+    """URLs of running servers, e.g. http://localhost:8000, on devices of their own. They are started with
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs
+    --weight-transfer-config '{"backend": "nccl"}'. Those of other machines need a token, --api-key, in VLLM_API_KEY."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of vllm.LLM, such as max_num_seqs."""
 
 
 class RolloutConfig(Section):
-    prompts: Positive
+    prompts: BatchSize
     """Prompts of one step."""
 
-    group_size: Positive = 8
+    group_size: BatchSize = 8
     """Completions of each prompt."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0

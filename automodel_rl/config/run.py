@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from automodel_rl.config.base import Positive, Section
+from automodel_rl.config.base import PathText, Positive, Section
 from automodel_rl.config.checkpoint import CheckpointConfig
 from automodel_rl.config.data import RowsConfig, SourcesConfig
 from automodel_rl.config.failures import FailuresConfig
@@ -52,7 +52,7 @@ def refuse_idle_data_ranks(what: str, count: int, parallel: ParallelConfig) -> N
 
 
 class RunConfig(Section):
-    output: str
+    output: PathText
     """Run directory: config.yaml, metrics.jsonl, report.html, checkpoints/, final/."""
 
     seed: Annotated[int, Field(ge=0)] = 0

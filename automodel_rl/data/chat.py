@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.config.data import SourcesConfig
+from automodel_rl.config import RunConfig
 from automodel_rl.data.images import ImageReader, image_parts
 from automodel_rl.errors import InputError
 
@@ -31,16 +31,17 @@ MARKS_REMEDY = (
 )
 
 
-def load_tokenizer(folder: Path, data: SourcesConfig, vocab_size: int) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, config: RunConfig, vocab_size: int) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, with the user's chat template if there is one.
 
     Args:
         folder: of the checkpoint.
-        data: with the chat template.
+        config: of the run, with its chat template.
         vocab_size: of the model.
     """
+    template = config.data.chat_template
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"model.path={folder}: no tokenizer that transformers opens ({reason})") from None
@@ -49,11 +50,11 @@ def load_tokenizer(folder: Path, data: SourcesConfig, vocab_size: int) -> PreTra
             f"model.path={folder}: the tokenizer has {len(tokenizer)} tokens but the model's vocabulary is "
             f"{vocab_size}: use the tokenizer that belongs to the model"
         )
-    if data.chat_template is not None:
+    if template is not None:
         try:
-            tokenizer.chat_template = Path(data.chat_template).read_text()
+            tokenizer.chat_template = Path(template).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"data.chat_template={data.chat_template}: cannot read it ({error})") from None
+            raise InputError(f"data.chat_template={template}: cannot read it ({error})") from None
     elif tokenizer.chat_template is None and (folder / OF_PROCESSOR).is_file():
         tokenizer.chat_template = json.loads((folder / OF_PROCESSOR).read_text())["chat_template"]
     if tokenizer.chat_template is None:

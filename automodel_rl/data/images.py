@@ -40,7 +40,7 @@ class ImageReader:
         self.token_id, self.num_tokens, self.grid = config.image_token_id, blank.num_tokens, blank.grid
         self.has_grid = VISION_FAMILIES[config.model_type].has_rotary_grid
         try:
-            self.processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+            self.processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"model.path={folder}: no image processor that transformers opens ({reason})") from None

@@ -61,6 +61,8 @@ class JsonLines:
             record = json.loads(line)
         except ValueError as error:
             raise InputError(f"{self.where(number)}: not valid JSON ({error})") from None
+        except RecursionError:
+            raise InputError(f"{self.where(number)}: not a record, for it is nested too deeply") from None
         if not isinstance(record, dict):
             raise InputError(f"{self.where(number)}: a record is a JSON object, this is {type(record).__name__}")
         return record

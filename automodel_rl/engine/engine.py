@@ -246,6 +246,7 @@ class Engine:
             norm = torch.tensor(grad_norm, dtype=torch.float64, device=self.handle.layout.device)
             for parameters in by_mesh(every_copy):
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+        self.handle.before_change()
         with self.moments_on_device():
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:

@@ -42,6 +42,7 @@ class ReferenceWeights:
     @torch.no_grad()
     def _swap(self) -> None:
         """Exchanges both sets, tensor by tensor, so that there are never more than two."""
+        self.handle.before_change()
         for shard, copy in zip(self._shards, self._copies, strict=True):
             current = shard.clone()
             shard.copy_(copy, non_blocking=True)

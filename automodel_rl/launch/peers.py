@@ -39,7 +39,7 @@ TELL_SECONDS = 2.0
 WAITING = ("torch/distributed/", "torch/autograd/", "torch/cuda/")
 """Where the main thread is while it waits for peers or for the device."""
 
-hang_seconds: float | None = 30 * 60.0
+hang_seconds: float | None = 60 * 60.0
 """Without a note in the flight recorder for so long, a rank counts as hanging; None never."""
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,7 @@ class ModelHandle:
             self._encoder = self._build_encoder(empty.vision, vision_layout, modules)
         self.parts = [part for module in self.modules for part in module.parts]
         self.tied = _tied_embedding(language, layout) if config.tie_word_embeddings and layout.parallel.pp > 1 else None
+        self._readers: list[Callable[[], None]] = []
         self._driver: Driver | None = None
         if isinstance(built, AutoPipeline):
             self._driver = PipelineDriver(built, layout, self.config.hidden_size, self.dtype)
@@ -175,7 +176,7 @@ class ModelHandle:
         compute, master = dtypes_of(model)
         attention = choose_attention(model.attention, needs_mathematics(description), device, compute)
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
-        checkpoint = Checkpoint(folder, config.model_type)
+        checkpoint = Checkpoint(folder, config.model_type, model.pickled_weights)
         for part in empty.parts:
             checkpoint.check(part)
         lora = None if model.lora is None else add_adapters(empty.language, model.lora)
@@ -374,6 +375,19 @@ class ModelHandle:
                 watch.update_biases(loads)
         replays = [extras.router_replay for extras in self.extras]
         return {**load_metric(loads, self.layout), **replay_metrics(replays, self.layout)}
+
+    def let_read(self, hold: Callable[[], None]) -> None:
+        """Lets something read the weights beside the computation.
+
+        Args:
+            hold: called once, before they change.
+        """
+        self._readers.append(hold)
+
+    def before_change(self) -> None:
+        """For whoever changes weights or what belongs to them: lets readers finish first."""
+        while self._readers:
+            self._readers.pop()()
 
     def zero_grad(self) -> None:
         """Lets go of all gradients."""

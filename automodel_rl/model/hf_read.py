@@ -3,23 +3,22 @@
 import contextlib
 import copy
 import dataclasses
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from automodel_rl.config.families import FAMILIES, VISION_FAMILIES
 from automodel_rl.errors import InputError
 from automodel_rl.model.flops import layer_windows
-from automodel_rl.model.hf_names import INDEX, SINGLE, Piece, pieces
+from automodel_rl.model.hf_names import Piece, pieces
 from automodel_rl.model.lora import initialise, is_adapter
+from automodel_rl.model.weight_files import open_tensors, weight_files
 from automodel_rl.parallel.combinations import ModelDescription
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 
@@ -63,7 +62,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         InputError: config.json is none.
     """
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # config classes check their fields with errors of their own
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"model.path={folder}: config.json is not a model config of transformers ({reason})") from None
@@ -137,6 +136,7 @@ class Checkpoint:
     Args:
         folder: of the checkpoint.
         family: the `model_type` of the whole model.
+        pickled: names of pickled weight files that may be read.
 
     Attributes:
         family: how its tensors are named, a key of `FAMILIES`.
@@ -145,12 +145,12 @@ class Checkpoint:
         InputError: no weights, or a damaged file.
     """
 
-    def __init__(self, folder: Path, family: str):
+    def __init__(self, folder: Path, family: str, pickled: Sequence[str] = ()):
         self.folder, self.family = folder, family
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in _weight_files(folder):
-            with _open(file) as tensors:
+        for file in weight_files(folder, pickled):
+            with open_tensors(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                     self._files[name] = file
                     self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
@@ -165,7 +165,7 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """A whole tensor, on the host."""
-        with _open(self._files[name]) as tensors:
+        with open_tensors(self._files[name]) as tensors:
             return tensors.get_tensor(name)
 
     def check(self, model: Any) -> None:
@@ -182,7 +182,7 @@ class Checkpoint:
                 self._check_piece(piece, type(model).__name__)
         head, embedding = (next(pieces(name, (1, 1), self.family)).name for name in (TIED_HEAD, EMBEDDING))
         if is_tied and head in self._files:
-            with _open(self._files[head]) as heads, _open(self._files[embedding]) as embeddings:
+            with open_tensors(self._files[head]) as heads, open_tensors(self._files[embedding]) as embeddings:
                 same = torch.equal(heads.get_tensor(head), embeddings.get_tensor(embedding))
             if not same:
                 raise InputError(
@@ -205,7 +205,7 @@ class Checkpoint:
             give_storage(parameter, device)
         part.to(device)  # buffers; and FSDP takes notice of the new storage
         with contextlib.ExitStack() as stack, torch.no_grad():
-            readers = {file: stack.enter_context(_open(file)) for file in set(self._files.values())}
+            readers = {file: stack.enter_context(open_tensors(file)) for file in set(self._files.values())}
             for name, tensor in persistent_tensors(part):
                 if is_adapter(name):
                     initialise(name, tensor)
@@ -230,31 +230,3 @@ def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that checkpoints hold, by name: not rotary frequencies and the like."""
     stored = module.state_dict().keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
-
-
-@contextlib.contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, "pt") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise InputError(
-            f"{file}: damaged or incomplete safetensors file ({error}): copy or download it again"
-        ) from None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError) as error:
-            raise InputError(f"{folder / INDEX}: damaged or incomplete ({error}): copy or download it again") from None
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise InputError(f"{folder}: {INDEX} names {missing[0]}, which is not there: copy or download it again")
-        return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    raise InputError(
-        f"{folder}: no weights: expected {SINGLE} or {INDEX}; save the model with save_pretrained (safetensors) first"
-    )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,30 @@ class MetricsFile:
         self.path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
         write_complete(path, "".join(map(_line, kept)))
+        self._waiting: list[str] = []
 
     def write(self, row: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(_line(row))
+        """Appends a line. Where that fails, on a full disk say, it waits for the next one."""
+        self._waiting.append(_line(row))
+        try:
+            self._append()
+        except OSError as error:
+            if len(self._waiting) == 1:
+                print(f"warning: {self.path} cannot be written ({error.strerror}); lines wait", file=sys.stderr)
+
+    def _append(self) -> None:
+        with self.path.open("ab") as file:
+            end = file.tell()
+            try:
+                file.write("".join(self._waiting).encode())
+                file.flush()
+            except OSError:
+                file.truncate(end)  # no half lines
+                raise
+        self._waiting.clear()
 
     def close(self) -> None:
-        """Every line is in the file already."""
+        """Every line that could be written is in the file already."""
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -121,12 +121,26 @@ def completion_of(
     newest: int | None = None,
     routes: Any = None,
 ) -> Completion:
-    """What a worker says of a completion. Reasons other than stop and length, such as vLLM's abort, are failures."""
+    """What a worker or server says of a completion. Reasons other than stop and length, such as vLLM's abort, are
+    failures, and so is what cannot be: it may come from elsewhere."""
+    wrong = _what_is_wrong(token_ids, logprobs)
+    if wrong is not None:
+        return Completion([], [], "error", f"the engine's answer makes no sense: {wrong}")
     if finish == "stop":
         return Completion(token_ids, logprobs, "stop", versions=_versions(oldest, newest), routes=routes)
     if finish == "length":
         return Completion(token_ids, logprobs, "length", versions=_versions(oldest, newest), routes=routes)
     return Completion([], [], "error", f"the engine ended it: {finish}")
+
+
+def _what_is_wrong(token_ids: Any, logprobs: Any) -> str | None:
+    if not isinstance(token_ids, list) or not isinstance(logprobs, list) or len(token_ids) != len(logprobs):
+        return "token_ids and logprobs are not lists of one length"
+    if not all(type(token) is int and 0 <= token < 2**31 for token in token_ids):
+        return "a token id is no whole number from 0 on"
+    if not all(isinstance(score, int | float) and score <= 1e-3 for score in logprobs):  # nor NaN
+        return "a log-probability is not a number up to 0"
+    return None
 
 
 def _versions(oldest: int | None, newest: int | None) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import sys
+import urllib.parse
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -68,6 +69,14 @@ def start_vllm(
             "environment with vLLM, or change rollout.vllm.memory_fraction or options"
         ) from None
 
+
+TOKEN_VARIABLE = "VLLM_API_KEY"
+"""Environment variable with the token of the servers, which vLLM reads, too."""
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+ANSWER_BYTES = 2**30
+"""Longest answer of a server."""
 
 _OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 """How variables of this job begin that vLLM would take for its own."""
@@ -209,6 +218,12 @@ class VllmServers:
             return Completion([], [], "error", f"{url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
     def _check(self, url: str) -> None:
+        host = urllib.parse.urlsplit(url).hostname or ""
+        if host not in LOOPBACK and TOKEN_VARIABLE not in os.environ:
+            raise InputError(
+                f"rollout.vllm.servers: {url} is not on this machine, so whoever reaches it could use it: start it "
+                f"with --api-key and set {TOKEN_VARIABLE} to that key"
+            )
         try:
             info = json.dumps(self._get(f"{url}/server_info?config_format=json"))
         except (OSError, ValueError) as error:
@@ -229,14 +244,23 @@ class VllmServers:
             )
 
     def _get(self, url: str) -> Any:
-        with urllib.request.urlopen(url, timeout=SERVER_SECONDS) as response:
-            return json.load(response)
+        return self._answer(urllib.request.Request(url, headers=_authorization()))
 
     def _post(self, url: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **_authorization()}
+        return self._answer(urllib.request.Request(url, json.dumps(body).encode(), headers))
+
+    def _answer(self, request: urllib.request.Request) -> Any:
         with urllib.request.urlopen(request, timeout=SERVER_SECONDS) as response:
-            text = response.read()
+            text = response.read(ANSWER_BYTES + 1)
+        if len(text) > ANSWER_BYTES:
+            raise ValueError(f"the answer is longer than {ANSWER_BYTES} bytes")
         return json.loads(text) if text else None
+
+
+def _authorization() -> dict[str, str]:
+    token = os.environ.get(TOKEN_VARIABLE)
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def _decoded(routes: str | None) -> np.ndarray | None:
@@ -247,6 +271,6 @@ def _decoded(routes: str | None) -> np.ndarray | None:
 _ANSWERS = {"init": "ready", "update": "taken"}
 
 SERVE = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs "
     """--weight-transfer-config '{"backend": "nccl"}'"""
 )

@@ -40,7 +40,7 @@ def export(checkpoint: Path, out: Path) -> None:
     config: RunConfig = load_config(checkpoint / CONFIG)
     source = resolve_checkpoint(config.model.path)
     whole_config = read_config(source)
-    tokenizer = load_tokenizer(source, config.data, language_config(whole_config).vocab_size)
+    tokenizer = load_tokenizer(source, config, language_config(whole_config).vocab_size)
     reader = SafetensorsReader(checkpoint / TENSORS)
     unfinished = out.with_name(f".{out.name}.unfinished")
     try:
@@ -49,7 +49,8 @@ def export(checkpoint: Path, out: Path) -> None:
             write_adapters(unfinished, dict(_adapters(reader)), config.model.lora, source)
             tokenizer.save_pretrained(unfinished)
         else:
-            write_weights(unfinished, _model_tensors(reader, config.model, Checkpoint(source, whole_config.model_type)))
+            origin = Checkpoint(source, whole_config.model_type, config.model.pickled_weights)
+            write_weights(unfinished, _model_tensors(reader, config.model, origin))
             write_description(unfinished, _exported(whole_config, config.model), tokenizer, source)
         publish_folder(unfinished, out)
     except OSError as error:

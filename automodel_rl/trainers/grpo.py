@@ -145,7 +145,10 @@ class GRPOTrainer:
         step.row["data/num_overlong_prompts"] = self.prompts.num_overlong
         if self.run.is_first_rank:
             records = rollout_records(generated, self.rewards, self.tokenizer)
-            save_rollouts(self.run.directory.rollouts / f"step_{self.run.step}.jsonl", records)
+            try:
+                save_rollouts(self.run.directory.rollouts / f"step_{self.run.step}.jsonl", records)
+            except OSError as error:
+                self.run.say(f"warning: the rollouts of step {self.run.step} cannot be written ({error.strerror})")
         return groups, updates
 
     def _generate(self) -> tuple[list[Group], list[Group]]:

@@ -1,6 +1,7 @@
 """What surrounds the steps of every trainer: the run directory, metrics, console, checkpoints and stopping."""
 
 import contextlib
+import inspect
 import resource
 import statistics
 import time
@@ -302,7 +303,7 @@ def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ModelHandle,
         _refuse_images(config)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.modules)
     torch.manual_seed(config.seed + dist.get_rank())
-    return directory, handle, load_tokenizer(handle.source, config.data, handle.config.vocab_size)
+    return directory, handle, load_tokenizer(handle.source, config, handle.config.vocab_size)
 
 
 def _refuse_images(config: RunConfig) -> None:
@@ -315,7 +316,15 @@ def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
     """The loss that the config names, else the algorithm's own."""
     if config.loss_function is None:
         return default
-    return import_function("loss_function", config.loss_function)
+    function = import_function("loss_function", config.loss_function)
+    try:
+        inspect.signature(function).bind("outputs", "batch")
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"loss_function={config.loss_function}: cannot be called as function(outputs, batch) ({error}): give a "
+            "function of these two"
+        ) from None
+    return function
 
 
 def layout_summary(config: RunConfig, handle: ModelHandle) -> str:

@@ -1,6 +1,7 @@
 """A job of two stages in which one rank fails in the middle of a step; started as a process of its own.
 
-python -m tests.distributed.launch.failing_job MODEL_FOLDER WAY        WAY: loss | forward | abort | killed | sleep
+python -m tests.distributed.launch.failing_job MODEL_FOLDER WAY
+    WAY: loss | forward | memory | abort | killed | hang | sleep
 """
 
 import os
@@ -10,20 +11,28 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, ParallelConfig, sft_loss
 from automodel_rl.batch import PackedBatch, pack_row
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.failure import guard
+from automodel_rl.launch.flight import flight, flight_file
 from automodel_rl.launch.local import is_rank, run_local_ranks
+from automodel_rl.launch.peers import set_hang_limit
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.losses import LossOutput, TokenOutputs
 from automodel_rl.model import attention
 from tests.tiny import make_sequences
 
+HANG_SECONDS = 8.0
+
 
 def work() -> None:
     quiet_libraries()
     folder, way = sys.argv[1:]
+    set_hang_limit(HANG_SECONDS / 60)
+    flight.keep_in(flight_file(Path(folder, "flight"), int(os.environ["RANK"])))
     handle = ModelHandle.from_pretrained(ModelConfig(path=folder, dtype="float32"), ParallelConfig(pp=2))
     engine = Engine(handle, OptimizerConfig(decay="constant"))
     rows = [pack_row(make_sequences(2, seed=i)) for i in range(4)]
@@ -37,6 +46,10 @@ def work() -> None:
             Path(folder, "failed_at").write_text(str(time.time()))
         if way == "killed" and calls == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+        if way == "hang" and calls == 3:
+            time.sleep(120)
+        if way == "memory" and calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if way == "loss" and calls == 3:
             raise ValueError("planted in the loss")
         return sft_loss(outputs, batch)
@@ -64,4 +77,5 @@ def work() -> None:
 if __name__ == "__main__":
     if is_rank():
         sys.exit(guard(work))
-    sys.exit(run_local_ranks([sys.executable, "-m", "tests.distributed.launch.failing_job", *sys.argv[1:]], 2))
+    command = [sys.executable, "-m", "tests.distributed.launch.failing_job", *sys.argv[1:]]
+    sys.exit(run_local_ranks(command, 2, Path(sys.argv[1], "flight")))
