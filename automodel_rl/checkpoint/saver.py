@@ -28,7 +28,7 @@ from automodel_rl.checkpoint.folder import (
 from automodel_rl.checkpoint.host_copies import HostCopies
 from automodel_rl.checkpoint.random_state import random_state
 from automodel_rl.checkpoint.state import engine_tensors
-from automodel_rl.checkpoint.storage import SafetensorsWriter, keys_of
+from automodel_rl.checkpoint.storage import SafetensorsWriter, WritePlan, keys_of
 from automodel_rl.engine.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import innermost
@@ -91,6 +91,7 @@ class CheckpointSaver:
         trained = [local_tensor(p.detach()) for _, p in engine.handle.named_parameters() if p.requires_grad]
         coming = [tensor for tensor in trained for _ in ("weight", *MOMENTS)]
         self._copies = HostCopies(coming if in_background else [])
+        self._plan: WritePlan | None = None
         self._thread: threading.Thread | None = None
         self._error: str | None = None
 
@@ -186,7 +187,11 @@ class CheckpointSaver:
 
     def _write_tensors(self, job: _Job, unfinished: Path, outcome: _Outcome) -> None:
         writer = SafetensorsWriter(unfinished / TENSORS, self.group.rank(), job.shards)
-        dcp.save(job.tensors, storage_writer=writer, process_group=self.group)
+        if self._plan is None:  # DCP's planning is Python that training would wait for
+            dcp.save(job.tensors, storage_writer=writer, process_group=self.group)
+            self._plan = writer.plan
+        else:
+            writer.write(self._plan)
         outcome.written |= {f"{TENSORS}/{name}": of for name, of in writer.written.items()}
 
     def _write_texts(self, job: _Job, unfinished: Path, outcome: _Outcome) -> None:

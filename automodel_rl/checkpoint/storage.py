@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,19 @@ ALIGNMENT = 8
 """Bytes to which a safetensors header is filled up."""
 
 
+@dataclass(frozen=True)
+class WritePlan:
+    """What a rank writes. It is the same for every checkpoint of the same tensors on the same layout.
+
+    Attributes:
+        keys: of its tensors.
+        index: the index, on the coordinator.
+    """
+
+    keys: list[str]
+    index: str | None = None
+
+
 class SafetensorsWriter(StorageWriter):
     """Writes this rank's shards.
 
@@ -60,11 +74,25 @@ class SafetensorsWriter(StorageWriter):
 
     Attributes:
         written: files that this rank has written.
+        plan: what it was told to write; None before.
     """
 
     def __init__(self, folder: Path, rank: int, shards: dict[str, Tensor]):
         self.folder, self.file, self.shards = folder, f"rank_{rank:05d}.safetensors", shards
         self.written: dict[str, StoredFile] = {}
+        self.plan: WritePlan | None = None
+
+    def write(self, plan: WritePlan) -> None:
+        """Writes what a writer of the same tensors was told to write."""
+        self.plan = plan
+        if plan.keys:
+            tensors = [(key, self.shards[key]) for key in plan.keys]
+            self.written[self.file] = _write_file(self.folder / self.file, tensors)
+        self._write_index(plan.index)
+
+    def _write_index(self, index: str | None) -> None:
+        if index is not None:
+            self.written[INDEX] = write_hashed(self.folder / INDEX, index)
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """The folder is given."""
@@ -80,10 +108,7 @@ class SafetensorsWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
-        if plan.items:
-            self.written[self.file] = _write_file(
-                self.folder / self.file, [(item.index.fqn, self.shards[item.index.fqn]) for item in plan.items]
-            )
+        self.write(WritePlan([item.index.fqn for item in plan.items]))
         done.set_result([_result(item, self.file) for item in plan.items])
         return done
 
@@ -97,7 +122,9 @@ class SafetensorsWriter(StorageWriter):
                 for chunk in tensor.chunks
             ]
             index[key] = {"dtype": DTYPES[tensor.properties.dtype], "shape": [*tensor.size], "chunks": chunks}
-        self.written[INDEX] = write_hashed(self.folder / INDEX, json.dumps(index))
+        assert self.plan is not None
+        self.plan = WritePlan(self.plan.keys, json.dumps(index))
+        self._write_index(self.plan.index)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:

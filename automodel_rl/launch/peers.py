@@ -36,8 +36,8 @@ GRACE_SECONDS = 5.0
 TELL_SECONDS = 2.0
 """How long other ranks leave it to rank 0 to show the failure."""
 
-WAITING = ("torch/distributed/", "torch/autograd/", "torch/cuda/")
-"""Where the main thread is while it waits for peers or for the device."""
+WAITING = ("/torch/", *(f"/automodel_rl/{part}/" for part in ("parallel", "model", "engine", "weight_sync")))
+"""Where the main thread is while it waits for peers, or for a device that does."""
 
 hang_seconds: float | None = 60 * 60.0
 """Without a note in the flight recorder for so long, a rank counts as hanging; None never."""
