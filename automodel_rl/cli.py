@@ -10,6 +10,7 @@ import automodel_rl
 from automodel_rl.config import ALGORITHMS, GRPOConfig, describe_keys, load_config
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError
 from automodel_rl.launch.failure import guard
+from automodel_rl.launch.lifeline import hold_lifeline
 from automodel_rl.launch.local import is_rank, run_local_ranks
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE
@@ -20,7 +21,7 @@ USAGE = """\
 usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto|never|CHECKPOINT] [--max-minutes M] [--dotted.key value ...]
        automodel-rl verify CONFIG.yaml [--json] [--dotted.key value ...]
        automodel-rl plan CONFIG.yaml [--gpus N] [--device H200] [--json] [--dotted.key value ...]
-       automodel-rl export CHECKPOINT OUT
+       automodel-rl export CHECKPOINT OUT [--dotted.key value ...]
        automodel-rl verify-checkpoint CHECKPOINT
        automodel-rl quickstart FOLDER [--seed N]
 
@@ -108,13 +109,11 @@ def _train(algorithm: str, arguments: list[str]) -> int:
 
 
 def _take_resume(arguments: list[str]) -> tuple[str, list[str]]:
-    """What to go on from. Ranks that an agent has started again go on from what they have saved."""
+    """What to go on from."""
     given, rest = _take_option("--resume", arguments)
-    if given is None:
-        return "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else "never", rest
-    if given not in ("auto", "never") and not Path(given).is_dir():
+    if given not in (None, "auto", "never") and not Path(given).is_dir():
         raise InputError(f"--resume {given}: is neither auto, never nor the folder of a checkpoint")
-    return given, rest
+    return given or "never", rest
 
 
 def _take_minutes(arguments: list[str]) -> tuple[float | None, list[str]]:
@@ -131,11 +130,12 @@ def _take_minutes(arguments: list[str]) -> tuple[float | None, list[str]]:
 
 
 def _export(arguments: list[str]) -> int:
-    if len(arguments) != 2:
+    if len(arguments) < 2 or arguments[1].startswith("-"):
         raise InputError("export takes a checkpoint and a new folder: automodel-rl export RUN/checkpoints/step_100 OUT")
+    hold_lifeline()
     from automodel_rl.tools.export import export
 
-    export(Path(arguments[0]), Path(arguments[1]))
+    export(Path(arguments[0]), Path(arguments[1]), arguments[2:])
     return EXIT_OK
 
 

@@ -1,6 +1,7 @@
 """Files and folders that are complete or not there at all: they get their names when everything is in them."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
 def write_complete(path: Path, text: str) -> None:
     """Writes a text file in place of the one that may be there."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text)
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # else it may be empty after a loss of power
     unfinished.rename(path)
 
 
@@ -32,7 +36,11 @@ def complete_folder(folder: Path, group: "ProcessGroup") -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier(group)
-    yield unfinished
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     dist.barrier(group)
     if group.rank() == 0:
         publish_folder(unfinished, folder)

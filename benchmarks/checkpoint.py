@@ -23,6 +23,7 @@ import torch.distributed as dist
 from workload import ROW_TOKENS, make_sequences, model_sizes, parse_layout, write_model
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, PackedBatch, pack, sft_loss
+from automodel_rl.checkpoint.folder import CONFIG
 from automodel_rl.checkpoint.saver import CheckpointSaver
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.process_group import join_process_group
@@ -57,8 +58,8 @@ def main() -> None:
     ranks = {"num_data_ranks": parallel.num_data_ranks, "data_rank": handle.layout.data_rank}
     rows = pack(sequences, row, min_rows=parallel.pp, cost=handle.flops, **ranks)
     savers = {
-        True: CheckpointSaver(engine, "", in_background=True),
-        False: CheckpointSaver(engine, "", in_background=False),
+        True: CheckpointSaver(engine, {CONFIG: ""}, in_background=True),
+        False: CheckpointSaver(engine, {CONFIG: ""}, in_background=False),
     }
     for _ in range(WARM_UP):
         timed_step(engine, rows)

@@ -24,7 +24,15 @@ FORMAT = 2
 CONFIG = "config.yaml"
 PROGRESS = "progress.json"
 TENSORS = "tensors"
+INDEX = "index.json"
+"""Of the tensors."""
+
 RANKS = "ranks"
+TEMPLATE = "chat_template.jinja"
+"""The chat template that the run was given in place of the tokenizer's own."""
+
+MOST_RANKS = 2**20
+
 HF_COPY = "hf"
 """Folder of the Hugging Face checkpoint that `checkpoint.format: both` puts beside the shards. It is made from them,
 so the marker does not name it."""
@@ -113,14 +121,19 @@ def read_marker(folder: Path) -> Marker:
     values = read_json(folder / MARKER)
     try:
         version = values["format"]
-        if isinstance(version, int) and version > FORMAT:
+        if version != FORMAT:
             raise CheckpointError(
-                f"{folder}: is of checkpoint format {version}, this version of automodel_rl reads up to {FORMAT}: "
-                "use the version that wrote it, or a newer one"
+                f"{folder}: is of checkpoint format {version}, this version of automodel_rl reads format {FORMAT}: "
+                "use the version that wrote it"
             )
         files = {_inner(name): StoredFile(int(of["bytes"]), str(of["hash"])) for name, of in values["files"].items()}
-        return Marker(int(values["step"]), int(values["world_size"]), files, int(version))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        marker = Marker(int(values["step"]), int(values["world_size"]), files)
+        needed = (CONFIG, PROGRESS, f"{TENSORS}/{INDEX}", *map(rank_file, range(min(marker.world_size, MOST_RANKS))))
+        lacks = next((name for name in needed if name not in files), None)
+        if lacks is not None:
+            raise ValueError(f"it does not name {lacks}")
+        return marker
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder / MARKER}: damaged ({type(error).__name__}: {error})") from None
@@ -162,13 +175,18 @@ def check_files(folder: Path, marker: Marker, names: Iterable[str]) -> None:
     """
     for name in names:
         path, written = folder / name, marker.files[name]
-        if not path.is_file():
-            raise CheckpointError(f"{folder}: {name} is missing: copy the checkpoint again, or use another one")
-        size = path.stat().st_size
-        if size != written.bytes:
-            raise CheckpointError(f"{path}: has {size} bytes but was written with {written.bytes}: use another one")
-        if hash_file(path).hash != written.hash:
-            raise CheckpointError(f"{path}: differs from what was written (its hash is another): use another one")
+        try:
+            found = hash_file(path)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder}: {name} is missing: copy it again, or use another checkpoint") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror}): use another checkpoint") from None
+        if found.bytes != written.bytes:
+            raise CheckpointError(
+                f"{path}: has {found.bytes} bytes but was written with {written.bytes}: use another one"
+            )
+        if found.hash != written.hash:
+            raise CheckpointError(f"{path}: differs from what was written (its hash is another)")
 
 
 def hash_file(path: Path) -> StoredFile:

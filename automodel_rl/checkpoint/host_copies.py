@@ -17,21 +17,28 @@ class HostCopies:
     """One stretch of host memory for the copies of always the same tensors; pinned where they come from a GPU.
 
     Args:
-        tensors: what will be copied; memory for them is got ready in a thread, for pinning much of it takes seconds.
+        sizes: bytes of every tensor that will be copied; memory for them is got ready in a thread, for pinning much of
+            it takes seconds.
+        device: where they are.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]):
-        sizes = [(tensor.nbytes, tensor.device) for tensor in tensors]
-        devices = {device for _, device in sizes if device.type == "cuda"}
-        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+    def __init__(self, sizes: Iterable[int], device: torch.device):
+        self._streams = {device: torch.cuda.Stream(device)} if device.type == "cuda" else {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._events: list[torch.cuda.Event] = []
-        self._getting_ready = threading.Thread(target=self._allocate, args=(sum(_aligned(n) for n, _ in sizes),))
+        self._getting_ready = threading.Thread(target=self._get_ready, args=(sum(map(_aligned, sizes)),))
         self._getting_ready.start()
+
+    def _get_ready(self, num_bytes: int) -> None:
+        with contextlib.suppress(RuntimeError):  # of too little memory; `begin` tries again, and says so
+            self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
         """Registered as it is, for torch's own pinned memory is rounded up to a power of two."""
+        self._memory = torch.empty(0, dtype=torch.uint8)  # lets go of what there was
         memory = torch.empty(num_bytes, dtype=torch.uint8)
+        for device in self._streams:
+            torch.cuda.set_device(device)  # of this thread; else that of another rank
         if self._streams and num_bytes:
             runtime = torch.cuda.cudart()
             if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:  # else copies are slower, and right

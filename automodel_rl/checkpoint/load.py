@@ -72,10 +72,12 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
     """
     restore_tensors(engine, folder / TENSORS)
     own = folder / rank_file(dist.get_rank())
-    rank_state = read_json(own if own.is_file() else folder / rank_file(0))
+    is_new = not own.is_file()
+    rank_state = read_json(folder / rank_file(0) if is_new else own)
     progress = read_json(folder / PROGRESS)
     try:
-        set_random_state(rank_state.pop("random"), engine.handle.layout.device)
+        if not is_new:  # a rank that there was not before keeps a random state of its own
+            set_random_state(rank_state["random"], engine.handle.layout.device)
         engine.step = progress["engine"]["step"]
         engine.skipped_in_a_row = progress["engine"]["skipped_in_a_row"]
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

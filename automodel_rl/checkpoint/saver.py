@@ -3,7 +3,8 @@
 import json
 import shutil
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from automodel_rl.checkpoint.folder import (
-    CONFIG,
     PROGRESS,
     RANKS,
     TENSORS,
@@ -33,6 +33,7 @@ from automodel_rl.engine.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import innermost
 from automodel_rl.files import publish_folder
+from automodel_rl.model.hf_read import stored_buffers
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import own_group
 from automodel_rl.parallel.sharding import local_tensor
@@ -40,33 +41,29 @@ from automodel_rl.parallel.sharding import local_tensor
 Nested = dict[str, dict[str, dict[str, Tensor]]]
 
 
-@dataclass(frozen=True)
+UPDATES_BYTES = 4
+"""Of a parameter's count of updates."""
+
+
+@dataclass
 class _Job:
     """What one checkpoint is made of.
 
     Attributes:
         folder: its name when it is complete.
-        tensors: this rank's, of which the plan takes shapes and places only.
-        shards: this rank's values by key.
+        tensors: this rank's, of which the plan takes shapes and places only. They live until they are copied.
         texts: of the files that are this rank's own.
         step: after which it was taken.
         then: called on rank 0 with the complete folder.
+        shards: this rank's values by key.
     """
 
     folder: Path
     tensors: Nested
-    shards: dict[str, Tensor]
     texts: dict[str, str]
     step: int
-    then: Callable[[Path], None]
-
-
-@dataclass
-class _Outcome:
-    """What came of a job, equal on all ranks but for `written`."""
-
-    error: str | None = None
-    written: dict[str, StoredFile] = field(default_factory=dict)
+    then: Callable[[Path], str | None]
+    shards: dict[str, Tensor] = field(default_factory=dict)
 
 
 class CheckpointSaver:
@@ -76,27 +73,31 @@ class CheckpointSaver:
 
     Args:
         engine: whose weights, moments and step are stored.
-        config: text of the run's config, kept with every checkpoint.
+        texts: files that are kept with every checkpoint, by name; the run's config at least.
         in_background: return at once; everything is copied to the host before it changes next, and written from a
             thread.
+
+    Attributes:
+        seconds: that the last checkpoint took, from the call to its name.
+        warning: on rank 0, what else went wrong when the last one was complete; None if nothing has.
     """
 
-    def __init__(self, engine: Engine, config: str, *, in_background: bool):
-        self.engine, self.config, self.in_background = engine, config, in_background
+    def __init__(self, engine: Engine, texts: dict[str, str], *, in_background: bool):
+        self.engine, self.texts, self.in_background = engine, texts, in_background
         # Collectives of the thread must not meet those of training.
         group = own_group([[*range(dist.get_world_size())]], backend="gloo")
         assert group is not None
         self.group: dist.ProcessGroup = group
-        # Before the first step there are no moments, but it is known what they will be.
-        trained = [local_tensor(p.detach()) for _, p in engine.handle.named_parameters() if p.requires_grad]
-        coming = [tensor for tensor in trained for _ in ("weight", *MOMENTS)]
-        self._copies = HostCopies(coming if in_background else [])
+        device = engine.handle.layout.device
+        self._copies = HostCopies(_sizes_to_come(engine) if in_background else [], device)
         self._plan: WritePlan | None = None
         self._thread: threading.Thread | None = None
         self._error: str | None = None
+        self.seconds = 0.0
+        self.warning: str | None = None
 
     def save(
-        self, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any], then: Callable[[Path], None]
+        self, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any], then: Callable[[Path], str | None]
     ) -> str | None:
         """Writes a checkpoint, or begins to, after the one before is done. A collective.
 
@@ -104,33 +105,42 @@ class CheckpointSaver:
             folder: on a file system that all ranks share; replaced if it exists.
             progress: the trainer's place, the same on every rank; JSON, with `step`.
             rank_state: what each rank needs for itself, such as its data loader's state; JSON.
-            then: called on rank 0 when the folder is complete, perhaps from the thread.
+            then: called on rank 0 when the folder is complete, perhaps from the thread; what it returns is a warning.
 
         Returns:
             As `wait`, of the one before if this one is written in the background, else of this one.
         """
         error = self.wait()
+        started = time.monotonic()
+        with self.engine.moments_on_device():
+            job = _Job(folder, engine_tensors(self.engine), self._texts(progress, rank_state), progress["step"], then)
+            for key, tensor in keys_of(job.tensors):
+                job.shards[key] = local_tensor(tensor.detach())
+            if not self.in_background:
+                self._run(job, started)
+                return self.wait()
+            no_memory = self._together(lambda: self._begin_copies(job))
+        if no_memory is not None:
+            return no_memory
+        self._thread = threading.Thread(target=self._run, args=(job, started), name="checkpoint")
+        self._thread.start()
+        return error
+
+    def _begin_copies(self, job: _Job) -> None:
+        job.shards = self._copies.begin(job.shards)
+        self.engine.handle.let_read(self._copies.hold)
+        if self.engine.handle.memory.offload_optimizer:  # moments are about to leave the device
+            self._copies.wait()
+
+    def _texts(self, progress: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, str]:
+        """The files that are this rank's own."""
         engine = self.engine
-        of_engine = {"step": engine.step, "skipped_in_a_row": engine.skipped_in_a_row}
         own = {"random": random_state(engine.handle.layout.device), **rank_state}
         texts = {rank_file(dist.get_rank()): json.dumps(own)}
         if dist.get_rank() == 0:
-            texts |= {PROGRESS: json.dumps({"engine": of_engine, **progress}, indent=2), CONFIG: self.config}
-        with engine.moments_on_device():
-            tensors = engine_tensors(engine)
-            shards = {key: local_tensor(tensor.detach()) for key, tensor in keys_of(tensors)}
-            if self.in_background:
-                shards = self._copies.begin(shards)
-                engine.handle.let_read(self._copies.hold)
-                if engine.handle.memory.offload_optimizer:  # moments leave the device with this block
-                    self._copies.wait()
-            job = _Job(folder, tensors, shards, texts, progress["step"], then)
-            if not self.in_background:
-                self._run(job)
-                return self.wait()
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
-        self._thread.start()
-        return error
+            of_engine = {"step": engine.step, "skipped_in_a_row": engine.skipped_in_a_row}
+            texts |= {PROGRESS: json.dumps({"engine": of_engine, **progress}, indent=2), **self.texts}
+        return texts
 
     def wait(self) -> str | None:
         """Waits for the checkpoint that is being written.
@@ -149,35 +159,39 @@ class CheckpointSaver:
         """Whether no checkpoint is being written."""
         return self._thread is None or not self._thread.is_alive()
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _Job, started: float) -> None:
         try:
             self._error = self._write(job)
+            if self._error is None and self.group.rank() == 0:
+                self.warning = job.then(job.folder)
         except Exception as error:  # a peer is gone: the main thread will know more
             self._error = _reason(error)
+        self.seconds = time.monotonic() - started
 
     def _write(self, job: _Job) -> str | None:
+        """Writes a checkpoint, step by step; where one has failed on any rank, all give it up."""
         unfinished = job.folder.with_name(f".{job.folder.name}.unfinished")
-        outcome = _Outcome()
+        written: dict[str, StoredFile] = {}
         self._copies.wait()
-        self._together(outcome, lambda: self._make_folder(unfinished))
-        self._together(outcome, lambda: self._write_tensors(job, unfinished, outcome))
-        self._together(outcome, lambda: self._write_texts(job, unfinished, outcome))
-        files = {name: of for written in gather_objects(outcome.written, self.group) for name, of in written.items()}
-        self._together(outcome, lambda: self._publish(job, unfinished, files))
-        if outcome.error is not None and self.group.rank() == 0:
+        error = (
+            self._together(lambda: self._make_folder(unfinished))
+            or self._together(lambda: written.update(self._write_tensors(job, unfinished)))
+            or self._together(lambda: written.update(_write_texts(job, unfinished)))
+        )
+        files = {name: of for of_rank in gather_objects(written, self.group) for name, of in of_rank.items()}
+        error = error or self._together(lambda: self._publish(job, unfinished, files))
+        if error is not None and self.group.rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        return outcome.error
+        return error
 
-    def _together(self, outcome: _Outcome, work: Callable[[], None]) -> None:
-        """Does a part of the work, unless one before has failed on any rank."""
-        if outcome.error is not None:
-            return
+    def _together(self, work: Callable[[], object]) -> str | None:
+        """Does something on all ranks; why it failed on one of them, the same on all."""
         own = None
         try:
             work()
         except Exception as error:  # training goes on without this checkpoint, whatever is wrong with it
             own = _reason(error)
-        outcome.error = next((reason for reason in gather_objects(own, self.group) if reason is not None), None)
+        return next((reason for reason in gather_objects(own, self.group) if reason is not None), None)
 
     def _make_folder(self, unfinished: Path) -> None:
         if self.group.rank() == 0:
@@ -185,18 +199,14 @@ class CheckpointSaver:
             (unfinished / TENSORS).mkdir(parents=True)
             (unfinished / RANKS).mkdir()
 
-    def _write_tensors(self, job: _Job, unfinished: Path, outcome: _Outcome) -> None:
+    def _write_tensors(self, job: _Job, unfinished: Path) -> dict[str, StoredFile]:
         writer = SafetensorsWriter(unfinished / TENSORS, self.group.rank(), job.shards)
         if self._plan is None:  # DCP's planning is Python that training would wait for
             dcp.save(job.tensors, storage_writer=writer, process_group=self.group)
             self._plan = writer.plan
         else:
             writer.write(self._plan)
-        outcome.written |= {f"{TENSORS}/{name}": of for name, of in writer.written.items()}
-
-    def _write_texts(self, job: _Job, unfinished: Path, outcome: _Outcome) -> None:
-        for name, text in job.texts.items():
-            outcome.written[name] = write_hashed(unfinished / name, text)
+        return {f"{TENSORS}/{name}": of for name, of in writer.written.items()}
 
     def _publish(self, job: _Job, unfinished: Path, files: dict[str, StoredFile]) -> None:
         if self.group.rank() == 0:
@@ -205,7 +215,20 @@ class CheckpointSaver:
             write_marker(unfinished, Marker(job.step, self.group.size(), files))
             publish_folder(unfinished, job.folder)
             sync(job.folder.parent)
-            job.then(job.folder)
+
+
+def _sizes_to_come(engine: Engine) -> Iterator[int]:
+    """Bytes of what `engine_tensors` will have of this rank when there are moments, which is after the first step."""
+    for part in engine.handle.parts:
+        for _, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                yield from [local_tensor(parameter.detach()).nbytes] * (1 + len(MOMENTS))
+                yield UPDATES_BYTES
+        yield from (buffer.nbytes for _, buffer in stored_buffers(part))
+
+
+def _write_texts(job: _Job, unfinished: Path) -> dict[str, StoredFile]:
+    return {name: write_hashed(unfinished / name, text) for name, text in job.texts.items()}
 
 
 def _reason(error: BaseException) -> str:

@@ -4,9 +4,11 @@ DCP plans who writes and reads what, on any two layouts. Its own formats pickle,
 these files are written as a stream and can be read by anything that reads safetensors.
 """
 
+import contextlib
 import ctypes
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,9 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from automodel_rl.checkpoint.folder import CheckpointError, StoredFile, read_json, write_hashed
-
-INDEX = "index.json"
+from automodel_rl.checkpoint.folder import INDEX, CheckpointError, StoredFile, read_json, write_hashed
 
 DTYPES = {
     torch.float64: "F64",
@@ -196,6 +196,8 @@ class SafetensorsReader(StorageReader):
             place = ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"]))
             self._files[MetadataIndex(key, place.offsets)] = chunk["file"]
             chunks.append(place)
+        if sum(math.prod(place.sizes) for place in chunks) != math.prod(of["shape"]):
+            raise ValueError(f"the shards of {key} do not make up its shape {of['shape']}")
         dtype = next(dtype for dtype, name in DTYPES.items() if name == of["dtype"])
         return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(of["shape"]), chunks)
 
@@ -246,13 +248,13 @@ class SafetensorsReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _open(self, file: str) -> Any:
+    @contextlib.contextmanager
+    def _open(self, file: str) -> Iterator[Any]:
         try:
-            return safe_open(self.folder / file, "pt")
+            with safe_open(self.folder / file, "pt") as tensors:
+                yield tensors
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self.folder / file}: missing or damaged ({error}): use another checkpoint"
-            ) from None
+            raise CheckpointError(f"{self.folder / file}: missing or damaged ({error}): use another one") from None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:

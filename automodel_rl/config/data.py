@@ -13,7 +13,7 @@ class SourceConfig(Section):
     path: PathText
     """A JSON-lines file, or the id (or folder) of a dataset that `datasets.load_dataset` opens."""
 
-    split: PathText = "train"
+    split: str = "train"
     """Split of a dataset id; a JSON-lines file has only one."""
 
     columns: dict[Column, str] = Field(default_factory=dict)

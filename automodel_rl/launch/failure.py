@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,9 @@ from automodel_rl.errors import (
     MicrobatchError,
     innermost,
 )
+from automodel_rl.launch import peers
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.lifeline import hold_lifeline
-from automodel_rl.launch.peers import leave, report_failure
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, leave_record, own_rank
 
 
@@ -28,14 +29,17 @@ def guard(work: Callable[[], None]) -> int:
     for peers that wait for this rank.
     """
     hold_lifeline()
+    peers.is_guarded = True
     record = _run(work)
     code = EXIT_OK if record is None else record.exit_code
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if record is None:
-            leave()
+            peers.leave()
         else:
-            report_failure(record)
+            peers.report_failure(record)
         _discard_notes(code)
+        if record is None or record.is_everywhere:
+            _finish_threads()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -45,6 +49,13 @@ def guard(work: Callable[[], None]) -> int:
         print(record.block(), file=sys.stderr, flush=True)
     _discard_notes(code)
     return code
+
+
+def _finish_threads() -> None:
+    """Waits for what writes a checkpoint, as the end of any Python process does."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
 
 
 def _discard_notes(code: int) -> None:
@@ -58,7 +69,7 @@ def _run(work: Callable[[], None]) -> FailureRecord | None:
     except InputError as error:
         return FailureRecord(own_rank(), EXIT_BAD_INPUT, f"error: {error}")
     except JobEndedError as error:
-        return FailureRecord(own_rank(), EXIT_FAILURE, str(error))
+        return FailureRecord(own_rank(), EXIT_FAILURE, str(error), is_everywhere=True)
     except KeyboardInterrupt:
         return FailureRecord(own_rank(), EXIT_FAILURE, "interrupted")
     except BaseException as error:  # also SystemExit of a library: peers must learn that this rank is gone

@@ -21,6 +21,7 @@ class FlightRecorder:
 
     Attributes:
         last_note: when the last one was made, by the monotonic clock.
+        started: when the recorder was made, which is when the process was, by the wall clock.
         file: where they are kept, None while they are only in memory.
     """
 
@@ -30,6 +31,7 @@ class FlightRecorder:
         self._phases: list[str] = []
         self._descriptor: int | None = None
         self.last_note = time.monotonic()
+        self.started = time.time()
         self.file: Path | None = None
 
     @property
@@ -56,8 +58,8 @@ class FlightRecorder:
         file = self.file
         self._close()
         if file is not None:
-            file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # of other ranks there are some
+            with contextlib.suppress(OSError):  # the folder may have files of other ranks
+                file.unlink(missing_ok=True)
                 file.parent.rmdir()
 
     def _close(self) -> None:
@@ -67,7 +69,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the rank does within the block. The phase stays where an error left it, until the next one begins."""
+        """What the rank does within the block. Where an error leaves it, it stays until the block around it ends."""
         depth = len(self._phases)
         self._enter(name)
         yield

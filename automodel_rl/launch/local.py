@@ -19,6 +19,9 @@ from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, fi
 GRACE_SECONDS = 3.0
 """How long the other ranks may still take to leave their own record once one has failed."""
 
+NOTICE_SECONDS = 0.5
+"""A record that is so much older than the end of a rank by a signal is not its consequence."""
+
 TAIL_LINES = 20
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -108,7 +111,7 @@ class _Ranks:
             time.sleep(0.05)
 
     def _fail(self) -> int:
-        dead = self._dead()
+        dead, noticed = self._dead(), time.time()
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
             time.sleep(0.05)
@@ -116,7 +119,9 @@ class _Ranks:
         self.kill()
         records = read_records(self.folder)
         silent = [rank for rank in dead if rank not in records]
-        if silent and all(record.is_lost_peer for record in records.values()):  # killed or crashed
+        earlier = [record for record in records.values() if record.time < noticed - NOTICE_SECONDS]
+        causes = earlier if silent and self.processes[silent[0]].returncode < 0 else [*records.values()]
+        if silent and all(record.is_lost_peer for record in causes):  # killed or crashed
             print(self._tail(silent[0]), self._record_of(silent[0]).block(), sep="", file=sys.stderr, flush=True)
             return EXIT_FAILURE
         record = first_cause([*records.values()])

@@ -36,8 +36,13 @@ GRACE_SECONDS = 5.0
 TELL_SECONDS = 2.0
 """How long other ranks leave it to rank 0 to show the failure."""
 
-WAITING = ("/torch/", *(f"/automodel_rl/{part}/" for part in ("parallel", "model", "engine", "weight_sync")))
+PARTS = ("batch", "checkpoint", "engine", "losses", "model", "parallel", "weight_sync")
+
+WAITING = ("/torch/", *(f"/automodel_rl/{part}/" for part in PARTS))
 """Where the main thread is while it waits for peers, or for a device that does."""
+
+STORE_SECONDS = 20.0
+"""How long a rank may live on when the rank or agent with the store has ended, which is the last to end well."""
 
 hang_seconds: float | None = 60 * 60.0
 """Without a note in the flight recorder for so long, a rank counts as hanging; None never."""
@@ -49,9 +54,15 @@ def set_hang_limit(minutes: float | None) -> None:
     hang_seconds = None if minutes is None else 60 * minutes
 
 
+attempt = "0"
+"""Name of this attempt at the job: the store may have the words of attempts before."""
+
+is_guarded = False
+"""Whether this process does nothing but its rank's work, and may be ended when the job is over."""
+
+
 def _key(name: str) -> str:
-    # An agent's store outlives the ranks that it starts again.
-    return f"automodel_rl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
+    return f"automodel_rl/{attempt}/{name}"
 
 
 def report_failure(record: FailureRecord) -> None:
@@ -113,6 +124,11 @@ def _watch() -> None:
             hang.look()
         record = from_json(store.get(_key("failed")).decode())
     except RuntimeError:  # the rank or agent that holds the store has ended, perhaps because all is done
+        if is_guarded:
+            time.sleep(STORE_SECONDS)
+            print(f"error: rank {own_rank()}: the job's store is gone, and with it a rank", file=sys.stderr, flush=True)
+            _write_stacks()
+            os._exit(EXIT_FAILURE)
         return
     time.sleep(GRACE_SECONDS)
     if RECORD_FOLDER_VARIABLE not in os.environ:
@@ -122,7 +138,7 @@ def _watch() -> None:
 
 
 class _Warden:
-    """Looks whether the ranks of this machine are there, if this rank is the first of them."""
+    """Looks whether the ranks of this machine are there, if this rank is the first of them that lives."""
 
     def __init__(self, store: Any, host: str):
         self.store, self.host = store, host
@@ -130,11 +146,12 @@ class _Warden:
 
     def look(self) -> None:
         ranks = [entry.split(":") for entry in self.store.get(_key(f"host/{self.host}")).decode().split()]
-        if int(ranks[0][1]) != os.getpid():
+        if next((int(pid) for _, pid in ranks if _is_alive(int(pid))), None) != os.getpid():
             return
         for rank, pid in ((int(rank), int(pid)) for rank, pid in ranks):
             if _is_alive(pid):
                 self.seen[rank] = pid
+            # A number that never lived is of another machine that has the same name.
             elif rank in self.seen and not self.store.check([_key(f"left/{rank}")]):
                 self.store.compare_set(_key("failed"), "", _record_of_dead(rank, pid).to_json())
 
@@ -153,6 +170,8 @@ def _is_alive(pid: int) -> bool:
 
 def _record_of_dead(rank: int, pid: int) -> FailureRecord:
     file = None if flight.file is None else flight_file(flight.file.parent, rank)
+    if file is not None and (not file.is_file() or file.stat().st_mtime < flight.started):
+        file = None  # of an attempt before
     return FailureRecord(
         rank,
         EXIT_FAILURE,
@@ -191,6 +210,9 @@ class _HangWatch:
 
 
 def _waits(frame: FrameType | None) -> bool:
+    """Whether the innermost code, but for that of locks and threads, is where ranks wait."""
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back
     return frame is not None and any(part in frame.f_code.co_filename for part in WAITING)
 
 

@@ -33,6 +33,7 @@ class FailureRecord:
     Attributes:
         line: what the user needs, in one line.
         trace: the stack, if it helps.
+        is_everywhere: whether all ranks end for this reason, together.
         where: the phases that the rank was in.
         flight: its flight recorder's file, if it has one.
     """
@@ -41,6 +42,7 @@ class FailureRecord:
     exit_code: int
     line: str
     trace: str = ""
+    is_everywhere: bool = False
     where: str = field(default_factory=lambda: flight.where)
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)

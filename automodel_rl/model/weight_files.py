@@ -79,7 +79,12 @@ class _PickledTensors:
 
     def __init__(self, file: Path):
         try:
-            self._tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            try:
+                self._tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # files of older versions cannot be mapped
+                self._tensors = torch.load(file, map_location="cpu", weights_only=True)
+            if not isinstance(self._tensors, dict) or not all(isinstance(t, Tensor) for t in self._tensors.values()):
+                raise pickle.UnpicklingError("it holds other things")
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             reason = innermost(error)[:200]
             raise InputError(f"{file}: is not a file of tensors alone ({reason}): do not use it") from None

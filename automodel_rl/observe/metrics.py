@@ -1,7 +1,9 @@
 """JSON lines: metrics.jsonl, one object a step, and rollouts/step_N.jsonl, one a completion."""
 
+import errno
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,14 +36,15 @@ class MetricsFile:
                 print(f"warning: {self.path} cannot be written ({error.strerror}); lines wait", file=sys.stderr)
 
     def _append(self) -> None:
-        with self.path.open("ab") as file:
-            end = file.tell()
-            try:
-                file.write("".join(self._waiting).encode())
-                file.flush()
-            except OSError:
-                file.truncate(end)  # no half lines
-                raise
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            end = os.fstat(descriptor).st_size
+            content = "".join(self._waiting).encode()
+            if os.write(descriptor, content) < len(content):
+                os.ftruncate(descriptor, end)  # no half lines
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
         self._waiting.clear()
 
     def close(self) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import yaml
 
-from automodel_rl.checkpoint.folder import read_marker
+from automodel_rl.checkpoint.folder import is_complete, read_marker
 from automodel_rl.config import Section, differing_keys, dump_config
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
 
 FLIGHTS = "flight"
 """Folder of the flight recorders' files in a run directory."""
+
+AGENT_VARIABLE, AGENT_FILE = "TORCHELASTIC_RUN_ID", ".started_by"
+"""Where torchrun names a job, and where a run keeps that name."""
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
@@ -39,6 +42,9 @@ class RunDirectory:
         output: its folder.
         resume: "auto" to go on with the run that is there, "never", or the folder of a checkpoint to go on from.
 
+    Attributes:
+        resume: the same, but "auto" where an agent has started this run again.
+
     Raises:
         InputError: the folder cannot be used, holds another run, this one and `resume` is "never", or one that is
             past the checkpoint.
@@ -48,6 +54,9 @@ class RunDirectory:
         self.folder = Path(output)
         self.config_text = dump_config(config)
         self._check_place()
+        if self.is_started_again:
+            resume = "auto"
+        self.resume = resume
         if self.config_file.is_file():
             self._check_run(resume)
         elif self.folder.is_dir() and any(self.folder.iterdir()):
@@ -89,8 +98,19 @@ class RunDirectory:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_complete(self.config_file, self.config_text)
+            if AGENT_VARIABLE in os.environ:
+                write_complete(self.folder / AGENT_FILE, os.environ[AGENT_VARIABLE])
         except OSError as error:
             raise InputError(f"output={self.folder}: cannot write there ({error.strerror}): choose another") from None
+
+    @property
+    def is_started_again(self) -> bool:
+        """Whether the agent that starts this rank, torchrun, has started the run in this folder before."""
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+            return True
+        agent, file = os.environ.get(AGENT_VARIABLE, ""), self.folder / AGENT_FILE
+        # Without a name of its own for the job torchrun calls it "none".
+        return agent not in ("", "none") and file.is_file() and file.read_text() == agent
 
     def list_checkpoints(self) -> list[Path]:
         """The `step_N` folders, oldest first."""
@@ -99,16 +119,29 @@ class RunDirectory:
         )
 
     def remove_checkpoints(self, folders: Sequence[Path]) -> None:
-        """Removes some checkpoints, and what killed runs left unfinished."""
+        """Removes some checkpoints."""
         for path in folders:
             path.rename(path.with_name(f".{path.name}.removed"))  # a folder half removed must not look whole
+        self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """Removes what killed runs left unfinished. Not while a checkpoint is being written."""
         for path in self.checkpoints.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def recover_checkpoints(self) -> None:
+        """Gives complete checkpoints their names that a killed run had no time for."""
+        for ending in ("unfinished", "old"):
+            for path in self.checkpoints.glob(f".step_*.{ending}"):
+                named = path.with_name(path.name.removeprefix(".").removesuffix(f".{ending}"))
+                if is_complete(path) and not named.exists():
+                    with contextlib.suppress(OSError):
+                        path.rename(named)
 
     def set_aside(self, newer_than: Path) -> None:
         """Gives checkpoints that are damaged, and so were passed over, another name."""
         for path in self.list_checkpoints():
-            if step_of(path) > step_of(newer_than):
+            if step_of(path) > step_of(newer_than):  # they would count as newer ones than those to come
                 with contextlib.suppress(OSError):
                     path.rename(path.with_name(f"{path.name}.damaged"))
 

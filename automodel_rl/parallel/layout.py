@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_rl.config import ParallelConfig
+from automodel_rl.launch.process_group import limit_waits, longest_wait
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 
 DENSE_AXES = ("pp", "dp_replicate", "fsdp", "tp")
@@ -161,12 +162,8 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
     return Layout(
         parallel=parallel,
         device=device,
-        mesh=DeviceMesh(device.type, torch.tensor(members).reshape(dense), mesh_dim_names=DENSE_AXES),
-        expert_mesh=(
-            DeviceMesh(device.type, torch.tensor(members).reshape(experts), mesh_dim_names=EXPERT_AXES)
-            if parallel.ep > 1
-            else None
-        ),
+        mesh=_mesh(device, torch.tensor(members).reshape(dense), DENSE_AXES),
+        expert_mesh=(_mesh(device, torch.tensor(members).reshape(experts), EXPERT_AXES) if parallel.ep > 1 else None),
         cp_group=own_group(by_row) if parallel.cp > 1 else None,
         world_control=_control_group([list(everyone)]),
         stage_control=_control_group(places.flatten(1).tolist() + alone),
@@ -178,6 +175,13 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
         speaker=by_stage[0][last],
         is_guest=dist.get_rank() not in members,
     )
+
+
+def _mesh(device: torch.device, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)
+    if dist.get_rank() in ranks:
+        limit_waits(mesh.get_all_groups())
+    return mesh
 
 
 def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tuple[str, int], dist.ProcessGroup]:
@@ -209,7 +213,7 @@ def own_group(groups: list[list[int]], backend: str | None = None) -> dist.Proce
     """Creates every group, as every rank must, and returns the one that holds this rank (None if no group does)."""
     own = None
     for members in groups:
-        group = dist.new_group(members, backend=backend)
+        group = dist.new_group(members, backend=backend, timeout=longest_wait())
         if dist.get_rank() in members:
             own = group
     return own

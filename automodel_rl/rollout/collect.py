@@ -165,12 +165,20 @@ class RolloutCollector:
             completions = pending.wait()
         except Exception as problem:
             return None, innermost(problem)
-        completions = [self._by_update(completion) for completion in completions]
+        completions = [self._by_update(self._checked(completion)) for completion in completions]
         oldest = min((c.versions[0] for c in completions if c.versions is not None), default=self.updates)
         staleness, most = self.updates - oldest, self.config.rollout.max_staleness
         if staleness > most:
             return None, f"the engine wrote with weights {staleness} updates old, of rollout.max_staleness={most}"
         return completions, ""
+
+    def _checked(self, completion: Completion) -> Completion:
+        """As it is, or an error if it has a token that the model does not know: engines may be elsewhere."""
+        known = self.handle.config.vocab_size
+        strange = next((token for token in completion.token_ids if token >= known), None)
+        if strange is None:
+            return completion
+        return Completion([], [], "error", f"the engine's token {strange} is none of the model's {known}")
 
     def _by_update(self, completion: Completion) -> Completion:
         """With the updates that wrote it in place of the syncs that brought them."""

@@ -1,6 +1,7 @@
 """An engine in a process of its own: requests go in, completions come out, and weights in between."""
 
 import functools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -138,7 +139,7 @@ def _what_is_wrong(token_ids: Any, logprobs: Any) -> str | None:
         return "token_ids and logprobs are not lists of one length"
     if not all(type(token) is int and 0 <= token < 2**31 for token in token_ids):
         return "a token id is no whole number from 0 on"
-    if not all(isinstance(score, int | float) and score <= 1e-3 for score in logprobs):  # nor NaN
+    if not all(type(score) in (int, float) and math.isfinite(score) and score <= 1e-3 for score in logprobs):
         return "a log-probability is not a number up to 0"
     return None
 

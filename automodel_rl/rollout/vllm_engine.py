@@ -251,11 +251,21 @@ class VllmServers:
         return self._answer(urllib.request.Request(url, json.dumps(body).encode(), headers))
 
     def _answer(self, request: urllib.request.Request) -> Any:
-        with urllib.request.urlopen(request, timeout=SERVER_SECONDS) as response:
+        with _OPENER.open(request, timeout=SERVER_SECONDS) as response:
             text = response.read(ANSWER_BYTES + 1)
         if len(text) > ANSWER_BYTES:
             raise ValueError(f"the answer is longer than {ANSWER_BYTES} bytes")
         return json.loads(text) if text else None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A server may not send the token elsewhere."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def _authorization() -> dict[str, str]:

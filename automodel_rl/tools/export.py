@@ -1,13 +1,15 @@
 """`automodel-rl export`: a Hugging Face folder from any checkpoint of a run, by one process, tensor by tensor."""
 
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from automodel_rl.checkpoint.folder import CONFIG, TENSORS, check_files, read_marker
+from automodel_rl.checkpoint.folder import CONFIG, TEMPLATE, TENSORS, check_files, read_marker
 from automodel_rl.checkpoint.state import BUFFER, WEIGHT
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.config import ModelConfig, RunConfig, load_config
@@ -21,40 +23,45 @@ from automodel_rl.model.lora import is_adapter, write_adapters
 from automodel_rl.model.parallelise import dtypes_of
 
 
-def export(checkpoint: Path, out: Path) -> None:
+def export(checkpoint: Path, out: Path, overrides: Sequence[str] = ()) -> None:
     """Writes what `final/` of a run would be after the checkpoint's step.
 
     One tensor of the model is in memory at a time, and what goes into one file.
 
     Args:
-        checkpoint: a `step_N` folder.
+        checkpoint: a `step_N` folder, which may come from anybody.
         out: new.
+        overrides: of the run's config, as on the command line; such as where its model is now.
 
     Raises:
-        InputError: the checkpoint is not whole, its model is not there, or `out` is.
+        InputError: the checkpoint is not whole, its model is not there, or `out` is or cannot be written.
     """
     if out.exists():
         raise InputError(f"{out}: exists already; export makes its own folder, so name a new one")
     marker = read_marker(checkpoint)
     check_files(checkpoint, marker, marker.files)
-    config: RunConfig = load_config(checkpoint / CONFIG)
+    # What may run code or read other files is for whoever runs this to allow, not for the checkpoint.
+    harmless = ["--model.trust_remote_code", "false", "--model.pickled_weights", "[]", "--data.chat_template", "null"]
+    config: RunConfig = load_config(checkpoint / CONFIG, [*harmless, *overrides])
     source = resolve_checkpoint(config.model.path)
     whole_config = read_config(source)
     tokenizer = load_tokenizer(source, config, language_config(whole_config).vocab_size)
+    if TEMPLATE in marker.files:
+        tokenizer.chat_template = (checkpoint / TEMPLATE).read_text()
     reader = SafetensorsReader(checkpoint / TENSORS)
-    unfinished = out.with_name(f".{out.name}.unfinished")
+    origin = Checkpoint(source, whole_config.model_type, config.model.pickled_weights)
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     try:
         unfinished.mkdir(parents=True)
         if config.model.lora is not None:
             write_adapters(unfinished, dict(_adapters(reader)), config.model.lora, source)
             tokenizer.save_pretrained(unfinished)
         else:
-            origin = Checkpoint(source, whole_config.model_type, config.model.pickled_weights)
             write_weights(unfinished, _model_tensors(reader, config.model, origin))
             write_description(unfinished, _exported(whole_config, config.model), tokenizer, source)
         publish_folder(unfinished, out)
-    except OSError as error:
-        raise InputError(f"{out}: cannot be written ({error.strerror}): make room, or choose another place") from None
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{out}: cannot be written ({error}): make room, or choose another place") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     print(f"{out}: the model after step {marker.step}")

@@ -56,7 +56,7 @@ class DPOTrainer:
             for row in self.engine.add_logprobs(packed.batches, "ref_logprobs")
         ]
         self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train, max_minutes)
-        self.run.resume(resume)
+        self.run.resume()
 
     def train(self) -> Path:
         """Runs to the end.

@@ -79,7 +79,7 @@ class GRPOTrainer:
             best_metric="val/reward_mean",
             higher_is_better=True,
         )
-        self.run.resume(resume)
+        self.run.resume()
         self.samples: list[Sample] = []
 
     def train(self) -> Path:
@@ -130,7 +130,7 @@ class GRPOTrainer:
 
     def _collect(self, step: Step) -> tuple[list[Group], list[PackedStep]]:
         """Rewarded completions of this step's prompts, packed, and the metrics of them."""
-        before = self.queue.state_dict()
+        before = self.state_dict()
         try:
             with step.time("rollout"):
                 generated, groups = self._generate()
@@ -139,7 +139,7 @@ class GRPOTrainer:
             with step.time("pack"):
                 updates = self._pack(groups, step)
         except (RolloutError, InputError):
-            self.queue.load_state_dict(before)
+            self.load_state_dict(before)
             self.run.abandon_step()
             raise
         step.row["data/num_overlong_prompts"] = self.prompts.num_overlong
@@ -177,7 +177,7 @@ class GRPOTrainer:
 
     def _check_signal(self, groups: list[Group]) -> None:
         self.steps_without_signal = 0 if any(group.has_signal for group in groups) else self.steps_without_signal + 1
-        if self.steps_without_signal == STEPS_WITHOUT_SIGNAL:
+        if self.steps_without_signal >= STEPS_WITHOUT_SIGNAL:
             raise RolloutError(
                 f"in {STEPS_WITHOUT_SIGNAL} steps in a row no prompt had completions with different rewards, so there "
                 f"is nothing to learn: look at {self.run.directory.rollouts}, use easier or harder prompts, or raise "

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RunConfig, SFTConfig
@@ -51,7 +52,7 @@ class Run:
         engine: what is trained.
         total_steps: of the whole run.
         source: what each rank's data comes from, whose place is stored with every checkpoint.
-        max_minutes: after which the run saves and stops, counted from here; None for no limit.
+        max_minutes: after which the run saves and stops, counted from the start of the process; None for no limit.
         best_metric: by which the best checkpoint is told.
         higher_is_better: of that metric.
     """
@@ -70,7 +71,7 @@ class Run:
         self.config, self.directory, self.engine = config, directory, engine
         self.total_steps, self.source = total_steps, source
         self.best_metric = best_metric
-        self.ends_at = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self.ends_at = None if max_minutes is None else flight.started + 60 * max_minutes
         self.step = 0
         self.is_first_rank = dist.get_rank() == 0
         self.mentioned_overlong = False
@@ -79,15 +80,11 @@ class Run:
         self.checkpoints = RunCheckpoints(config, directory, engine, higher_is_better)
         engine.keep_rows_in = directory.not_finite
 
-    def resume(self, resume: str) -> None:
-        """Goes on from a checkpoint.
-
-        Args:
-            resume: "auto" for the newest one, if there is one; "never"; or the folder of one.
-        """
-        if resume == NEVER:
+    def resume(self) -> None:
+        """Goes on from the checkpoint that was asked for, if there is one."""
+        if self.directory.resume == NEVER:
             return
-        stored = self.checkpoints.resume(resume, self.say)
+        stored = self.checkpoints.resume(self.directory.resume, self.say)
         if stored is not None:
             progress, rank_state = stored
             self.step = progress["step"]
@@ -122,9 +119,9 @@ class Run:
     def _end_step(self, step: "Step", stop: StopSignal) -> None:
         """Checkpoints if it is time to, and stops if it was asked to."""
         seconds = time.perf_counter() - step.started + self.checkpoints.seconds
-        late = self.ends_at is not None and time.monotonic() + seconds > self.ends_at
+        late = self.ends_at is not None and time.time() + seconds > self.ends_at
         # Clocks differ: the first rank's counts.
-        asked = [bool(stop), late and self.is_first_rank, self.checkpoints.is_due(self.step) and self.is_first_rank]
+        asked = [bool(stop), late and self.is_first_rank, self.checkpoints.is_due() and self.is_first_rank]
         stopped, late, due = any_rank(asked, self.engine.handle.layout)
         stops = (stopped or late) and not self.is_over
         self._warn(self.checkpoints.poll())
@@ -145,6 +142,9 @@ class Run:
     def _warn(self, error: str | None) -> None:
         if error is not None:
             self.say(f"warning: a checkpoint could not be written ({error}); training goes on, older ones are intact")
+        warning = self.checkpoints.warning()
+        if warning is not None:
+            self.say(f"warning: {warning}")
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
@@ -214,10 +214,10 @@ class Run:
         with flight.top_phase("saving the model"):
             try:
                 self.engine.handle.save_pretrained(self.directory.final, tokenizer)
-            except OSError as error:
+            except (OSError, SafetensorError) as error:
                 raise JobEndedError(
-                    f"error: {self.directory.final} could not be written ({error.strerror}): make room or change its "
-                    "rights, then --resume auto writes it"
+                    f"error: {self.directory.final} could not be written ({error}): make room or change its rights; "
+                    "--resume auto then writes it"
                 ) from error
 
     def finish(self, title: str, samples: list[Sample]) -> Path:

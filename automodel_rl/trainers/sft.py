@@ -40,7 +40,7 @@ class SFTTrainer:
         self.validation = [row for step in self.data.every_record(config.data.validation) for row in step.batches]
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
         self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train, max_minutes)
-        self.run.resume(resume)
+        self.run.resume()
 
     def train(self) -> Path:
         """Runs to the end.

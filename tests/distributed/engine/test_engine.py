@@ -15,6 +15,7 @@ from automodel_rl import sft_loss as plain_sft_loss
 from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError, TrainingDivergedError
+from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.tools.verify.one_process import OneProcess
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
@@ -138,6 +139,39 @@ def test_a_loss_that_is_not_finite_skips_the_step_on_every_rank(
         assert skipped == [True, False, True]
         assert unchanged
         assert message.startswith("2 steps in a row were skipped, the last with loss nan")
+
+
+def infinite_gradient_on_one_stage(folder: Path, kept: Path) -> tuple[list[bool], bool, str]:
+    engine = make_engine(folder, ParallelConfig(pp=2), max_skipped_steps=2)
+    engine.keep_rows_in = kept
+    before = [local_tensor(p.detach()).clone() for _, p in engine.handle.named_parameters()]
+    if engine.handle.layout.pp_rank == 1:
+        _, parameter = next(iter(engine.handle.named_parameters()))
+        parameter.register_post_accumulate_grad_hook(lambda p: local_tensor(p.grad).view(-1)[:1].fill_(math.inf))
+    skipped = [engine.train_step(rows_of(engine), plain_sft_loss).skipped]
+    unchanged = all(
+        torch.equal(local_tensor(p.detach()), old)
+        for (_, p), old in zip(engine.handle.named_parameters(), before, strict=True)
+    )
+    try:
+        engine.train_step(rows_of(engine), plain_sft_loss)
+    except TrainingDivergedError as error:
+        return skipped, unchanged, str(error)
+    return skipped, unchanged, "went on"
+
+
+def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_every_rank_and_keeps_its_rows(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path)
+    kept = tmp_path / "not_finite"
+    for skipped, unchanged, message in ranks(2).run(infinite_gradient_on_one_stage, tmp_path, kept):
+        assert skipped == [True]
+        assert unchanged
+        assert message.startswith(f"2 steps in a row were skipped, the last (its rows are in {kept}) with loss ")
+        assert "gradient norm inf" in message
+    rows = load_file(kept / "data_rank_0.safetensors")
+    assert rows["row_0.input_ids"].shape == rows["row_0.loss_mask"].shape
 
 
 def with_metrics(folder: Path, parallel: ParallelConfig) -> tuple[float, dict[str, float]]:

@@ -75,3 +75,14 @@ def test_marks_that_never_apply_are_refused(marked: PreTrainedTokenizerFast) -> 
 def test_a_prompt_ends_where_the_assistant_would_write(marked: PreTrainedTokenizerFast) -> None:
     prompt = marked.decode(ChatTokenizer(marked, "all").prompt(CHAT, "here"))
     assert prompt.endswith("and one?<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.clear() }}", "{% for x in range(10**9) %}{% endfor %}"],
+)
+def test_a_template_can_do_nothing_but_write(marked: PreTrainedTokenizerFast, template: str) -> None:
+    tokenizer = without_marks(marked)
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match="here: the chat template refuses these messages"):
+        ChatTokenizer(tokenizer, "all")(CHAT, "here")

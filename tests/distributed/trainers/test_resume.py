@@ -1,0 +1,117 @@
+"""From where a run goes on, and what makes it stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from automodel_rl.cli import main
+from automodel_rl.launch.flight import flight
+from tests.distributed.trainers.runs import Settings, assert_same_weights, metrics_of, settings_of, train, write
+from tests.rank_pool import RankPool
+
+
+@pytest.fixture
+def config(workspace: Path, tmp_path: Path) -> Settings:
+    settings = settings_of("sft", workspace, tmp_path / "run", length={"steps": 4}, observe={"samples": 0})
+    settings["checkpoint"] = {"every_steps": 1, "keep_last": 9}
+    settings["data"].pop("validation")
+    return settings
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_run_may_go_on_from_any_checkpoint_in_a_folder_of_its_own(
+    config: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(config, tmp_path)
+    assert main(["sft", file]) == 0
+    second = str(tmp_path / "run" / "checkpoints" / "step_2")
+    assert main(["sft", file, "--resume", second]) == 2
+    assert "holds step_4, which is past it: choose another output" in capsys.readouterr().err
+    assert main(["sft", file, "--resume", second, "--output", str(tmp_path / "branch")]) == 0
+    assert "going on from step 2" in capsys.readouterr().out
+    assert [row["step"] for row in metrics_of(tmp_path / "branch")] == [3, 4]
+    assert_same_weights(tmp_path / "run" / "final", tmp_path / "branch" / "final")
+    other = ["--output", str(tmp_path / "other"), "--optimizer.lr", "1e-5"]
+    assert main(["sft", file, "--resume", second, *other]) == 0
+    assert f"going on from {second}, of a run that differs in output, optimizer.lr" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume", "always"], "--resume always: is neither auto, never nor the folder of a checkpoint"),
+        (["--max-minutes", "soon"], "--max-minutes soon: must be a number above 0"),
+        (["--max-minutes", "-1"], "--max-minutes -1: must be a number above 0"),
+        (["--resume", "configs"], "configs: no checkpoint.json, so it is not a complete checkpoint"),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_one_line(
+    config: Settings, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", write(config, tmp_path), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_saves_and_stops_before_its_time_is_up(ranks: RankPool, config: Settings, tmp_path: Path) -> None:
+    config["length"] = {"steps": 400}
+    config["checkpoint"] = {"every_steps": None, "every_minutes": 0.01}
+    config["parallel"] = {"pp": 2}
+    assert ranks(2).run(stop_in_time, config, 0.05) == ["stopped by --max-minutes"] * 2
+    done = len(metrics_of(tmp_path / "run"))
+    assert 0 < done < 400
+    kept = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert len(kept) > 1, "every_minutes had no effect"
+    assert max(kept) == done
+    config["length"] = {"steps": done + 1}
+    ranks(2).run(train, config, "auto")
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [*range(1, done + 2)]
+
+
+def stop_in_time(config: Settings, minutes: float) -> str:
+    import automodel_rl
+    from automodel_rl.config import SFTConfig
+    from automodel_rl.errors import StoppedError
+
+    flight.started = time.time()  # this process is older than the run
+    started = time.monotonic()
+    try:
+        automodel_rl.SFTTrainer(SFTConfig.model_validate(config), max_minutes=minutes).train()
+    except StoppedError as error:
+        assert time.monotonic() - started < 60 * minutes + 10
+        return str(error).partition(" after step")[0]
+    return "went on"
+
+
+def test_ranks_that_an_agent_starts_again_go_on_by_themselves(
+    ranks: RankPool, config: Settings, tmp_path: Path
+) -> None:
+    config |= {"length": {"steps": 60}, "parallel": {"pp": 2}}
+    ranks(2).run(train, config | {"output": str(tmp_path / "whole")})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    agent = subprocess.Popen(
+        [*command, "-m", "automodel_rl", "sft", write(config, tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 5):
+        assert time.monotonic() < deadline
+        assert agent.poll() is None, agent.communicate()[0]
+        time.sleep(0.02)
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    shown, _ = agent.communicate(timeout=180)
+    assert agent.returncode == 0, shown
+    assert "going on from step" in shown
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [*range(1, 61)]
+    assert_same_weights(tmp_path / "whole" / "final", tmp_path / "run" / "final")
