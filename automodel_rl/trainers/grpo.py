@@ -113,11 +113,15 @@ class GRPOTrainer:
         return self.run.finish(f"GRPO of {self.config.model.path}", self.samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's place in the run."""
+        """This rank's place in the run, as JSON."""
         return {"prompts": self.queue.state_dict(), "steps_without_signal": self.steps_without_signal}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes back to a place."""
+        """Goes back to a place.
+
+        Args:
+            state: what `state_dict` gave there.
+        """
         self.queue.load_state_dict(state["prompts"])
         self.steps_without_signal = state["steps_without_signal"]
 
