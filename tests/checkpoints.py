@@ -8,10 +8,16 @@ from automodel_rl.checkpoint.saver import CheckpointSaver
 from automodel_rl.engine import Engine
 
 
-def save_checkpoint(
-    engine: Engine, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any], *, in_background: bool = False
-) -> None:
-    """Writes a checkpoint and waits for it. A collective."""
-    saver = CheckpointSaver(engine, {CONFIG: ""}, in_background=in_background)
+def begin_checkpoint(
+    engine: Engine, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]
+) -> CheckpointSaver:
+    """Begins to write a checkpoint, while whoever calls goes on. A collective."""
+    saver = CheckpointSaver(engine, {CONFIG: ""}, in_background=True)
     assert saver.save(folder, {"step": engine.step, **progress}, rank_state, lambda _: None) is None
-    assert saver.wait() is None
+    return saver
+
+
+def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> None:
+    """Writes a checkpoint. A collective."""
+    saver = CheckpointSaver(engine, {CONFIG: ""}, in_background=False)
+    assert saver.save(folder, {"step": engine.step, **progress}, rank_state, lambda _: None) is None

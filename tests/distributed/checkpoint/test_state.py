@@ -17,7 +17,7 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.hf_read import persistent_tensors
 from automodel_rl.parallel.sharding import gather_whole, local_tensor
 from automodel_rl.parallel.torch_version import TORCH
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import begin_checkpoint, save_checkpoint
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
@@ -39,12 +39,14 @@ def tensors_of(engine: Engine) -> list[Tensor]:
 
 
 def stop_and_resume(folder: Path, model: ModelConfig, parallel: ParallelConfig, memory: MemoryConfig) -> bool:
-    """Whether two steps, a checkpoint and two more are four steps. Checkpoints leave moments where they were."""
+    """Whether two steps, a checkpoint that is written during two more, and these again are four steps. Checkpoints
+    leave moments where they were."""
     whole = make_engine(model, parallel, memory)
     train(whole, range(2))
-    save_checkpoint(whole, folder / "step_2", {}, {})
+    saver = begin_checkpoint(whole, folder / "step_2", {}, {})
     assert (whole._offloaded is not None) == memory.offload_optimizer
     train(whole, range(2, 4))
+    assert saver.wait() is None
     resumed = make_engine(model, parallel, memory)
     load_checkpoint(resumed, folder / "step_2")
     assert (resumed._offloaded is not None) == memory.offload_optimizer
