@@ -1,6 +1,7 @@
 """What surrounds the steps of every trainer: the run directory, metrics, console, checkpoints and stopping."""
 
 import contextlib
+import gc
 import inspect
 import resource
 import statistics
@@ -101,7 +102,7 @@ class Run:
             StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
         """
         self.progress = Progress(self.total_steps, self.step, quiet=not self.is_first_rank)
-        with StopSignal() as stop, self.progress, self._tracking():
+        with StopSignal() as stop, self.progress, self._tracking(), _short_collections():
             start = f", going on from step {self.step}" if self.step else ""
             self.progress.say(f"{self.total_steps} steps{start}: {summary}")
             if self.step == 0 and baseline is not None:
@@ -230,6 +231,18 @@ class Run:
             write_report(self.directory.report, title, read_metrics(self.directory.metrics), samples)
         self.progress.say(f"model: {self.directory.final}\nreport: {self.directory.report}")
         return self.directory.final
+
+
+@contextlib.contextmanager
+def _short_collections() -> Iterator[None]:
+    """Within this block Python's garbage collector leaves alone what is there now. Looking through all that libraries
+    have made takes a large part of a second, in which a device has nothing to do."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Step:
