@@ -69,7 +69,7 @@ def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
 
 def dump_config(config: Section) -> str:
     """The resolved config as YAML, defaults included; `load_config` reads it back."""
-    values = config.model_dump(mode="json", by_alias=True)
+    values = config.model_dump(mode="json")
     if values.get("modules") is not None:
         del values["parallel"]  # it is that of the language module
     return yaml.safe_dump(values, sort_keys=False)

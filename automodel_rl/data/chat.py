@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.config import RunConfig
+from automodel_rl.config.data import SourcesConfig
 from automodel_rl.data.images import ImageReader, image_parts
 from automodel_rl.errors import InputError
 
@@ -31,17 +31,20 @@ MARKS_REMEDY = (
 )
 
 
-def load_tokenizer(folder: Path, config: RunConfig, vocab_size: int) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    folder: Path, data: SourcesConfig, vocab_size: int, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, with the user's chat template if there is one.
 
     Args:
         folder: of the checkpoint.
-        config: of the run, with its chat template.
+        data: with the user's chat template.
         vocab_size: of the model.
+        trust_remote_code: run the code that the checkpoint brings for it.
     """
-    template = config.data.chat_template
+    template = data.chat_template
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"model.path={folder}: no tokenizer that transformers opens ({reason})") from None

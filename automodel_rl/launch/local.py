@@ -20,7 +20,7 @@ GRACE_SECONDS = 3.0
 """How long the other ranks may still take to leave their own record once one has failed."""
 
 NOTICE_SECONDS = 0.5
-"""A record that is so much older than the end of a rank by a signal is not its consequence."""
+"""A record that is so much older than the end of a killed rank is not its consequence."""
 
 TAIL_LINES = 20
 
@@ -120,7 +120,8 @@ class _Ranks:
         records = read_records(self.folder)
         silent = [rank for rank in dead if rank not in records]
         earlier = [record for record in records.values() if record.time < noticed - NOTICE_SECONDS]
-        causes = earlier if silent and self.processes[silent[0]].returncode < 0 else [*records.values()]
+        was_killed = silent and self.processes[silent[0]].returncode == -signal.SIGKILL
+        causes = earlier if was_killed else [*records.values()]
         if silent and all(record.is_lost_peer for record in causes):  # killed or crashed
             print(self._tail(silent[0]), self._record_of(silent[0]).block(), sep="", file=sys.stderr, flush=True)
             return EXIT_FAILURE

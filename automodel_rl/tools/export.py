@@ -45,7 +45,9 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = ()) -> None:
     config: RunConfig = load_config(checkpoint / CONFIG, [*harmless, *overrides])
     source = resolve_checkpoint(config.model.path)
     whole_config = read_config(source)
-    tokenizer = load_tokenizer(source, config, language_config(whole_config).vocab_size)
+    tokenizer = load_tokenizer(
+        source, config.data, language_config(whole_config).vocab_size, config.model.trust_remote_code
+    )
     if TEMPLATE in marker.files:
         tokenizer.chat_template = (checkpoint / TEMPLATE).read_text()
     reader = SafetensorsReader(checkpoint / TENSORS)

@@ -316,7 +316,8 @@ def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ModelHandle,
         _refuse_images(config)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.modules)
     torch.manual_seed(config.seed + dist.get_rank())
-    return directory, handle, load_tokenizer(handle.source, config, handle.config.vocab_size)
+    tokenizer = load_tokenizer(handle.source, config.data, handle.config.vocab_size, config.model.trust_remote_code)
+    return directory, handle, tokenizer
 
 
 def _refuse_images(config: RunConfig) -> None:

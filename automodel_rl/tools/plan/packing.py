@@ -48,7 +48,7 @@ def measure_packing(config: AnyConfig) -> Packing:
 
     folder = resolve_checkpoint(config.model.path, with_weights=False)
     full = read_config(folder)
-    tokenizer = load_tokenizer(folder, config, language_config(full).vocab_size)
+    tokenizer = load_tokenizer(folder, config.data, language_config(full).vocab_size, config.model.trust_remote_code)
     kind, train_on = (ChatDataset, config.data.train_on) if isinstance(config, SFTConfig) else (PairDataset, "last")
     chat = ChatTokenizer(tokenizer, train_on, ImageReader(folder, full) if full.model_type in VISION_FAMILIES else None)
     dataset = kind(config.data.train, chat, capacity, describe_model(full).context, config.data.overlong)

@@ -1,7 +1,7 @@
 """A job of two stages in which one rank fails in the middle of a step; started as a process of its own.
 
 python -m tests.distributed.launch.failing_job MODEL_FOLDER WAY
-    WAY: loss | forward | memory | abort | killed | hang | sleep
+    WAY: loss | memory | abort | killed | hang | sleep
 """
 
 import os
@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -22,7 +21,6 @@ from automodel_rl.launch.local import is_rank, run_local_ranks
 from automodel_rl.launch.peers import set_hang_limit
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.losses import LossOutput, TokenOutputs
-from automodel_rl.model import attention
 from tests.tiny import make_sequences
 
 HANG_SECONDS = 8.0
@@ -54,10 +52,6 @@ def work() -> None:
             raise ValueError("planted in the loss")
         return sft_loss(outputs, batch)
 
-    def failing_attention(*_: object, **__: object) -> None:
-        Path(folder, "failed_at").write_text(str(time.time()))
-        raise ValueError("planted in attention")
-
     if way == "sleep":
         with Path(folder, "pids").open("a") as file:
             file.write(f"{os.getpid()}\n")
@@ -68,9 +62,6 @@ def work() -> None:
             raise ValueError("the real cause")
         time.sleep(0.8)
         os.abort()
-    if way == "forward" and handle.layout.pp_rank == 0:
-        with mock.patch.dict(attention.AttentionInterface._global_mapping, {"automodel_rl_sdpa": failing_attention}):
-            engine.train_step(rows, sft_loss)
     engine.train_step(rows, failing_loss)
 
 

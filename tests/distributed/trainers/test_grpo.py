@@ -120,7 +120,7 @@ def watch(settings: Settings) -> tuple[list[dict[str, Any]], dict[str, float] | 
 
     trainer.engine.train_step = watching
     trainer.train()
-    return seen, trainer.run.best
+    return seen, trainer.run.checkpoints.best
 
 
 def expected_advantage(kind: str, group: list[float], reward: float) -> float:
