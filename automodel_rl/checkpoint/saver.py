@@ -163,7 +163,7 @@ class CheckpointSaver:
         try:
             self._error = self._write(job)
             if self._error is None and self.group.rank() == 0:
-                self.warning = job.then(job.folder)
+                self.warning = _warning_of(job)
         except Exception as error:  # a peer is gone: the main thread will know more
             self._error = _reason(error)
         self.seconds = time.monotonic() - started
@@ -225,6 +225,13 @@ def _sizes_to_come(engine: Engine) -> Iterator[int]:
                 yield from [local_tensor(parameter.detach()).nbytes] * (1 + len(MOMENTS))
                 yield UPDATES_BYTES
         yield from (buffer.nbytes for _, buffer in stored_buffers(part))
+
+
+def _warning_of(job: _Job) -> str | None:
+    try:
+        return job.then(job.folder)
+    except OSError as error:  # the checkpoint itself is complete
+        return _reason(error)
 
 
 def _write_texts(job: _Job, unfinished: Path) -> dict[str, StoredFile]:
