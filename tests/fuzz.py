@@ -38,7 +38,7 @@ JUNK: list[Any] = [
 
 JUNK_TEXTS = ["\ud800", {"type": "image"}, [{"type": "image"}], [{"type": "text", "text": 3}], "word " * 20_000]
 
-UNBOUNDED = ("steps", "epochs", "max_new_tokens", "sample_tokens", "max_refills", "samples", "group_size", "prompts")
+UNBOUNDED = ("steps", "epochs", "max_new_tokens", "sample_tokens", "max_refills", "samples")
 """Keys that may ask for more than anybody would wait for; large values of them are asked for elsewhere."""
 
 TYPOS: tuple[Callable[[str], str], ...] = (

@@ -186,12 +186,12 @@ class _HangWatch:
     """Notices that this rank has not got on for long. A rank that waits leaves it to the one that it waits for."""
 
     def __init__(self, store: Any):
-        self.store = store
+        self.store, self.started = store, time.monotonic()
 
     def look(self) -> None:
         if hang_seconds is None:
             return
-        still = time.monotonic() - flight.last_note
+        still = time.monotonic() - max(flight.last_note, self.started)  # what comes before, imports say, may take long
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if still < hang_seconds or (_waits(frame) and still < 1.5 * hang_seconds):
             return
