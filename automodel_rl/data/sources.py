@@ -1,6 +1,8 @@
 """Records of JSON-lines files and of datasets, by source and number."""
 
+import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +12,9 @@ import numpy as np
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.draws import Draw
 from automodel_rl.errors import InputError
+
+MOST_FILES = 250_000
+"""In a dataset's folder."""
 
 
 class Source(Protocol):
@@ -75,6 +80,7 @@ class HubDataset:
         from datasets import load_dataset  # takes seconds, and only dataset ids need it
 
         self.name = f"{path}[{split}]"
+        _refuse_crowded(Path(path))
         try:
             self.records = _with_closed_images(load_dataset(path, split=split))
         except Exception as error:  # builders raise errors of their own, of Arrow and of the hub
@@ -128,6 +134,15 @@ def is_file(config: SourceConfig) -> bool:
 def open_source(config: SourceConfig) -> Source:
     """Opens a source without reading its records."""
     return JsonLines(Path(config.path)) if is_file(config) else HubDataset(config.path, config.split)
+
+
+def _refuse_crowded(folder: Path) -> None:
+    """Raises InputError for a folder such as `/`, which `datasets` would look through for hours."""
+    files = (name for _, _, names in os.walk(folder) for name in names)
+    if next(itertools.islice(files, MOST_FILES, None), None) is not None:
+        raise InputError(
+            f"{folder}: holds more than {MOST_FILES:,} files: give the folder of a dataset, or a .jsonl file"
+        )
 
 
 def _with_closed_images(records: Any) -> Any:

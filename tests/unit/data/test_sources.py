@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from automodel_rl.config import SourceConfig
+from automodel_rl.data import sources
 from automodel_rl.data.records import check_records, read_chat, read_pair, read_prompt
 from automodel_rl.data.sources import JsonLines, open_source
 from automodel_rl.errors import InputError
@@ -86,3 +87,11 @@ def test_texts_stand_for_messages_in_pairs_and_prompts() -> None:
 def test_prompts_that_are_none_are_named(record: dict, message: str) -> None:
     with pytest.raises(InputError, match=f"x:1: {message}"):
         read_prompt(record, SourceConfig(path="x"), "x:1")
+
+
+def test_a_folder_with_too_many_files_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MOST_FILES", 3)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("")
+    with pytest.raises(InputError, match="holds more than 3 files: give the folder"):
+        open_source(SourceConfig(path=str(tmp_path)))
