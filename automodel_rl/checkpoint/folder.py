@@ -15,11 +15,12 @@ from typing import Any
 import xxhash
 
 from automodel_rl.errors import InputError
+from automodel_rl.files import write_complete
 
 MARKER = "checkpoint.json"
 
 FORMAT = 2
-"""Version of the layout of a checkpoint's folder. A newer one is refused."""
+"""Version of the layout of a checkpoint's folder. Any other is refused."""
 
 CONFIG = "config.yaml"
 PROGRESS = "progress.json"
@@ -91,13 +92,7 @@ def is_complete(folder: Path) -> bool:
 def write_marker(folder: Path, marker: Marker) -> None:
     """Makes a folder a checkpoint. When this returns, everything has reached the disk."""
     sync(folder)
-    path = folder / MARKER
-    unfinished = path.with_name(f".{path.name}")
-    with unfinished.open("w") as file:
-        json.dump(asdict(marker), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
+    write_complete(folder / MARKER, json.dumps(asdict(marker), indent=1))
     sync(folder)
 
 
@@ -114,7 +109,7 @@ def read_marker(folder: Path) -> Marker:
     """The marker of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, it is of a newer format, or it does not say what it must.
+        CheckpointError: there is none, it is of another format, or it does not say what it must.
     """
     if not (folder / MARKER).is_file():
         raise CheckpointError(f"{folder}: no {MARKER}, so it is not a complete checkpoint: give a step_N folder")

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from automodel_rl.checkpoint.folder import INDEX, CheckpointError, StoredFile, read_json, write_hashed
+from automodel_rl.parallel.sharding import Box
 
 DTYPES = {
     torch.float64: "F64",
@@ -211,7 +212,7 @@ class SafetensorsReader(StorageReader):
         of = self._tensors[key]
         whole = torch.empty(of.size, dtype=of.properties.dtype)
         for chunk in of.chunks:
-            box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            box = _box(chunk.offsets, chunk.sizes)
             with self._open(self._files[MetadataIndex(key, chunk.offsets)]) as tensors:
                 whole[box] = tensors.get_tensor(key)
         return whole
@@ -238,7 +239,7 @@ class SafetensorsReader(StorageReader):
         for file, items in by_file.items():
             with self._open(file) as tensors:
                 for item in items:
-                    box = tuple(slice(o, o + s) for o, s in zip(item.storage_offsets, item.lengths, strict=True))
+                    box = _box(item.storage_offsets, item.lengths)
                     key = item.storage_index.fqn
                     values = tensors.get_slice(key)[box] if box else tensors.get_tensor(key)
                     target = planner.resolve_tensor(item).detach()
@@ -259,6 +260,10 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
+
+
+def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def keys_of(tensors: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -137,5 +137,11 @@ def last_place(file: Path) -> str:
     return notes[-1].partition(" ")[2].partition(" ")[2] if notes else ""
 
 
+def left_flight(folder: Path | None, rank: int, since: float) -> Path | None:
+    """The file of a rank that is gone, if it kept one since some time; older ones are of attempts before."""
+    file = None if folder is None else flight_file(folder, rank)
+    return file if file is not None and file.is_file() and file.stat().st_mtime >= since else None
+
+
 def flight_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.log"

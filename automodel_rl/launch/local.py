@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_rl.errors import EXIT_FAILURE
-from automodel_rl.launch.flight import flight_file, last_place
+from automodel_rl.launch.flight import last_place, left_flight
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, first_cause, read_records
 
@@ -145,15 +145,14 @@ class _Ranks:
             line = f"rank {rank} was ended by {signal.Signals(-code).name}{remedy}"
         else:
             line = f"rank {rank} ended with exit code {code} and left no cause"
-        file = None if self.flights is None else flight_file(self.flights, rank)
-        is_ours = file is not None and file.is_file() and file.stat().st_mtime > self.started
+        file = left_flight(self.flights, rank, self.started)
         return FailureRecord(
             rank,
             EXIT_FAILURE,
             f"error: {line}",
-            where=last_place(file) if is_ours and file is not None else "",
+            where="" if file is None else last_place(file),
             pid=self.processes[rank].pid,
-            flight=str(file) if is_ours else "",
+            flight=str(file or ""),
         )
 
     def kill(self) -> None:

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from automodel_rl.errors import EXIT_FAILURE
-from automodel_rl.launch.flight import flight, flight_file, last_place
+from automodel_rl.launch.flight import flight, last_place, left_flight
 from automodel_rl.launch.record import (
     RECORD_FOLDER_VARIABLE,
     FailureRecord,
@@ -169,9 +169,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _record_of_dead(rank: int, pid: int) -> FailureRecord:
-    file = None if flight.file is None else flight_file(flight.file.parent, rank)
-    if file is not None and (not file.is_file() or file.stat().st_mtime < flight.started):
-        file = None  # of an attempt before
+    file = left_flight(None if flight.file is None else flight.file.parent, rank, flight.started)
     return FailureRecord(
         rank,
         EXIT_FAILURE,
