@@ -1,8 +1,15 @@
 """Errors that a user can act on, and the exit codes they end in."""
 
+import sysconfig
+import traceback
+from pathlib import Path
+
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
+
+LIBRARIES = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+"""Where code is that a user has not written."""
 
 
 class InputError(ValueError):
@@ -19,10 +26,33 @@ class InputError(ValueError):
 
 
 class MicrobatchError(RuntimeError):
-    """A forward, loss or backward failed; says on which stage and for which microbatch. The cause is chained."""
+    """A forward, loss or backward failed. What it raised is chained as `__cause__`; the message names the place, the
+    cause, and the line of the caller's own code that raised it.
 
-    def __init__(self, phase: str, stage: int, microbatch: int, cause: BaseException):
-        super().__init__(f"{phase} of microbatch {microbatch} on stage {stage} failed: {innermost(cause)}")
+    Attributes:
+        place: phase of the work, microbatch and stage.
+
+    Example:
+        >>> def broken(outputs, batch):
+        ...     raise KeyError("advantages")
+        >>> try:
+        ...     Engine(ModelHandle.from_pretrained(checkpoint)).train_step(rows, broken)
+        ... except MicrobatchError as error:
+        ...     print(error.place, repr(error.__cause__))
+        loss of microbatch 0 on stage 0 KeyError('advantages')
+    """
+
+    def __init__(self, place: str, what: str):
+        super().__init__(f"{place} failed: {what}")
+        self.place = place
+
+
+class PeerError(MicrobatchError):
+    """A forward, loss or backward failed on another rank, and so the step failed on this one."""
+
+    def __init__(self, rank: int, place: str, message: str):
+        RuntimeError.__init__(self, f"another rank failed, rank {rank}: {message}")
+        self.place = place
 
 
 class JobEndedError(RuntimeError):
@@ -55,10 +85,24 @@ class WeightSyncError(RuntimeError):
 
 def innermost(error: BaseException) -> str:
     """`Type: message` of the error that started a chain, its message on one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    error = first_in_chain(error)
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}"
+
+
+def first_in_chain(error: BaseException) -> BaseException:
+    """The error that started a chain."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def line_of_caller(error: BaseException) -> str:
+    """Where code that is neither this package's nor a library's raised the error that started a chain: ` (file:line in
+    function)`, or nothing."""
+    frames = traceback.extract_tb(first_in_chain(error).__traceback__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in LIBRARIES)]
+    return f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
 
 
 def reason(error: Exception) -> str:

@@ -4,7 +4,7 @@ import bisect
 import heapq
 from collections.abc import Callable, Sequence
 
-from automodel_rl.batch.packed import PackedBatch, TokenSequence, empty_row, pack_row
+from automodel_rl.batch.packed import PackedBatch, TokenSequence, check_sequences, empty_row, pack_row
 from automodel_rl.errors import InputError
 
 Bin = list[int]
@@ -18,7 +18,7 @@ def assign_bins(lengths: Sequence[int], capacity: int, *, min_count: int = 1, mu
     performance bounds for simple one-dimensional packing algorithms").
 
     Args:
-        lengths: tokens of every sequence, each at most `capacity`.
+        lengths: tokens of every sequence, or of every group that shares a bin; each at most `capacity`.
         capacity: most tokens of a bin.
         min_count: fewest bins returned.
         multiple: the number of bins is a multiple of this.
@@ -26,12 +26,7 @@ def assign_bins(lengths: Sequence[int], capacity: int, *, min_count: int = 1, mu
     Returns:
         Bins of places in `lengths`. Bins are empty only when there are fewer sequences than bins.
     """
-    for place, length in enumerate(lengths):
-        if length > capacity:
-            raise InputError(
-                f"sequence {place} has {length} tokens but a bin holds {capacity}: truncate it, drop it, "
-                "or raise the capacity"
-            )
+    assert max(lengths, default=0) <= capacity
     bins = _best_fit_decreasing(lengths, capacity)
     count = -(-max(len(bins), min_count) // multiple) * multiple
     return _split_up_to(bins, lengths, count)
@@ -121,7 +116,7 @@ def pack(
 
     Raises:
         InputError: a sequence, or a group of sequences that stay together, is longer than a row.
-        ValueError: the sequences are not whole groups of `together`.
+        ValueError: the sequences are not whole groups of `together`, one is empty, or their values differ in name.
 
     Example:
         >>> import torch
@@ -132,11 +127,26 @@ def pack(
     """
     if len(sequences) % together:
         raise ValueError(f"{len(sequences)} sequences are not whole groups of {together}")
+    check_sequences(sequences, range(len(sequences)))
     groups = [sequences[start : start + together] for start in range(0, len(sequences), together)]
     lengths = [sum(map(len, group)) for group in groups]
+    for place, length in enumerate(lengths):
+        if length > capacity:
+            raise InputError(
+                f"{_name_of(place, together)} {length} tokens but a row holds {capacity}: truncate, drop, or raise the "
+                "capacity"
+            )
     bins = assign_bins(lengths, capacity, min_count=min_rows * num_data_ranks, multiple=num_data_ranks)
     costs = [sum(cost(len(sequence)) for group in b for sequence in groups[group]) for b in bins]
     mine = [bins[place] for place in share_bins(costs, num_data_ranks)[data_rank]]
     like = pack_row([sequences[0]]) if sequences else None
     places = [[group * together + i for group in b for i in range(together)] for b in mine]
     return [pack_row([sequences[i] for i in p], order=p) if p else empty_row(like) for p in places]
+
+
+def _name_of(place: int, together: int) -> str:
+    """A group of sequences as the subject of a message."""
+    if together == 1:
+        return f"sequence {place} has"
+    first = place * together
+    return f"sequences {first} to {first + together - 1}, which stay together, have"

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from automodel_rl.batch.images import Image, check_images
 from automodel_rl.batch.move import move
 from automodel_rl.batch.routes import Routes, join_routes
+
+T = TypeVar("T")
 
 IGNORED_TARGET = -100
 """Target of a position that predicts nothing: the last one of every sequence."""
@@ -40,7 +42,7 @@ class TokenSequence:
         images: in the order of their tokens.
 
     Raises:
-        ValueError: a tensor has another shape than `input_ids`, or an image's tokens are not there.
+        ValueError: a tensor has another dtype or shape than said here, or an image's tokens are not there.
 
     Example:
         >>> import torch
@@ -55,10 +57,14 @@ class TokenSequence:
     images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_tensor("input_ids", self.input_ids, torch.int64, "token ids in one dimension")
+        _check_tensor("loss_mask", self.loss_mask, torch.bool, "True for the tokens that count")
         check_images(self.images, len(self))
         if self.routes is not None and len(self.routes) != len(self):
             raise ValueError(f"routes have {len(self.routes)} rows for {len(self)} tokens: a row for each is needed")
         for name, tensor in {"loss_mask": self.loss_mask, **self.values}.items():
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name} is a {type(tensor).__name__}: a torch tensor is needed, one entry a token")
             if tensor.shape != self.input_ids.shape:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)} but input_ids {tuple(self.input_ids.shape)}: "
@@ -67,6 +73,16 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return self.input_ids.numel()
+
+
+def _check_tensor(name: str, tensor: Any, dtype: torch.dtype, meaning: str) -> None:
+    if not isinstance(tensor, Tensor):
+        given = f"a {type(tensor).__name__}"
+    elif tensor.dtype != dtype or tensor.ndim != 1:
+        given = f"of {tensor.dtype} with shape {tuple(tensor.shape)}"
+    else:
+        return
+    raise ValueError(f"{name} is {given}: it must be a tensor [n] of {dtype}, {meaning}")
 
 
 @dataclass(frozen=True)
@@ -150,10 +166,12 @@ def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = N
         order: places of the sequences in the list they come from; by default 0, 1, 2, ...
 
     Raises:
-        ValueError: no sequences, or some with routes and others without.
+        ValueError: no sequences, one without tokens, or some with values or routes and others without.
     """
     if not sequences:
         raise ValueError("pack_row needs at least one sequence; use empty_row() for a row without any")
+    order = tuple(range(len(sequences)) if order is None else order)
+    check_sequences(sequences, order)
     lengths = tuple(len(sequence) for sequence in sequences)
     starts = [0, *itertools.accumulate(lengths)]
     end = torch.tensor([IGNORED_TARGET])
@@ -165,11 +183,31 @@ def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = N
         loss_mask=torch.cat([_to_predictor(s.loss_mask) for s in sequences]),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         lengths=lengths,
-        order=tuple(range(len(sequences)) if order is None else order),
+        order=order,
         values={name: torch.cat([_to_predictor(s.values[name]) for s in sequences]) for name in names},
         routes=join_routes([s.routes for s in sequences]),
         images=tuple(i.moved(start) for s, start in zip(sequences, starts, strict=False) for i in s.images),
     )
+
+
+def check_sequences(sequences: Sequence[TokenSequence], places: Sequence[int]) -> None:
+    """Whether sequences can be packed together.
+
+    Args:
+        sequences: of one global batch.
+        places: of theirs in the list they come from, for messages.
+
+    Raises:
+        ValueError: one has no tokens, or other values than the first.
+    """
+    for place, sequence in zip(places, sequences, strict=True):
+        if not len(sequence):
+            raise ValueError(f"sequence {place} has no tokens: leave it out")
+        if sequence.values.keys() != sequences[0].values.keys():
+            raise ValueError(
+                f"sequence {place} has values {sorted(sequence.values)} but sequence {places[0]} has "
+                f"{sorted(sequences[0].values)}: sequences that are packed together need values of the same names"
+            )
 
 
 def empty_row(like: PackedBatch | None = None) -> PackedBatch:
@@ -200,6 +238,33 @@ def unpack(values: Tensor, batch: PackedBatch) -> list[Tensor]:
     if batch.is_empty:
         return []
     return [_to_token(piece) for piece in values.split(batch.lengths)]
+
+
+def in_packed_order(results: Sequence[T], batches: Sequence[PackedBatch]) -> list[T]:
+    """Results of sequences, such as `Engine.logprobs` gives them row by row, in the order in which they were packed.
+
+    Args:
+        results: one for each real sequence, in the order in which the rows hold them.
+        batches: the rows, all of one `pack`.
+
+    Returns:
+        The same results; those of the sequence that came first in the packed list first.
+
+    Raises:
+        ValueError: there are more or fewer results than sequences.
+
+    Example:
+        >>> import torch
+        >>> sequences = [TokenSequence(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in (2, 4, 3)]
+        >>> rows = pack(sequences, capacity=5)
+        >>> lengths = [length for row in rows for length in row.lengths]
+        >>> lengths, in_packed_order(lengths, rows)
+        ([4, 3, 2], [2, 4, 3])
+    """
+    places = [place for batch in batches for place in batch.order]
+    if len(places) != len(results):
+        raise ValueError(f"{len(results)} results for {len(places)} sequences: give one for each sequence of the rows")
+    return [result for _, result in sorted(zip(places, results, strict=True), key=lambda pair: pair[0])]
 
 
 def set_values(batch: PackedBatch, name: str, values: Tensor) -> PackedBatch:

@@ -15,12 +15,13 @@ from automodel_rl.engine.kept_rows import keep_rows
 from automodel_rl.engine.offload import Offloaded
 from automodel_rl.engine.optimizer import MOMENTS, build_optimizer, learning_rate
 from automodel_rl.errors import TrainingDivergedError
-from automodel_rl.losses import Denominator, LossFn, Readout, TokenOutputs, count
+from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import Head, read_targets, top_logits
+from automodel_rl.parallel.agreement import raise_everywhere
 from automodel_rl.parallel.gradients import local_square_norm
-from automodel_rl.parallel.host_collectives import GlobalTotals, share_totals, sum_over_data_ranks
-from automodel_rl.parallel.last_stage import LossTotals
+from automodel_rl.parallel.host_collectives import GlobalTotals, share_totals
+from automodel_rl.parallel.last_stage import PPLossAdapter
 from automodel_rl.parallel.sharding import by_mesh
 
 LOGPROBS = Readout()
@@ -35,7 +36,9 @@ class TrainOutput:
         grad_norm: global gradient norm before clipping.
         num_tokens: tokens that counted in the loss.
         lr: learning rate of the step.
-        skipped: True when loss or gradient were not finite and no weight changed.
+        skipped: True when no weight changed: loss or gradient were not finite, or there was nothing to train.
+        nothing_to_train: True when the global batch had no rows, or no trained token and no gradient: AdamW would have
+            moved the weights by what it remembers of earlier steps.
         metrics: the loss's own metrics.
 
     Example:
@@ -48,6 +51,7 @@ class TrainOutput:
     num_tokens: int
     lr: float
     skipped: bool
+    nothing_to_train: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -103,21 +107,31 @@ class Engine:
             Loss, gradient norm and metrics, equal on every rank.
 
         Raises:
+            InputError: on every rank, if the rows do not fit the model or each other.
+            MicrobatchError: a forward, loss or backward has failed; of a loss on every rank. The weights are as before.
             TrainingDivergedError: too many steps in a row were not finite.
         """
-        counts = self._global_counts(batches)
-        totals = self.handle.forward_backward(batches, loss_fn, readout, counts)
-        shared = share_totals(totals, self._square_norm(), self.handle.layout)
-        loss, grad_norm = _mean_loss(shared, counts), math.sqrt(shared.square_norm)
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        rows = self.handle.global_rows(batches)
         lr = learning_rate(self.config, self.step, self.total_steps)
-        if not skipped:
-            self._update(lr, grad_norm)
-        routing = self.handle.balance_routers() if self.handle.is_mixture and not skipped else {}
+        if rows.num_rows == 0:
+            self.step += 1
+            return TrainOutput(0.0, 0.0, 0, lr, skipped=True, nothing_to_train=True)
+        with self.handle.abandoning_on_failure():
+            totals = self.handle.forward_backward(batches, loss_fn, readout, rows.counts)
+            shared = share_totals(totals, self._square_norm(), self.handle.layout)
+            loss, grad_norm = _mean_loss(shared, rows.counts), math.sqrt(shared.square_norm)
+            is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+            is_nothing = rows.counts["tokens"] == 0 and grad_norm == 0.0
+            skipped = not is_finite or is_nothing
+            if not skipped:
+                self._update(lr, grad_norm)
+            routing = self.handle.balance_routers() if self.handle.is_mixture and not skipped else {}
         self.handle.zero_grad()
         self.step += 1
-        self._count_skipped(skipped, loss, grad_norm, batches)
-        return TrainOutput(loss, grad_norm, counts["tokens"], lr, skipped, {**_metrics(shared), **routing})
+        if not is_nothing:
+            self._count_not_finite(not is_finite, loss, grad_norm, batches)
+        metrics = {**_metrics(shared), **routing}
+        return TrainOutput(loss, grad_norm, rows.counts["tokens"], lr, skipped, is_nothing, metrics)
 
     def evaluate(
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout = LOGPROBS
@@ -131,13 +145,22 @@ class Engine:
 
         Returns:
             The loss and its metrics, equal on every rank.
+
+        Raises:
+            InputError: on every rank, if the rows do not fit the model or each other.
+            MicrobatchError: on every rank, if the loss raises on any.
         """
-        counts = self._global_counts(batches)
-        totals = LossTotals()
-        for batch, columns in zip(batches, self.handle.forward(batches, read_targets(readout)), strict=True):
-            totals.add(loss_fn(TokenOutputs.from_columns(columns), batch.to(columns.device)))
-        nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
-        shared = share_totals(totals, nothing, self.handle.layout)
+        counts = self.handle.global_rows(batches).counts
+        layout = self.handle.layout
+        columns = self.handle.forward(batches, read_targets(readout))
+        rows = [batch.to(layout.device) for batch in batches]
+        adapter = PPLossAdapter(loss_fn, rows, counts, stage=layout.parallel.num_stages - 1)
+        with torch.no_grad():
+            for index, of_row in enumerate(columns):
+                adapter(of_row, index)
+        raise_everywhere(adapter.failure, layout)
+        nothing = torch.zeros((), dtype=torch.float64, device=layout.device)
+        shared = share_totals(adapter.totals, nothing, layout)
         return _mean_loss(shared, counts), _metrics(shared)
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[Tensor]:
@@ -213,13 +236,12 @@ class Engine:
             int64 [N], in the order in which rows hold the sequences.
         """
         outputs = self.handle.forward(batches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
-        ends = [batch.cu_seqlens[1:].to(output.device) - 1 for output, batch in zip(outputs, batches, strict=True)]
+        ends = [
+            batch.cu_seqlens[1 : batch.num_sequences + 1].to(output.device) - 1
+            for output, batch in zip(outputs, batches, strict=True)
+        ]
         nothing = torch.empty(0, dtype=torch.int64, device=self.handle.layout.device)
         return torch.cat([nothing, *(output[end] for output, end in zip(outputs, ends, strict=True))])
-
-    def _global_counts(self, batches: Sequence[PackedBatch]) -> dict[Denominator, int]:
-        local = count(batches)
-        return dict(zip(local, sum_over_data_ranks(list(local.values()), self.handle.layout), strict=True))
 
     @contextlib.contextmanager
     def moments_on_device(self) -> Iterator[None]:
@@ -227,10 +249,12 @@ class Engine:
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
-        yield
-        if self.handle.memory.offload_optimizer:
-            states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-            self._offloaded = Offloaded(state[moment] for state in states for moment in MOMENTS)
+        try:
+            yield
+        finally:
+            if self.handle.memory.offload_optimizer:
+                states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+                self._offloaded = Offloaded(state[moment] for state in states for moment in MOMENTS)
 
     def _square_norm(self) -> Tensor:
         """This rank's part of the squared global gradient norm: of every module over its own ranks."""
@@ -253,7 +277,7 @@ class Engine:
                     group["lr"] = lr
                 optimizer.step()
 
-    def _count_skipped(self, skipped: bool, loss: float, grad_norm: float, batches: Sequence[PackedBatch]) -> None:
+    def _count_not_finite(self, skipped: bool, loss: float, grad_norm: float, batches: Sequence[PackedBatch]) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row < self.config.max_skipped_steps:
             return

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_rl.errors import MicrobatchError
+from automodel_rl.errors import MicrobatchError, innermost, line_of_caller
 
 LINE_BYTES = 160
 NUM_LINES = 1024
@@ -115,11 +115,12 @@ def microbatch(phase: str, stage: int, index: int) -> Iterator[None]:
     Raises:
         MicrobatchError: the block raised something.
     """
-    with flight.phase(f"{phase} of microbatch {index} on stage {stage}"):
+    place = f"{phase} of microbatch {index} on stage {stage}"
+    with flight.phase(place):
         try:
             yield
         except Exception as error:
-            raise MicrobatchError(phase, stage, index, error) from error
+            raise MicrobatchError(place, innermost(error) + line_of_caller(error)) from error
 
 
 def read_flight(file: Path) -> list[str]:

@@ -17,7 +17,7 @@ RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
 
 LOST_PEER = re.compile(
     "Connection (closed|reset) by peer|Connection refused|Broken pipe|DistNetworkError|DistStoreError|"
-    "remote process exited|NCCL communicator was aborted"
+    "remote process exited|NCCL communicator was aborted|another rank failed"
 )
 """What a rank's own error says when a peer has gone."""
 

@@ -22,7 +22,8 @@ def dpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: DPOLossConfig) -
         pairs; rewards are beta times l.
 
     Raises:
-        KeyError: the variant compares with a reference and the batch has no `ref_logprobs`.
+        ValueError: the row's neighbours are no pairs, or the variant compares with a reference and the batch has no
+            `ref_logprobs`.
 
     Example:
         >>> import torch
@@ -33,6 +34,9 @@ def dpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: DPOLossConfig) -
         >>> round(dpo_loss(outputs, row, DPOLossConfig()).sums["pairs"].item(), 4)  # log 2: no preference yet
         0.6931
     """
+    _check_pairs(batch)
+    if config.needs_reference and "ref_logprobs" not in batch.values:
+        raise ValueError(f"variant={config.variant} needs values['ref_logprobs'] in the batch: see Engine.add_logprobs")
     ours = _by_pair(outputs.logprobs, batch)
     lengths = _by_pair(torch.ones_like(outputs.logprobs), batch).clamp_min(1)
     scores = _by_pair(outputs.logprobs - batch.values["ref_logprobs"], batch) if config.needs_reference else ours
@@ -51,6 +55,17 @@ def dpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: DPOLossConfig) -
     num_pairs = loss.new_tensor(float(len(loss)))
     metrics = {name: (value.detach().sum(), num_pairs) for name, value in per_pair.items()}
     return LossOutput(sums={"pairs": loss.sum()}, metrics=metrics)
+
+
+def _check_pairs(batch: PackedBatch) -> None:
+    """Neighbours are a pair if they were neighbours in the list that was packed, the first at an even place."""
+    order = batch.order
+    pairs = zip(order[::2], order[1::2], strict=False)
+    if len(order) % 2 or any(chosen % 2 or rejected != chosen + 1 for chosen, rejected in pairs):
+        raise ValueError(
+            f"a row holds the sequences {list(order)} of those that were packed, which are no whole pairs: use "
+            "pack(..., together=2), with every chosen completion before its rejected one"
+        )
 
 
 def _preference(margin: Tensor, config: DPOLossConfig) -> Tensor:

@@ -1,5 +1,6 @@
 """What a loss gets and what it gives: sums, never means. `PPLossAdapter` divides them once, by global counts."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +22,9 @@ class Readout:
         temperature: the logits are divided by it before the softmax.
         entropy: whether the softmax's entropy is wanted, too.
 
+    Raises:
+        ValueError: the temperature is not above 0.
+
     Example:
         >>> Readout(temperature=0.7, entropy=True)
         Readout(temperature=0.7, entropy=True)
@@ -28,6 +32,13 @@ class Readout:
 
     temperature: float = 1.0
     entropy: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature}: logits are divided by it, so it must be above 0; for the likeliest "
+                "token use Engine.next_tokens"
+            )
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
 
     Args:
         outputs: log-probabilities under the policy, and its entropy.
-        batch: `loss_mask` marks the completions' tokens. `values` has `advantages` and `rollout_logprobs`,
-            `old_logprobs` unless the config is on-policy, and `ref_logprobs` if there is a KL term. With
-            `live_logprobs`, those without router replay, what they differ by is reported, too.
+        batch: `loss_mask` marks the completions' tokens. `values` has `advantages`, `old_logprobs` unless the config
+            is on-policy, `rollout_logprobs` if there is a correction, and `ref_logprobs` if there is a KL term. What
+            `rollout_logprobs` differ by from those of the trainer is reported where they are there, and with
+            `live_logprobs`, those without router replay, what these differ by, too.
         config: which loss.
 
     Returns:
@@ -25,7 +26,6 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
 
     Raises:
         ValueError: the config has a term whose input is missing, or normalises by a constant without saying which.
-        KeyError: the batch lacks advantages or log-probabilities that every config needs.
 
     Example:
         >>> import torch
@@ -38,8 +38,7 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
     """
     if config.entropy and outputs.entropy is None:
         raise ValueError(f"entropy={config.entropy} needs the policy's entropy: read it with Readout(entropy=True)")
-    if config.kl.coefficient and config.kl.where == "loss" and "ref_logprobs" not in batch.values:
-        raise ValueError(f"kl.coefficient={config.kl.coefficient} needs values['ref_logprobs'] in the batch")
+    _check_values(batch, config)
     values = {name: value.to(outputs.logprobs.dtype) for name, value in batch.values.items()}
     old = outputs.logprobs.detach() if config.on_policy else values["old_logprobs"]
     # Masked before exp, for what overflows outside of the mask would still spoil gradients.
@@ -54,9 +53,10 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
     per_token = {
         "train/ratio_mean": log_ratio.exp(),
         "train/clip_fraction": is_clipped.to(loss.dtype),
-        "train/logprob_error": error(old),
     }
-    if "live_logprobs" in values:
+    if "rollout_logprobs" in values:
+        per_token["train/logprob_error"] = error(old)
+    if {"rollout_logprobs", "live_logprobs"} <= values.keys():
         per_token["train/logprob_error_live"] = error(values["live_logprobs"])
     if config.correction.kind != "none":
         weight = correction_weights(old, values["rollout_logprobs"], batch, config.correction)
@@ -76,6 +76,20 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
         name: (torch.where(batch.loss_mask, value.detach(), 0.0).sum(), num_tokens) for name, value in per_token.items()
     }
     return LossOutput(sums=_normalise(loss, batch, config), metrics=metrics)
+
+
+def _check_values(batch: PackedBatch, config: PolicyLossConfig) -> None:
+    needs = {
+        "advantages": "every policy loss",
+        "old_logprobs": "" if config.on_policy else "on_policy=false",
+        "rollout_logprobs": "" if config.correction.kind == "none" else f"correction.kind={config.correction.kind}",
+        "ref_logprobs": (
+            f"kl.coefficient={config.kl.coefficient}" if config.kl.coefficient and config.kl.where == "loss" else ""
+        ),
+    }
+    for name, who in needs.items():
+        if who and name not in batch.values:
+            raise ValueError(f"{who} needs values['{name}'] in the batch, which has {sorted(batch.values)}")
 
 
 def _surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     r = ref_logprobs - logprobs
     if estimator == "k1":
         return -r
-    return r.square() / 2 if estimator == "k2" else r.exp() - 1 - r
+    return r.square() / 2 if estimator == "k2" else torch.expm1(r) - r  # exp(r) - 1 would cancel
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:

@@ -31,7 +31,7 @@ from automodel_rl.model.hf_read import (
     read_config,
     resolve_checkpoint,
 )
-from automodel_rl.model.hf_sources import adapters_alone, merged_sources
+from automodel_rl.model.hf_sources import adapters_alone, gradient_sources, merged_sources
 from automodel_rl.model.hf_write import ModuleTensors, save_hf_checkpoint
 from automodel_rl.model.image_encoder import ImageEncoder
 from automodel_rl.model.logprobs import read_targets
@@ -48,6 +48,7 @@ from automodel_rl.model.vision import (
     parallelise_encoder,
     rotary_merge,
 )
+from automodel_rl.parallel.agreement import GlobalRows, agree_on_rows, raise_everywhere
 from automodel_rl.parallel.bridge import Bridge
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.parallel.drivers import Driver, PipelineDriver, SequentialDriver
@@ -55,7 +56,7 @@ from automodel_rl.parallel.gradients import TiedEmbedding, sum_partial_gradients
 from automodel_rl.parallel.host_collectives import gather_objects, tensor_from_last_stage
 from automodel_rl.parallel.last_stage import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
 from automodel_rl.parallel.layout import Layout, build_layout
-from automodel_rl.parallel.sharding import local_tensor, release_gathered
+from automodel_rl.parallel.sharding import abandon_step, local_tensor, release_gathered
 
 FORWARD_ROWS = 64
 """Rows of one pass without gradients; enough that a pipeline is full most of the time."""
@@ -226,48 +227,83 @@ class ModelHandle:
             batches: this data rank's rows; every data rank has equally many.
             loss_fn: gives sums over a row.
             readout: what the loss gets of every token.
-            counts: global denominators of those sums, by which gradients are divided.
+            counts: global denominators of those sums, by which gradients are divided: `global_rows(batches).counts`.
 
         Returns:
             Undivided sums of this data rank, on ranks with the last stage; empty totals elsewhere.
+
+        Raises:
+            MicrobatchError: on every rank, if the loss raises on any.
         """
-        for part in self.parts:
-            part.train()
-        for extras in self.extras:
-            extras.router_watch.start_step(counts["positions"])
-            extras.router_replay.start_step()
-        batches = self._filled_up(batches)
-        embeddings = [] if self._encoder is None else self._encoder.forward(batches, train=True)
-        # Whole rows are for the loss, which other stages do not compute.
-        rows = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
-        adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
-        if self._driver is not None:
-            with self._rows_let_go():
-                local = self._local(batches, embeddings)
-                self._driver.forward_backward(local, adapter, self._whole_rows(read_targets(readout)))
-        if self.layout.tp_group is not None:
-            partial = [pair for extras in self.extras for pair in extras.partial_gradients]
-            sum_partial_gradients([module.get_parameter(name) for module, name in partial], self.layout.tp_group)
-        if self.tied is not None:
-            self.tied.sum_gradients()
-        if self._encoder is not None:
-            self._encoder.backward(embeddings)
-        return adapter.totals
+        with self.abandoning_on_failure():
+            for part in self.parts:
+                part.train()
+            for extras in self.extras:
+                extras.router_watch.start_step(counts["positions"])
+                extras.router_replay.start_step()
+            batches = self._filled_up(batches)
+            embeddings = [] if self._encoder is None else self._encoder.forward(batches, train=True)
+            # Whole rows are for the loss, which other stages do not compute.
+            rows = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
+            adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
+            if self._driver is not None:
+                with self._rows_let_go():
+                    local = self._local(batches, embeddings)
+                    self._driver.forward_backward(local, adapter, self._whole_rows(read_targets(readout)))
+            if self.layout.tp_group is not None:
+                partial = [pair for extras in self.extras for pair in extras.partial_gradients]
+                sum_partial_gradients([module.get_parameter(name) for module, name in partial], self.layout.tp_group)
+            if self.tied is not None:
+                self.tied.sum_gradients()
+            if self._encoder is not None:
+                self._encoder.backward(embeddings)
+            raise_everywhere(adapter.failure, self.layout)
+            return adapter.totals
+
+    @contextlib.contextmanager
+    def abandoning_on_failure(self) -> Iterator[None]:
+        """Where the block raises, the handle is after it what it was before the step: no gradients, no gathered
+        weights, no row in any layer. What is not a loss may fail on one rank alone and leave the others in a
+        collective; then this rank is as before and the job is not."""
+        try:
+            yield
+        except BaseException:
+            for part in self.parts:
+                abandon_step(part)
+            for extras in self.extras:
+                extras.row_scope.clear()
+            if self._encoder is not None:
+                self._encoder.abandon_step()
+            raise
+
+    def global_rows(self, batches: Sequence[PackedBatch]) -> GlobalRows:
+        """How many rows there are and what losses divide by, over all data ranks. A collective.
+
+        Args:
+            batches: this data rank's rows.
+
+        Raises:
+            InputError: on every rank, if the rows do not fit the model or each other.
+        """
+        return agree_on_rows(batches, self.config.vocab_size, self.layout)
 
     def forward(self, batches: Sequence[PackedBatch], output_fn: OutputFn) -> list[Tensor]:
         """What `output_fn` makes of every row, without gradients. A collective.
 
         Args:
-            batches: this data rank's rows.
+            batches: this data rank's rows; every data rank has equally many.
             output_fn: (final hidden states [t, H], `Head`, this rank's `LocalRow`) -> [t, ...]; in chunks, so that
                 [t, V] never exists.
 
         Returns:
             One tensor [T, ...] for each row, of `output_fn`'s dtype; equal on all stages of this data rank.
+
+        Raises:
+            InputError: on every rank, if the rows do not fit the model or each other.
         """
+        num_rows = self.global_rows(batches).num_rows
         for part in self.parts:
             part.eval()
-        num_rows = len(batches) if self._encoder is None else self._encoder.num_rows(batches)
         results: list[Tensor] = []
         try:
             # In blocks, for a pipeline has receive buffers for all rows that it runs at once.
@@ -388,6 +424,17 @@ class ModelHandle:
         """For whoever changes weights or what belongs to them: lets readers finish first."""
         while self._readers:
             self._readers.pop()()
+
+    def named_hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole gradients of this rank's stages, between `forward_backward` and `zero_grad`. A
+        collective of each stage's ranks.
+
+        They have the dtype in which they are reduced, and are 0 for what took no part. Frozen weights have none; with a
+        LoRA only adapters have, under their own names. Those that come one after the other may share memory.
+        """
+        for module in self.modules:
+            named = [(name, p) for name, p in self.named_parameters(module) if p.requires_grad]
+            yield from whole_tensors(gradient_sources(named), self.family, module.layout)
 
     def zero_grad(self) -> None:
         """Lets go of all gradients."""

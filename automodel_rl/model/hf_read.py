@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,9 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
     vision = config.model_type if config.model_type in VISION_FAMILIES else None
     if vision is not None:
         described, encoder = describe_model(language_config(config)), config.vision_config.to_dict()
-        dropouts = (encoder.get(name) or 0.0 for name in ("attention_dropout", "dropout"))
         return dataclasses.replace(
             described,
-            attention_dropout=max(described.attention_dropout, *dropouts),
+            noise=described.noise | {f"vision_config.{name}": size for name, size in _noise(encoder).items()},
             vision=vision,
             encoder=encoder["model_type"],
             vision_heads=encoder.get("num_attention_heads") or encoder.get("num_heads") or 1,
@@ -96,7 +96,8 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
     return ModelDescription(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
-        attention_dropout=float(values.get("attention_dropout") or 0.0),
+        noise=_noise(values),
+        rope_types=tuple(kind.get("rope_type") or "default" for kind in _rotary_kinds(values)),
         num_heads=config.num_attention_heads,
         num_kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
         vocab_size=config.vocab_size,
@@ -115,14 +116,32 @@ def _context(values: dict[str, Any]) -> int | None:
     context = values.get("max_position_embeddings")
     if context is None:
         return None
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    by_layer_type = [kind for kind in rope.values() if isinstance(kind, dict)]
     scaled = [
         int(kind["original_max_position_embeddings"] * kind["factor"])
-        for kind in (by_layer_type or [rope])
+        for kind in _rotary_kinds(values)
         if kind.get("original_max_position_embeddings") and kind.get("factor")
     ]
     return max([context, *scaled])
+
+
+def _rotary_kinds(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of rotary embeddings, of each kind of layers where these differ."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    by_layer_type = [kind for kind in rope.values() if isinstance(kind, dict)]
+    return by_layer_type or [rope]
+
+
+NOISE = re.compile("dropout|pdrop|jitter")
+"""In a config's keys, what makes computation random while a model trains."""
+
+
+def _noise(values: dict[str, Any]) -> dict[str, float]:
+    """What of a config is random in training and above 0, but for heads that a language model does not have."""
+    return {
+        name: float(size)
+        for name, size in values.items()
+        if NOISE.search(name) and not name.startswith("classifier") and isinstance(size, int | float) and size > 0
+    }
 
 
 def _num_experts(values: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""What a rank holds of a module's tensors as a Hugging Face checkpoint has them: adapters merged, or alone."""
+"""What a rank holds of a Hugging Face checkpoint's tensors: adapters merged, adapters alone, or gradients."""
 
 import functools
 from collections.abc import Collection, Iterable
@@ -11,6 +11,7 @@ from automodel_rl.model.hf_buckets import Source, whole_tensors
 from automodel_rl.model.hf_read import stored_buffers
 from automodel_rl.model.lora import adapted_weights, is_adapter, merge
 from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.sharding import local_tensor
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -41,6 +42,17 @@ def merged_sources(named: Named, parts: list[Any], dtype: torch.dtype, family: s
 def adapters_alone(named: Named, dtype: torch.dtype) -> list[Source]:
     """The adapters, in a dtype that they are sent in."""
     return [Source.of(name, parameter, dtype) for name, parameter in named if is_adapter(name)]
+
+
+def gradient_sources(named: Named) -> list[Source]:
+    """The gradients of parameters, in their dtypes."""
+    return [Source(name, p, p.dtype, functools.partial(_gradient, p)) for name, p in named]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's shard; 0 where it took no part."""
+    gradient = parameter.grad
+    return torch.zeros_like(local_tensor(parameter)) if gradient is None else local_tensor(gradient)
 
 
 def _whole_downs(linears: Collection[Any], family: str, layout: Layout) -> dict[Any, Tensor]:

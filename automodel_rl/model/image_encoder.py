@@ -46,10 +46,6 @@ class ImageEncoder:
         self._shares: dict[int, list[list[Place]]] = {}
         self._encoded: list[tuple[int, Tensor]] = []
 
-    def num_rows(self, batches: Sequence[PackedBatch]) -> int:
-        """How many rows a pass has: this rank's, or of a rank without rows those of the lanes it serves."""
-        return max([len(batches), *(count or 0 for count in self.bridge.exchange(len(batches)).values())])
-
     def forward(self, batches: Sequence[PackedBatch], train: bool) -> list[Tensor]:
         """Embeddings of every row of this rank, [m, H] each, m may be 0; nothing on ranks without a first stage.
 
@@ -104,9 +100,13 @@ class ImageEncoder:
             chunk.backward(gradient)
         self._encoded, self._images = [], {}
 
+    def abandon_step(self) -> None:
+        """Lets go of what is kept for a backward that will not come."""
+        self._encoded, self._images = [], {}
+
     def _release(self) -> None:
         """Lets go of weights that a forward without backward has gathered."""
-        self._encoded, self._images = [], {}
+        self.abandon_step()
         if self.part is not None:
             release_gathered(self.part)
 

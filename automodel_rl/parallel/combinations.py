@@ -4,7 +4,7 @@ What must hold within one section of a config (a schedule's stages, a batch's si
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.attention import ATTENTION
@@ -24,7 +24,8 @@ class ModelDescription:
         family: its `model_type`.
         num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: sizes.
         num_experts: 0 for a dense model.
-        attention_dropout: probability.
+        noise: what is random in training, by its key in the config, and how much of it there is.
+        rope_types: how rotary embeddings are scaled, in any of the layers.
         has_softcap: attention scores go through a soft cap.
         has_windows: some layers have sliding windows.
         is_bidirectional: attention is not causal.
@@ -37,7 +38,8 @@ class ModelDescription:
 
     family: str
     num_layers: int
-    attention_dropout: float = 0.0
+    noise: dict[str, float] = field(default_factory=dict)
+    rope_types: tuple[str, ...] = ()
     num_heads: int = 1
     num_kv_heads: int = 1
     vocab_size: int = 1
@@ -93,6 +95,9 @@ SEEING_FAMILIES = tuple(
     for name, family in FAMILIES.items()
     if not family.is_moe and family.has_plain_norms and family.vision is None  # gemma's soft caps are not llava's
 )
+BY_LENGTH = ("dynamic", "longrope")
+"""Scalings of rotary embeddings that are other ones for longer sequences."""
+
 ENCODERS = ("clip_vision_model", "qwen2_5_vl_vision")
 ON_CUDA = tuple(name for name, limits in ATTENTION.items() if limits.needs_cuda)
 ANYWHERE = tuple(name for name in ATTENTION if name not in ON_CUDA)
@@ -153,15 +158,30 @@ def _quantized(asked: Combination) -> str | None:
     )
 
 
-def _plain_attention(asked: Combination) -> str | None:
-    if asked.shape.attention_dropout:
+def _noise(asked: Combination) -> str | None:
+    for name, size in asked.shape.noise.items():
         return (
-            f"model.path: config.json has attention_dropout={asked.shape.attention_dropout}, and attention over packed "
-            "rows has none: set it to 0"
+            f"model.path: config.json has {name}={size}, and training here is not random, so that log-probabilities "
+            "are those that are trained: set it to 0"
         )
+    return None
+
+
+def _bidirectional(asked: Combination) -> str | None:
     if asked.shape.is_bidirectional:
         return "model.path: config.json has use_bidirectional_attention, and attention here is causal: use a causal one"
     return None
+
+
+def _rotary(asked: Combination) -> str | None:
+    # As transformers tells them, "dynamic" may be a part of the name.
+    wrong = next((kind for kind in asked.shape.rope_types if any(name in kind for name in BY_LENGTH)), None)
+    if wrong is None:
+        return None
+    return (
+        f"model.path: config.json has rope_type={wrong}, whose frequencies depend on the length of a sequence, and all "
+        "sequences of a packed row have the same: use a checkpoint with another rope_type, such as yarn or linear"
+    )
 
 
 def _nemo(asked: Combination) -> str | None:
@@ -314,7 +334,9 @@ RULES = (
     ),
     Rule("nemo_automodel models", f"{', '.join(NEMO_FAMILIES)}; bfloat16, float32; no tp", _nemo),
     Rule("quantized checkpoints", "no", _quantized),
-    Rule("attention dropout, bidirectional attention", "no", _plain_attention),
+    Rule("dropout of any kind, router jitter", "no", _noise),
+    Rule("bidirectional attention", "no", _bidirectional),
+    Rule("rotary embeddings", f"every rope_type but {', '.join(BY_LENGTH)}", _rotary),
     Rule("attention backends", f"{', '.join(ANYWHERE)}: anywhere; {', '.join(ON_CUDA)}: CUDA and bfloat16", _attention),
     Rule("sliding windows", f"every attention backend; {', '.join(WITHOUT_WINDOWS_OVER_CP)} without cp"),
     Rule("soft cap, sinks", f"attention {', '.join(WITH_MATHEMATICS)} (auto chooses it)"),

@@ -75,13 +75,6 @@ def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
     return tensor
 
 
-def sum_over_data_ranks(numbers: list[int], layout: Layout) -> list[int]:
-    """Element-wise sum of integers over the data ranks, equal on every rank."""
-    total = torch.tensor(numbers, dtype=torch.int64)
-    dist.all_reduce(total, group=layout.data_control)
-    return tell_guests(total.tolist(), layout)
-
-
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """Every rank's object, rank 0's first."""
     gathered = [value] * group.size()

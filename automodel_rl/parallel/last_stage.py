@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import LocalRow, PackedBatch
+from automodel_rl.errors import MicrobatchError
 from automodel_rl.launch.flight import microbatch
 from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
 from automodel_rl.parallel.collectives import AllGatherCP
@@ -43,23 +44,47 @@ class PPLossAdapter:
     The scalar is the microbatch's part of the global loss: each sum divided by its global count. The undivided sums
     collect in `totals`, on the rank with the last stage.
 
+    A loss that raises is not called again, and the schedule goes on with 0 in its place: if it stopped here, ranks with
+    other stages or other rows would wait in vain. Whoever runs the schedule raises `failure` when it is done.
+
     Args:
         loss_fn: the loss.
         batches: the rows of the step.
         counts: global denominators, of all data ranks.
         stage: index of the last stage, for error messages.
+
+    Attributes:
+        failure: of the first microbatch whose loss has raised, if one has.
     """
 
     def __init__(self, loss_fn: LossFn, batches: Sequence[PackedBatch], counts: dict[Denominator, int], stage: int = 0):
         self.loss_fn, self.batches, self.counts, self.stage = loss_fn, batches, counts, stage
         self.totals = LossTotals()
+        self.failure: MicrobatchError | None = None
 
     def __call__(self, columns: Tensor, index: int) -> Tensor:
         """The loss of microbatch `index`, of whose targets `columns` [T, K] were read."""
-        with microbatch("loss", self.stage, index):
-            output = self.loss_fn(TokenOutputs.from_columns(columns), self.batches[index])
-            # A global batch may hold nothing that counts; its sums are then 0 and stay so.
-            loss = torch.stack([total / max(self.counts[name], 1) for name, total in output.sums.items()]).sum()
+        if self.failure is None:
+            try:
+                with microbatch("loss", self.stage, index):
+                    return self._loss(TokenOutputs.from_columns(columns), self.batches[index])
+            except MicrobatchError as failure:
+                self.failure = failure
+        return (columns * 0).sum()
+
+    def _loss(self, outputs: TokenOutputs, batch: PackedBatch) -> Tensor:
+        output = self.loss_fn(outputs, batch)
+        if not isinstance(output, LossOutput):
+            raise TypeError(
+                f"the loss returned a {type(output).__name__}: return a LossOutput, as in "
+                "LossOutput(sums={'tokens': total})"
+            )
+        unknown = [name for name in output.sums if name not in self.counts]
+        if unknown or not output.sums:
+            given = repr(unknown[0]) if unknown else "nothing"
+            raise ValueError(f"the loss gave sums over {given}: name what divides them, {', '.join(self.counts)}")
+        # A global batch may hold nothing that counts; its sums are then 0 and stay so.
+        loss = torch.stack([total / max(self.counts[name], 1) for name, total in output.sums.items()]).sum()
         self.totals.add(output)
         return loss
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from automodel_rl.parallel.collectives import all_gather
+from automodel_rl.parallel.fsdp_state import drop_unsharded_gradients, reset_fsdp
 from automodel_rl.parallel.layout import Layout
 
 Box = tuple[slice, ...]
@@ -181,6 +182,25 @@ def release_gathered(part: nn.Module) -> None:
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@torch.no_grad()
+def abandon_step(part: Any) -> None:
+    """Puts FSDP's units of a part back to what they were before a step that has failed in its midst: weights sharded,
+    no gradients, no hook in the middle of its work.
+
+    Without it, the part would keep gathered weights whose memory is freed, and the next step would add to the gradients
+    of this one.
+
+    Args:
+        part: wrapped by FSDP.
+    """
+    reduce_gradients(part, now=True)
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            drop_unsharded_gradients(module)
+    reset_fsdp(part)
+    part.zero_grad(set_to_none=True)
 
 
 def _axis_names(tensor: DTensor) -> tuple[str, ...]:

@@ -65,9 +65,11 @@ def test_groups_stay_together_and_must_be_whole() -> None:
         pack(sequences(1, 1, 1), 9, together=2)
 
 
-def test_a_sequence_longer_than_a_bin_is_refused() -> None:
-    with pytest.raises(InputError, match="sequence 1 has 11 tokens but a bin holds 10"):
-        assign_bins([3, 11], 10)
+def test_what_is_longer_than_a_row_is_refused_by_its_place() -> None:
+    with pytest.raises(InputError, match="sequence 1 has 11 tokens but a row holds 10"):
+        pack(sequences(3, 11), 10)
+    with pytest.raises(InputError, match="sequences 4 to 5, which stay together, have 11 tokens but a row holds 10"):
+        pack(sequences(1, 2, 3, 4, 5, 6), 10, together=2)
 
 
 def test_shares_have_equal_numbers_and_even_work() -> None:

@@ -1,11 +1,13 @@
 """Rows: what is packed comes back, aligned as it went in."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_rl.batch import IGNORED_TARGET, TokenSequence, empty_row, pack_row, unpack
+from automodel_rl.batch import IGNORED_TARGET, TokenSequence, empty_row, in_packed_order, pack, pack_row, unpack
 
 
 def sequence(*ids: int, mask: str | None = None) -> TokenSequence:
@@ -47,3 +49,54 @@ def test_an_empty_row_counts_for_nothing_and_has_the_same_values() -> None:
 def test_a_value_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="one entry for each token"):
         TokenSequence(torch.arange(3), torch.ones(2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ([5, 6], torch.ones(2, dtype=torch.bool), "input_ids is a list: it must be a tensor [n] of torch.int64"),
+        (torch.ones(2), torch.ones(2, dtype=torch.bool), "input_ids is of torch.float32 with shape (2,)"),
+        (torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool), "with shape (1, 2): it must be"),
+        (torch.arange(2), torch.ones(2), "loss_mask is of torch.float32 with shape (2,): it must be a tensor [n] of"),
+        (torch.arange(2), torch.ones(2, dtype=torch.int64), "loss_mask is of torch.int64"),
+        (torch.arange(2), [True, False], "loss_mask is a list"),
+    ],
+)
+def test_what_is_no_tensor_of_ids_or_no_mask_is_refused_in_one_line(ids: object, mask: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TokenSequence(ids, mask)
+
+
+def test_a_value_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="advantages is a list: a torch tensor is needed"):
+        TokenSequence(torch.arange(2), torch.ones(2, dtype=torch.bool), {"advantages": [1.0, 2.0]})
+
+
+@pytest.mark.parametrize("first_has_values", [True, False])
+@pytest.mark.parametrize("capacity", [8, 4], ids=["one row", "two rows"])
+def test_values_that_only_some_sequences_have_are_refused(first_has_values: bool, capacity: int) -> None:
+    bare = TokenSequence(torch.arange(3), torch.ones(3, dtype=torch.bool))
+    both = [sequence(1, 2, 3), bare] if first_has_values else [bare, sequence(1, 2, 3)]
+    with pytest.raises(ValueError, match="sequence 1 has values .* but sequence 0 has .*: sequences that are packed"):
+        pack(both, capacity)
+    with pytest.raises(ValueError, match="sequence 1 has values"):
+        pack_row(both)
+
+
+def test_a_sequence_without_tokens_is_refused() -> None:
+    nothing = TokenSequence(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
+    with pytest.raises(ValueError, match="sequence 1 has no tokens: leave it out"):
+        pack([TokenSequence(torch.arange(2), torch.ones(2, dtype=torch.bool)), nothing], 8)
+
+
+def test_results_come_back_in_the_order_in_which_sequences_were_packed() -> None:
+    sequences = [sequence(*range(n)) for n in (2, 7, 3, 5, 1)]
+    rows = pack(sequences, 8, min_rows=4)
+    by_row = [length for row in rows for length in row.lengths if not row.is_empty]
+    assert by_row != [2, 7, 3, 5, 1]
+    assert in_packed_order(by_row, rows) == [2, 7, 3, 5, 1]
+    of_second_rank = pack(sequences, 8, num_data_ranks=2, data_rank=1)
+    places = [place for row in of_second_rank for place in row.order]
+    assert in_packed_order(places, of_second_rank) == sorted(places)
+    with pytest.raises(ValueError, match="1 results for 5 sequences"):
+        in_packed_order([0], rows)

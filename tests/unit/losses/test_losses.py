@@ -10,9 +10,9 @@ from torch import Tensor
 
 from automodel_rl.batch import PackedBatch, TokenSequence, empty_row, pack, unpack
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, PolicyLossConfig
-from automodel_rl.losses import LossOutput, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss
+from automodel_rl.losses import LossOutput, Readout, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss
 from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty
-from automodel_rl.losses.terms import correction_weights
+from automodel_rl.losses.terms import correction_weights, kl_estimate
 from tests.unit.losses import padded_losses
 
 NAMES = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
@@ -250,3 +250,61 @@ def test_groups_without_signal_are_known() -> None:
 
 def test_the_overlong_penalty_rises_over_the_buffer() -> None:
     assert overlong_penalty(torch.tensor([10, 80, 90, 100]), max_tokens=100, buffer=20).tolist() == [0, 0, 0.5, 1]
+
+
+def test_k3_is_exact_where_policy_and_reference_are_close() -> None:
+    ours = torch.full((200_000,), -1.5)
+    ref = ours + torch.linspace(-2e-3, 2e-3, len(ours))
+    estimate = kl_estimate(ours, ref, "k3")
+    r = (ref - ours).double()
+    exact = torch.expm1(r) - r
+    assert (estimate >= -1e-13).all()
+    assert (estimate - exact).abs().max() < 1e-9
+    clearly = r.abs() > 1e-4
+    assert ((estimate - exact).abs() / exact)[clearly].max() < 0.01  # exp(r) - 1 - r is off by a half
+
+
+@pytest.mark.parametrize("capacity", [64, 7], ids=["in another order", "split"])
+def test_rows_whose_neighbours_are_no_pairs_are_refused(capacity: int) -> None:
+    def sequence(length: int) -> TokenSequence:
+        mask = torch.arange(length) > 1
+        return TokenSequence(torch.arange(length), mask, {"ref_logprobs": torch.zeros(length)})
+
+    sequences = [sequence(n) for n in (5, 3, 4, 6)]
+
+    def losses(rows: list[PackedBatch]) -> list[LossOutput]:
+        return [dpo_loss(TokenOutputs(torch.zeros(row.num_tokens)), row, DPOLossConfig()) for row in rows]
+
+    assert len(losses(pack(sequences, 64, together=2))) == 1
+    with pytest.raises(ValueError, match=r"no whole pairs: use pack\(..., together=2\)"):
+        losses(pack(sequences, capacity))
+
+
+@pytest.mark.parametrize(
+    ("settings_", "values", "message"),
+    [
+        ({"on_policy": True}, (), r"every policy loss needs values\['advantages'\]"),
+        ({}, ("advantages",), r"on_policy=false needs values\['old_logprobs'\]"),
+        ({"on_policy": True, "correction": {"kind": "truncate"}}, ("advantages",), "correction.kind=truncate needs"),
+        ({"on_policy": True, "kl": {"coefficient": 0.1}}, ("advantages",), "kl.coefficient=0.1 needs"),
+    ],
+)
+def test_a_policy_loss_names_what_its_batch_lacks(settings_: dict, values: tuple[str, ...], message: str) -> None:
+    mask = torch.tensor([False, True, True])
+    (row,) = pack([TokenSequence(torch.arange(3), mask, {name: torch.ones(3) for name in values})], 8)
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(TokenOutputs(torch.zeros(3)), row, PolicyLossConfig.model_validate(settings_))
+
+
+def test_a_policy_loss_without_a_correction_needs_nothing_of_the_engine() -> None:
+    mask = torch.tensor([False, True, True])
+    (row,) = pack([TokenSequence(torch.arange(3), mask, {"advantages": torch.ones(3)})], 8)
+    output = grpo_loss(TokenOutputs(torch.zeros(3)), row, PolicyLossConfig(on_policy=True))
+    assert output.sums["tokens"] == -2.0
+    assert "train/logprob_error" not in output.metrics
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_logits_cannot_be_divided_by_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match="it must be above 0"):
+        Readout(temperature=temperature)

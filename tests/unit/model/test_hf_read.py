@@ -168,3 +168,43 @@ def test_the_head_has_no_adapter(folder: Path) -> None:
 def test_the_context_counts_scaled_rotary_embeddings(rope: dict, context: int) -> None:
     config = Qwen3Config(max_position_embeddings=40960, rope_parameters=rope)
     assert describe_model(config).context == context
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llama", "attention_dropout"),
+        ("mixtral", "router_jitter_noise"),
+        ("qwen3", "residual_dropout"),
+        ("qwen2", "resid_pdrop"),
+        ("llama", "embd_pdrop"),
+    ],
+)
+def test_whatever_makes_training_random_is_refused_by_its_key(family: str, key: str) -> None:
+    config_class, sizes = FAMILIES[family]
+    for size, refused in ((0.1, True), (0.0, False)):
+        description = describe_model(
+            config_class(**{**sizes, "num_hidden_layers": 2, key: size, "classifier_dropout": 1})
+        )
+        assert description.noise == ({key: size} if refused else {})
+    noisy = describe_model(config_class(**{**sizes, "num_hidden_layers": 2, key: 0.1}))
+    with pytest.raises(InputError, match=f"config.json has {key}=0.1, and training here is not random"):
+        check_supported(noisy, ModelConfig(path="m"), ParallelConfig(), MemoryConfig())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused(kind: str) -> None:
+    factors = (
+        {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0} if kind == "longrope" else {"factor": 2.0}
+    )
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 8, **factors}
+    config_class, sizes = FAMILIES["llama"]
+    config = config_class(**sizes, num_hidden_layers=2, max_position_embeddings=16, rope_parameters=rope)
+    with pytest.raises(InputError, match=f"config.json has rope_type={kind}"):
+        check_supported(describe_model(config), ModelConfig(path="m"), ParallelConfig(), MemoryConfig())
+
+
+def test_rotary_kinds_are_found_in_every_kind_of_layers() -> None:
+    config_class, sizes = FAMILIES["gemma3_text"]
+    config = config_class(**sizes, num_hidden_layers=2)
+    assert describe_model(config).rope_types == ("default", "default")

@@ -63,7 +63,9 @@ def test_schedules_that_split_the_backward_need_a_new_torch(monkeypatch: pytest.
         ({}, {"lora": {}}, {"tp": 2}, "adapters need parallel.tp=1 and model.implementation=transformers"),
         ({}, {"moe": {"aux_loss": 0.1}}, {}, "model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router"),
         (MOE, {"moe": {"bias_update_rate": 0.1}}, {}, "routers of a 'qwen3_moe' model have no bias: set it to 0"),
-        ({"attention_dropout": 0.1}, {}, {}, "config.json has attention_dropout=0.1, .* set it to 0"),
+        ({"noise": {"resid_pdrop": 0.1}}, {}, {}, "config.json has resid_pdrop=0.1, .* set it to 0"),
+        ({"rope_types": ("default", "longrope")}, {}, {}, "rope_type=longrope, whose frequencies depend on the length"),
+        ({"rope_types": ("dynamic",)}, {}, {}, "rope_type=dynamic, .* use a checkpoint with another rope_type"),
         ({}, {"attention": "varlen", "dtype": "float32"}, {}, "computes in bfloat16, not float32"),
     ],
 )
