@@ -59,9 +59,10 @@ class AttentionCall:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: of what it is handed, torch.compile reads the fields of frozen dataclasses
 class LocalRow:
-    """One rank's tokens of a row. A dataclass is a single leaf to pytree, so schedules pass it on untouched.
+    """One rank's tokens of a row, which nobody changes. A dataclass is a single leaf to pytree, so schedules pass it on
+    untouched, and compiled layers hand it to their attention without a look: rows have any number of sequences.
 
     Attributes:
         input_ids, position_ids, targets: int64 [t]; pads have token 0 and no target.
