@@ -31,7 +31,7 @@ from automodel_rl.batch import PackedBatch, Routes
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
-from automodel_rl.model.handle import FORWARD_ROWS
+from automodel_rl.model.block_sizes import block_sizes
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namesp
 
 def with_own_routes(rows: list[PackedBatch], engine: Engine) -> list[PackedBatch]:
     """The rows with the experts that this rank's layers choose for them."""
-    assert len(rows) <= FORWARD_ROWS  # of more rows some are gone, and others in their place in memory
+    assert len(rows) <= block_sizes.forward_rows  # of more rows some are gone, and others in their place in memory
     handle, chosen = engine.handle, dict[tuple[int, int], torch.Tensor]()
     order: dict[int, int] = {}
 

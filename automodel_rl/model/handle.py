@@ -22,6 +22,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.attention import choose_attention
+from automodel_rl.model.block_sizes import block_sizes
 from automodel_rl.model.build import EmptyModel, build_empty_model
 from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.hf_buckets import Source, whole_tensors
@@ -57,9 +58,6 @@ from automodel_rl.parallel.host_collectives import gather_objects, tensor_from_l
 from automodel_rl.parallel.last_stage import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
 from automodel_rl.parallel.layout import Layout, build_layout
 from automodel_rl.parallel.sharding import abandon_step, local_tensor, release_gathered
-
-FORWARD_ROWS = 64
-"""Rows of one pass without gradients; enough that a pipeline is full most of the time."""
 
 
 @dataclass(frozen=True)
@@ -307,8 +305,8 @@ class ModelHandle:
         results: list[Tensor] = []
         try:
             # In blocks, for a pipeline has receive buffers for all rows that it runs at once.
-            for start in range(0, num_rows, FORWARD_ROWS):
-                results += self._forward_block(batches[start : start + FORWARD_ROWS], output_fn)
+            for start in range(0, num_rows, block_sizes.forward_rows):
+                results += self._forward_block(batches[start : start + block_sizes.forward_rows], output_fn)
         finally:
             for part in self.parts:
                 release_gathered(part)

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automodel_rl.model.block_sizes import block_sizes
 from automodel_rl.model.hf_names import pieces
 from automodel_rl.parallel.collectives import all_gather
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Box, boxes_of_ranks, local_box, local_tensor, sharded_axes
-
-WHOLE_BUCKET = 2**29
-"""Bytes that `whole_tensors` gathers at once, or one tensor if that is larger."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +308,7 @@ class _Names:
 
 def whole_tensors(sources: Iterable[Source], family: str, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     """Names and whole tensors of this rank's stages, on all of the stage's ranks. A collective of theirs."""
-    buckets = StageBuckets(list(sources), family, layout, WHOLE_BUCKET, whole=True)
+    buckets = StageBuckets(list(sources), family, layout, block_sizes.bucket_bytes, whole=True)
     for number, bucket in enumerate(buckets.plan.buckets):
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=layout.device)
         buckets.pack(number, buckets.targets(number, buffer))

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from automodel_rl.batch import LocalRow
 from automodel_rl.losses import Readout
+from automodel_rl.model.block_sizes import block_sizes
 from automodel_rl.parallel.collectives import all_gather
 from automodel_rl.parallel.last_stage import OutputFn
-
-CHUNK = 512
-"""Tokens whose logits exist at once: 512 x 152k x 4 bytes is 0.3 GiB."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,8 @@ def _inside(places_C: Tensor, weight_VH: Tensor) -> Tensor:
 
 
 def _chunks(num_tokens: int) -> list[slice]:
-    return [slice(start, start + CHUNK) for start in range(0, num_tokens, CHUNK)]
+    size = block_sizes.head_tokens
+    return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:

@@ -133,7 +133,8 @@ def _load(chosen: Tensor, is_real: Tensor, num_experts: int) -> Tensor:
 def _load_balancing(logits: Tensor, load: Tensor, is_real: Tensor) -> Tensor:
     """E * sum over experts of their share of choices and their mean probability, times the real tokens of the row."""
     real = is_real.float()[:, None]
-    probability = (logits.float().softmax(-1) * real).sum(0)  # summed over tokens: the mean, times their number
+    accurate = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    probability = (accurate.softmax(-1) * real).sum(0)  # summed over tokens: the mean, times their number
     return logits.shape[-1] * (load / load.sum().clamp_min(1) * probability).sum()
 
 

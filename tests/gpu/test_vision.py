@@ -12,7 +12,7 @@ from automodel_rl.engine import Engine
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.tools.verify.comparison import Case
 from automodel_rl.tools.verify.images import with_images
-from automodel_rl.tools.verify.one_process import OneProcess
+from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.distributed.model.test_vision import (
     LLAVA,
     ONE_TO_PIPELINE,
@@ -61,7 +61,7 @@ def difference_in_bf16(folder: Path, modules: ModulesConfig) -> float:
     sequences = [with_images(s, handle.whole_config, n + 1) for n, s in enumerate(make_sequences(6, 0))]
     rows = [] if handle.layout.is_guest else [pack_row(sequences)]
     found = Engine(handle).logprobs(rows)
-    expected = OneProcess(folder, torch.bfloat16, 1e-3, 1.0, handle.layout.device)
+    expected = OneProcess(folder, torch.bfloat16, Training(), handle.layout.device)
     with torch.no_grad():
         gaps = [
             (own.cpu() - expected.logprobs(s).float().cpu()).abs() for own, s in zip(found, sequences, strict=False)

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
-from automodel_rl.model.logprobs import CHUNK
+from automodel_rl.model.block_sizes import block_sizes
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
@@ -158,7 +158,7 @@ class MemoryModel:
 
     def _head(self, parallel: ParallelConfig) -> int:
         vocab, hidden = self.config.vocab_size // parallel.tp, self.config.hidden_size
-        logits = CHUNK * vocab * (self.master * (2 if self.reads_entropy else 1) + self.compute)
+        logits = block_sizes.head_tokens * vocab * (self.master * (2 if self.reads_entropy else 1) + self.compute)
         gradient = vocab * hidden * (self.master + self.compute) if self.trains_head else 0
         states = 4 * self._tokens(parallel) * hidden * self.compute  # into and out of the final norm, and gradients
         return logits + gradient + states

@@ -16,16 +16,22 @@ from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import Dtype, Implementation
 from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.engine import Engine
+from automodel_rl.engine.optimizer import learning_rate
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import Readout, count, sft_loss
+from automodel_rl.model.block_sizes import small_blocks
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.tools.verify.images import with_images
-from automodel_rl.tools.verify.one_process import OneProcess
+from automodel_rl.tools.verify.one_process import OneProcess, Training
 from automodel_rl.tools.verify.routes import RouteCheck, with_routes
 
-LR, MAX_GRAD_NORM = 1e-3, 0.5
+EPS, BETAS, WEIGHT_DECAY = 1e-3, (0.8, 0.9), 0.1
+"""None is a default, and all of them matter: gradients are of the size of eps."""
+
+NO_STEP = 0
+"""Stands for the step of what is compared once, when all is trained."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Case:
         replay: tokens of a mixture follow routes.
         modules: in place of `parallel`, meshes for the modules of a vision-language model.
         frozen: parts of it that are not trained.
+        aux_loss: weight of a mixture's load-balancing loss; it is taken over each rank's part of a row, so without cp.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -51,33 +58,54 @@ class Case:
     replay: bool = False
     modules: ModulesConfig | None = None
     frozen: tuple[str, ...] = ()
+    aux_loss: float = 0.0
+
+    @property
+    def training(self) -> Training:
+        """How both sides train."""
+        steps = len(self.rows)
+        return Training(1e-3, BETAS, EPS, WEIGHT_DECAY, 0.5, min(2, steps - 1), 2 * steps, self.aux_loss)
 
 
 @dataclass
 class Differences:
-    """Largest difference of every kind, relative to the number or to the largest entry of its tensor.
+    """Largest difference of every kind, by step and by tensor, relative to the number or to the largest entry of its
+    tensor; "weights", "exported tensors" and "reference log-probabilities" are absolute, "choices of experts" is how
+    many were not the route's.
 
     Attributes:
-        first: of the first step alone, before rounding can grow over updates.
-        all: of every step; "weights", "exported tensors" and "reference log-probabilities" are absolute, "choices of
-            experts" is how many were not the route's.
+        found: by kind, step (from 1; `NO_STEP` for what belongs to none) and name of the tensor, empty if it has none.
     """
 
-    first: dict[str, float] = field(default_factory=dict)
-    all: dict[str, float] = field(default_factory=dict)
+    found: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
 
-    def note(self, kind: str, difference: float, first: bool = False) -> None:
+    def note(self, kind: str, difference: float, step: int = NO_STEP, name: str = "") -> None:
         difference = float("inf") if difference != difference else difference
-        for found in (self.all, self.first) if first else (self.all,):
-            found[kind] = max(found.get(kind, 0.0), difference)
+        by_name = self.found.setdefault(kind, {}).setdefault(step, {})
+        by_name[name] = max(by_name.get(name, 0.0), difference)
 
     def merge(self, others: Sequence["Differences"]) -> "Differences":
         for other in others:
-            for kind, difference in other.all.items():
-                self.note(kind, difference)
-            for kind, difference in other.first.items():
-                self.note(kind, difference, first=True)
+            for kind, by_step in other.found.items():
+                for step, by_name in by_step.items():
+                    for name, difference in by_name.items():
+                        self.note(kind, difference, step, name)
         return self
+
+    def largest(self, kind: str, step: int | None = None) -> float:
+        """Args: a kind, and a step, by default any."""
+        steps = self.found[kind].values() if step is None else [self.found[kind][step]]
+        return max(max(by_name.values()) for by_name in steps)
+
+    @property
+    def all(self) -> dict[str, float]:
+        """Every kind's largest difference in any step."""
+        return {kind: self.largest(kind) for kind in self.found}
+
+    @property
+    def first(self) -> dict[str, float]:
+        """Those of the first step alone, before rounding can grow over updates."""
+        return {kind: self.largest(kind, 1) for kind, by_step in self.found.items() if 1 in by_step}
 
 
 def make_sequences(num_sequences: int, seed: int, vocab_size: int, longest: int = 18) -> list[TokenSequence]:
@@ -103,18 +131,14 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
     Returns:
         The largest differences on any rank.
     """
-    model = ModelConfig.model_validate(
-        {
-            "path": str(folder),
-            "dtype": case.dtype,
-            "implementation": case.implementation,
-            "attention": case.attention,
-            "frozen": case.frozen,
-        }
-    )
-    handle = ModelHandle.from_pretrained(model, case.parallel, case.memory, case.modules)
-    engine = Engine(handle, OptimizerConfig(lr=LR, max_grad_norm=MAX_GRAD_NORM, decay="constant"))
-    expected = OneProcess(folder, handle.dtype, LR, MAX_GRAD_NORM, handle.layout.device)
+    with small_blocks():
+        return _compare(case, folder, scratch)
+
+
+def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
+    handle = ModelHandle.from_pretrained(_model(case, folder), case.parallel, case.memory, case.modules)
+    engine = _engine(handle, case)
+    expected = OneProcess(folder, handle.dtype, case.training, handle.layout.device)
     frozen = [name for name, parameter in handle.named_parameters() if not parameter.requires_grad]
     expected.freeze({name for of_rank in gather_objects(frozen, handle.layout.world_control) for name in of_rank})
     found = Differences()
@@ -123,67 +147,117 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
     for step, num_rows in enumerate(case.rows):
         ranks = range(handle.layout.parallel.num_data_ranks)
         of_ranks = [_rows_of(step, rank, num_rows, handle, case.replay) for rank in ranks]
-        _compare_step(step, of_ranks, len(case.rows), engine, expected, found)
+        if step == len(case.rows) - 1:
+            of_ranks = [[*rows, []] for rows in of_ranks]
+        _compare_step(step + 1, of_ranks, engine, expected, found)
     if check is not None:
         found.note("choices of experts", check.num_wrong if check.num_right or not handle.router_layers else math.inf)
     found.note("reference log-probabilities", swap.largest_difference())
     _compare_export(handle, scratch, found)
+    for step in range(case.training.total_steps or 0):  # the rate falls after the last step that is trained, too
+        rate, right = learning_rate(engine.config, step, engine.total_steps), case.training.rate(step)
+        found.note("learning rate", abs(rate - right) / right)
     return Differences().merge(gather_objects(found, handle.layout.world_control))
 
 
+def _model(case: Case, folder: Path) -> ModelConfig:
+    return ModelConfig.model_validate(
+        {
+            "path": str(folder),
+            "dtype": case.dtype,
+            "implementation": case.implementation,
+            "attention": case.attention,
+            "frozen": case.frozen,
+            "moe": {"aux_loss": case.aux_loss},
+        }
+    )
+
+
+def _engine(handle: ModelHandle, case: Case) -> Engine:
+    training = case.training
+    config = OptimizerConfig(
+        lr=training.lr,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        warmup_steps=training.warmup_steps,
+        decay="linear",
+    )
+    return Engine(handle, config, training.total_steps)
+
+
 def _rows_of(step: int, rank: int, num_rows: int, handle: ModelHandle, replay: bool) -> list[list[TokenSequence]]:
-    """The sequences of a data rank's rows: other numbers and lengths on every rank and in every row."""
+    """The sequences of a data rank's rows; an empty row has none.
+
+    Other numbers and lengths on every rank and in every row, but that every second row has the lengths of the one
+    before: what a pipeline keeps by the shape of a row must not be mixed up, either. In the first step, the last row of
+    odd ranks is empty.
+    """
     vocab, shape = handle.config.vocab_size, handle.router_shape
-    rows = [make_sequences(1 + (m + rank) % 3, 1000 * step + 100 * rank + m, vocab) for m in range(num_rows)]
+    rows = []
+    for m in range(num_rows):
+        seed, like = 1000 * step + 100 * rank, m - m % 2
+        row = make_sequences(1 + (like + rank) % 3, seed + like, vocab)
+        rows.append(row if m == like else [_of_same_length(s, seed + 10 * m + n, vocab) for n, s in enumerate(row)])
     if handle.sees:
         rows = [
             [with_images(s, handle.whole_config, 7 * m + 5 * rank + n + step) for n, s in enumerate(row)]
             for m, row in enumerate(rows)
         ]
+    if step == 0 and rank % 2:
+        rows[-1] = []
     if not replay or shape is None:
         return rows
     return [[with_routes(sequence, shape) for sequence in row] for row in rows]
 
 
+def _of_same_length(sequence: TokenSequence, seed: int, vocab: int) -> TokenSequence:
+    generator = torch.Generator().manual_seed(seed)
+    return TokenSequence(torch.randint(0, vocab, (len(sequence),), generator=generator), sequence.loss_mask)
+
+
 def _compare_step(
     step: int,
     of_ranks: list[list[list[TokenSequence]]],
-    num_steps: int,
     engine: Engine,
     expected: OneProcess,
     found: Differences,
 ) -> None:
-    handle, first = engine.handle, step == 0
+    """Args: step from 1, the sequences of every data rank's rows, the two sides, and where differences are noted."""
+    handle = engine.handle
     mine = [] if handle.layout.is_guest else of_ranks[handle.layout.data_rank]
-    rows = [pack_row(sequences) for sequences in mine]
-    if step == num_steps - 1 and not handle.layout.is_guest:
-        rows.append(empty_row())
+    rows = [pack_row(sequences) if sequences else empty_row() for sequences in mine]
     with torch.no_grad():
         logprobs = [expected.logprobs(sequence) for row in mine for sequence in row]
     for actual, right in zip(engine.logprobs(rows), logprobs, strict=True):
-        found.note("log-probabilities", _largest(actual, right) / right.abs().max().item(), first)
-    everywhere = [sequence for rank in of_ranks for row in rank for sequence in row]
+        found.note("log-probabilities", _largest(actual, right) / right.abs().max().item(), step)
+    everywhere = [row for rank in of_ranks for row in rank if row]
     loss = expected.backward(everywhere)
-    _compare_gradients(handle, rows, everywhere, expected, found, first)
+    found.note("evaluated loss", abs(engine.evaluate(rows, sft_loss)[0] - loss) / abs(loss), step)
+    _compare_gradients(step, handle, rows, everywhere, expected, found)
+    rate = expected.training.rate(expected.num_steps)
     output = engine.train_step(rows, sft_loss)
     norm = expected.step()
-    found.note("loss", abs(output.loss - loss) / abs(loss), first)
-    found.note("gradient norm", abs(output.grad_norm - norm) / norm, first)
+    found.note("loss", abs(output.loss - loss) / abs(loss), step)
+    found.note("gradient norm", abs(output.grad_norm - norm) / norm, step)
+    found.note("learning rate", abs(output.lr - rate) / rate, step)
     weights = expected.weights()
     for module in handle.modules:
         for name, parameter in module.every_parameter():
-            found.note("weights", _largest(gather_whole(parameter, module.layout), weights[name]))
+            found.note("weights", _largest(gather_whole(parameter, module.layout), weights[name]), step, name)
 
 
 def _compare_gradients(
+    step: int,
     handle: ModelHandle,
     rows: list[PackedBatch],
-    everywhere: list[TokenSequence],
+    everywhere: list[list[TokenSequence]],
     expected: OneProcess,
     found: Differences,
-    first: bool,
 ) -> None:
-    counts = count([pack_row(everywhere)])  # not by the engine, whose counts are under test, too
+    # Not by the engine, whose counts are under test, too.
+    counts = count([pack_row([sequence for row in everywhere for sequence in row])])
     handle.forward_backward(rows, sft_loss, Readout(), counts)
     right = expected.gradients()
     for module in handle.modules:
@@ -195,7 +269,7 @@ def _compare_gradients(
             kind = re.sub(r"^model\.|(layers|blocks)\.\d+\.", "", name)
             # What takes no part, or a softmax does not notice, has nothing but rounding to be compared with.
             scale = max(right[name].abs().max().item(), LEAST_GRADIENT)
-            found.note(f"gradient of {kind}", difference / scale, first)
+            found.note(f"gradient of {kind}", difference / scale, step, name)
     handle.zero_grad()
 
 
@@ -225,7 +299,7 @@ def _compare_export(handle: ModelHandle, scratch: Path, found: Differences) -> N
     """The exported checkpoint, opened with transformers, against the log-probabilities of the trained model."""
     handle.save_pretrained(scratch / "exported")
     actual = Engine(handle).logprobs(_one_row(handle, seed=8))
-    opened = OneProcess(scratch / "exported", handle.dtype, LR, MAX_GRAD_NORM, handle.layout.device)
+    opened = OneProcess(scratch / "exported", handle.dtype, Training(), handle.layout.device)
     with torch.no_grad():
         for sequence, logprobs in zip(_two_sequences(handle, seed=8), actual, strict=bool(actual)):
             found.note("exported tensors", _largest(opened.logprobs(sequence), logprobs))

@@ -3,6 +3,7 @@
 It shares no code with the rest of the package but the data structure of a sequence.
 """
 
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -77,18 +78,48 @@ def routed(router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Te
     return logits, weights.to(logits.dtype) if "norm_topk_prob" in settings else weights, chosen
 
 
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained. By default the learning rate is constant.
+
+    Attributes:
+        lr, betas, eps, weight_decay: of AdamW; what is decayed are matrices and embeddings.
+        max_grad_norm: gradients are clipped to.
+        warmup_steps, total_steps: of a learning rate that rises to `lr` and falls in a line to 0, one step after the
+            last; None lets it stay.
+        aux_loss: weight of the routers' load-balancing loss, which is taken over each row.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.5
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    aux_loss: float = 0.0
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.total_steps is None:
+            return self.lr
+        return self.lr * (1 - (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+
+
 class OneProcess:
     """AdamW with clipping on a transformers model.
 
     Args:
         folder: of the checkpoint.
         dtype: of weights and computation.
-        lr, max_grad_norm: of the steps.
+        training: how it is trained.
         device: where it computes. transformers' norms and rotary embeddings compute in fp32 even in a float64 model, so
             an exact comparison needs the device of the other side.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, lr: float, max_grad_norm: float, device: torch.device):
+    def __init__(self, folder: Path, dtype: torch.dtype, training: Training, device: torch.device):
         AttentionInterface.register("written_out", written_out)
         AttentionMaskInterface.register("written_out", lambda *args, **kwargs: None)
         config = AutoConfig.from_pretrained(folder).to_dict()
@@ -100,9 +131,10 @@ class OneProcess:
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
         self.model, self.device = model.to(device), device
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self.max_grad_norm = max_grad_norm
+        self.training, self.num_steps = training, 0
+        self.optimizer = self._adamw()
         self.routes: Routes | None = None  # of the sequence that is computed
+        self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}  # logits and choices of a row's sequences by layer
         if FAMILIES[config["model_type"]].is_moe:
             for number, layer in enumerate(self.model.model.layers):
                 self._follow_routes(number, layer.mlp, FAMILIES[config["model_type"]].router)
@@ -113,9 +145,10 @@ class OneProcess:
             return
 
         def hook(module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            if self.routes is None:
-                return output
-            return routed(module, inputs[0], output[2], self.routes.of(number).long())
+            if self.routes is not None:
+                output = routed(module, inputs[0], output[2], self.routes.of(number).long())
+            self.routed.setdefault(number, []).append((output[0], output[2]))
+            return output
 
         router.register_forward_hook(hook)
 
@@ -145,17 +178,39 @@ class OneProcess:
             "pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": kinds.to(self.device)
         }  # fmt: skip
 
-    def backward(self, sequences: list[TokenSequence]) -> float:
-        """Fills `.grad` and returns the loss: the mean over all trained tokens."""
+    def backward(self, rows: list[list[TokenSequence]]) -> float:
+        """Fills `.grad` and returns the loss: the mean over all trained tokens of all rows."""
+        sequences = [sequence for row in rows for sequence in row]
         num_tokens = sum(int(s.loss_mask[1:].sum()) for s in sequences)
         total = 0.0
-        for sequence in sequences:
-            counted = sequence.loss_mask.to(self.device, copy=True)
-            counted[0] = False
-            loss = -self.logprobs(sequence)[counted].sum() / num_tokens
-            if loss.requires_grad:  # text tells a model of which only the encoder is trained nothing
-                loss.backward()
-            total += loss.item()
+        for row in rows:
+            self.routed = {}
+            losses = [self._summed(sequence) / num_tokens for sequence in row]
+            total += sum(loss.item() for loss in losses)
+            if self.training.aux_loss:
+                losses.append(self._load_balancing() * (self.training.aux_loss / sum(map(len, sequences))))
+            trained = [loss for loss in losses if loss.requires_grad]  # text tells an encoder that is trained nothing
+            if trained:
+                torch.stack(trained).sum().backward()
+        self.routed = {}
+        return total
+
+    def _summed(self, sequence: TokenSequence) -> Tensor:
+        counted = sequence.loss_mask.to(self.device, copy=True)
+        counted[0] = False
+        return -self.logprobs(sequence)[counted].sum()
+
+    def _load_balancing(self) -> Tensor:
+        """Of a row: over layers, E times the sum over experts of their share of choices and their probability, summed
+        over tokens (Fedus et al., arXiv:2101.03961, eq. 4, times the tokens)."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for of_sequences in self.routed.values():
+            logits = torch.cat([logits for logits, _ in of_sequences])
+            chosen = torch.cat([chosen for _, chosen in of_sequences])
+            num_experts = logits.shape[-1]
+            share = torch.nn.functional.one_hot(chosen, num_experts).float().mean((0, 1))
+            accurate = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            total = total + num_experts * (share * accurate.softmax(-1).sum(0)).sum()
         return total
 
     def gradients(self) -> dict[str, Tensor]:
@@ -164,10 +219,23 @@ class OneProcess:
 
     def step(self) -> float:
         """Clips, updates, forgets the gradients, and returns the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.training.rate(self.num_steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.num_steps += 1
         return norm.item()
+
+    def _adamw(self) -> torch.optim.AdamW:
+        named = list(self.model.named_parameters())
+        decayed = [p for name, p in named if p.ndim > 1 and not name.endswith("bias")]
+        others = [p for name, p in named if p.ndim == 1 or name.endswith("bias")]
+        groups = [
+            {"params": decayed, "weight_decay": self.training.weight_decay},
+            {"params": others, "weight_decay": 0},
+        ]
+        return torch.optim.AdamW(groups, lr=self.training.lr, betas=self.training.betas, eps=self.training.eps)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._named_parameters()}

@@ -15,8 +15,9 @@ from automodel_rl import sft_loss as plain_sft_loss
 from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError, TrainingDivergedError
+from automodel_rl.model.block_sizes import block_sizes
 from automodel_rl.parallel.sharding import local_tensor
-from automodel_rl.tools.verify.one_process import OneProcess
+from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
@@ -50,7 +51,7 @@ def test_what_is_saved_gives_the_logits_of_the_trained_handle(
 ) -> None:
     save_tiny_model(tmp_path, tied=tied)
     trained, logits = ranks(parallel.world_size).run(train_and_save, tmp_path, parallel)[0]
-    saved = OneProcess(tmp_path / "final", torch.float64, 0.0, 1.0, CPU)
+    saved = OneProcess(tmp_path / "final", torch.float64, Training(), CPU)
     sequences = [s for i in range(3) for s in make_sequences(2 + i, seed=i)]
     for actual, sequence in zip(trained, sequences, strict=True):
         assert (actual - saved.logprobs(sequence)).abs().max() < 1e-10
@@ -69,7 +70,7 @@ def forward_only(folder: Path, parallel: ParallelConfig) -> tuple[list[float], l
         read.append(engine.evaluate(rows, plain_sft_loss)[0])
         trained.append(engine.train_step(rows, plain_sft_loss).loss)
     whole = engine.logprobs(rows)
-    with mock.patch("automodel_rl.model.handle.FORWARD_ROWS", 2):
+    with mock.patch.object(block_sizes, "forward_rows", 2):
         return read, trained, [whole, engine.logprobs(rows)]
 
 
@@ -192,7 +193,7 @@ def test_sums_and_metrics_are_divided_by_global_counts(ranks: RankPool, tmp_path
     sequences = [make_sequences(2, seed=0), make_sequences(2, seed=10)]
     lengths = [len(s) for rank in sequences for s in rank]
     results = ranks(4).run(with_metrics, tmp_path, ParallelConfig(pp=2, dp_shard=2))
-    reference = OneProcess(tmp_path, torch.float64, 0.0, 1.0, CPU).backward([s for rank in sequences for s in rank])
+    reference = OneProcess(tmp_path, torch.float64, Training(), CPU).backward(sequences)
     for loss, metrics in results:
         assert loss == pytest.approx(reference + 1.0, rel=1e-12)
         assert metrics == {"length": pytest.approx(sum(lengths) / 4)}

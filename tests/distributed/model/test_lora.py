@@ -14,7 +14,7 @@ from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.tools.verify.one_process import OneProcess
+from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
@@ -40,14 +40,14 @@ def train(folder: Path, parallel: ParallelConfig) -> list[float]:
 
 
 def train_with_peft(folder: Path, data_ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    reference = OneProcess(folder, torch.float64, 1e-2, 0.5, torch.device("cpu"))
+    reference = OneProcess(folder, torch.float64, Training(lr=1e-2), torch.device("cpu"))
     reference.model = PeftModel.from_pretrained(reference.model, folder / "initial", is_trainable=True)
     trained = [p for p in reference.model.parameters() if p.requires_grad]
     reference.optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for step in range(STEPS):
         everyone = [s for rank in range(data_ranks) for row in range(3) for s in sequences_of(step, rank, row)]
-        losses.append(reference.backward(everyone))
+        losses.append(reference.backward([everyone]))
         reference.step()
     named = reference.model.named_parameters()
     return losses, {n.replace(".default", ""): p.detach() for n, p in named if p.requires_grad}

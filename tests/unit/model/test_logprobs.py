@@ -10,7 +10,7 @@ from torch import Tensor
 
 from automodel_rl.batch import LocalRow, TokenSequence, local_row, pack_row
 from automodel_rl.losses import Readout
-from automodel_rl.model import logprobs as module
+from automodel_rl.model.block_sizes import block_sizes
 from automodel_rl.model.logprobs import Head, target_readout, top_logits
 
 
@@ -38,7 +38,7 @@ def naive(states: Tensor, weight: Tensor, row: LocalRow, softcap: float | None =
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_values_and_gradients_equal_the_naive_way(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
-    monkeypatch.setattr(module, "CHUNK", 7)
+    monkeypatch.setattr(block_sizes, "head_tokens", 7)
     upstream = torch.randn(30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     results = []
     for function in (chunked, naive):
@@ -55,7 +55,7 @@ def test_values_and_gradients_equal_the_naive_way(monkeypatch: pytest.MonkeyPatc
 def test_entropy_and_temperature_equal_the_naive_way(
     monkeypatch: pytest.MonkeyPatch, temperature: float, softcap: float | None
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK", 7)
+    monkeypatch.setattr(block_sizes, "head_tokens", 7)
     upstream = torch.randn(30, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     states, weight, row = make_inputs(30, 8, 40, torch.float64)
     scores = target_readout(states, Head(weight, softcap), row, Readout(temperature, entropy=True))
@@ -84,7 +84,7 @@ def test_bf16_states_give_fp32_logprobs() -> None:
 
 
 def test_top_logits_are_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK", 7)
+    monkeypatch.setattr(block_sizes, "head_tokens", 7)
     states, weight, _ = make_inputs(30, 8, 40, torch.float64)
     expected = (states @ weight.t()).topk(3)
     values, ids = top_logits(states.detach(), Head(weight.detach()), 3)
