@@ -40,6 +40,16 @@ def _norm_of_last_stage() -> Any:
     return _patch("engine.engine.local_square_norm", norm)
 
 
+def _local_counts() -> Any:
+    from automodel_rl.losses import count
+    from automodel_rl.parallel.agreement import GlobalRows, agree_on_rows
+
+    def agree(batches: list, *rest: Any) -> GlobalRows:
+        return dataclasses.replace(agree_on_rows(batches, *rest), counts=count(batches))
+
+    return _patch("model.handle.agree_on_rows", agree)
+
+
 def _experts_twice() -> Any:
     from automodel_rl.parallel.sharding import sum_fsdp_gradients
 
@@ -125,7 +135,8 @@ FAULTS = {
     "tied gradient counted once": lambda: _patch("parallel.gradients.TiedEmbedding.sum_gradients", return_value=None),
     "mean over data ranks": lambda: _patch("parallel.sharding.sum_fsdp_gradients", return_value=None),
     "mean over cp": lambda: _patch("parallel.sharding.sum_fsdp_gradients", return_value=None),
-    "local token counts": lambda: _patch("engine.engine.x"),
+    "local token counts": _local_counts,
+    "rotary embeddings by the longest sequence": lambda: _patch("parallel.combinations.BY_LENGTH", ()),
     "norm of one stage": _norm_of_last_stage,
     "expert gradients scaled twice": _experts_twice,
     "reference swap of one part": _swap_of_one_part,

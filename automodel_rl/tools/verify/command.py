@@ -17,7 +17,8 @@ from automodel_rl.errors import VerificationError
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
-from automodel_rl.tools.verify.comparison import Case, Differences, compare
+from automodel_rl.tools.verify.cause import likeliest_cause
+from automodel_rl.tools.verify.comparison import NO_STEP, Case, Differences, compare
 from automodel_rl.tools.verify.layout import layout_to_verify, ranks_to_verify
 from automodel_rl.tools.verify.small_model import save_random_model, shrink, shrink_vision
 
@@ -29,12 +30,18 @@ class Tolerances:
     numbers: float
     weights: float | None
 
+    def of(self, kind: str) -> float | None:
+        """Of one kind of differences; None if they are not judged."""
+        return self.weights if kind == "weights" else self.numbers
+
+    def allow(self, kind: str, difference: float) -> bool:
+        tolerance = self.of(kind)
+        return tolerance is None or difference <= tolerance
+
 
 FLOAT64 = Tolerances(numbers=1e-9, weights=1e-8)
 FLOAT32 = Tolerances(numbers=1e-5, weights=None)
 """For classes that compute parts in fp32: the first step is judged alone."""
-
-ABSOLUTE = ("weights", "exported tensors")
 
 
 def verify(config: RunConfig, as_json: bool) -> None:
@@ -71,7 +78,8 @@ def verify(config: RunConfig, as_json: bool) -> None:
         print(json.dumps(as_record(modules or parallel, dtype, rows, left_out)) if as_json else format_table(rows))
     failed = [row.kind for row in rows if not row.is_equal]
     if failed:
-        raise VerificationError(f"verdict: DIFFERENT from one process in {', '.join(failed)}")
+        cause = likeliest_cause(found, lambda kind, difference: tolerances.allow(kind, difference), parallel)
+        raise VerificationError(f"verdict: DIFFERENT from one process in {', '.join(failed)}\nlikeliest cause: {cause}")
     if is_first and not as_json:
         if left_out:
             print(f"not compared: {', '.join(left_out)}")
@@ -94,8 +102,12 @@ def case_of(
         left_out.append("memory.compile")
     if model.lora is not None:
         left_out.append("model.lora")
-    if model.moe.aux_loss or model.moe.bias_update_rate:
-        left_out.append("model.moe")
+    aux_loss = model.moe.aux_loss
+    if aux_loss and parallel.cp > 1:  # taken over each rank's part of a row, which one process does not have
+        left_out.append("model.moe.aux_loss")
+        aux_loss = 0.0
+    if model.moe.bias_update_rate:
+        left_out.append("model.moe.bias_update_rate")
     if not isinstance(config, SFTConfig) or config.loss_function is not None:
         left_out.append("loss (sft's is compared)")
     case = Case(
@@ -107,6 +119,7 @@ def case_of(
         replay=isinstance(config, GRPOConfig) and config.router_replay.enabled,
         modules=config.modules,
         frozen=model.frozen,
+        aux_loss=aux_loss,
     )
     return case, left_out
 
@@ -120,27 +133,30 @@ def precision(model: ModelConfig, family: str) -> tuple[Dtype, Tolerances]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One line of the table.
+
+    Attributes:
+        first_step: from 1, the first in which it differs; None where it does not, or belongs to no step.
+    """
 
     kind: str
     difference: float
     tolerance: float | None
-
-    @property
-    def is_equal(self) -> bool:
-        return self.tolerance is None or self.difference <= self.tolerance
+    is_equal: bool
+    first_step: int | None = None
 
 
 def judge(found: Differences, tolerances: Tolerances) -> list[Row]:
     """Every kind of difference with its tolerance; only those of the first step where rounding would grow."""
     rows = []
-    for kind, difference in found.all.items():
-        if kind in ABSOLUTE:
-            rows.append(Row(kind, difference, tolerances.weights if kind == "weights" else tolerances.numbers))
-        elif tolerances.weights is None and kind in found.first:
-            rows.append(Row(kind, found.first[kind], tolerances.numbers))
-        else:
-            rows.append(Row(kind, difference, tolerances.numbers))
+    for kind, by_step in found.found.items():
+        steps = sorted(by_step)
+        if tolerances.weights is None and kind != "weights" and 1 in steps:
+            steps = [1]
+        wrong = [step for step in steps if not tolerances.allow(kind, found.largest(kind, step))]
+        largest = max(found.largest(kind, step) for step in steps)
+        first_step = next((step for step in wrong if step != NO_STEP), None)
+        rows.append(Row(kind, largest, tolerances.of(kind), not wrong, first_step))
     return rows
 
 
@@ -149,7 +165,9 @@ def format_table(rows: list[Row]) -> str:
     lines = [f"{'':<{width}}  largest difference  tolerance"]
     for row in rows:
         tolerance = "not judged" if row.tolerance is None else f"{row.tolerance:.0e}"
-        lines.append(f"{row.kind:<{width}}  {row.difference:18.1e}  {tolerance}{'' if row.is_equal else '  DIFFERENT'}")
+        since = "" if row.first_step is None else f" from step {row.first_step} on"
+        verdict = "" if row.is_equal else f"  DIFFERENT{since}"
+        lines.append(f"{row.kind:<{width}}  {row.difference:18.1e}  {tolerance}{verdict}")
     return "\n".join(lines)
 
 
@@ -159,6 +177,7 @@ def as_record(layout: Section, dtype: str, rows: list[Row], left_out: list[str])
         "dtype": dtype,
         "equal": all(row.is_equal for row in rows),
         "differences": {row.kind: row.difference for row in rows},
+        "first_steps": {row.kind: row.first_step for row in rows if row.first_step is not None},
         "tolerances": {row.kind: row.tolerance for row in rows},
         "not_compared": left_out,
     }

@@ -16,6 +16,9 @@ HEAD_DIM = 8
 WINDOW = 6
 """Shorter than most sequences, so that it matters."""
 
+ORIGINAL_CONTEXT = 8
+"""Where scaled rotary embeddings begin to scale; like the window shorter than most sequences."""
+
 PATCH = 4
 """Side of the encoder's patches."""
 
@@ -57,14 +60,31 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConf
         "v_head_dim": HEAD_DIM,
     }
     changed: dict[str, Any] = {key: size for key, size in small.items() if values.get(key) is not None}
-    if (values.get("rope_parameters") or {}).get("mrope_section"):
-        changed["rope_parameters"] = {**values["rope_parameters"], "mrope_section": MROPE_SECTION}
+    changed |= _rotary(values)
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if values.get(key):
             changed[key] = _num_experts(values, key, parallel)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     kept = {key: value for key, value in values.items() if key not in ("model_type", "architectures", "dtype")}
     return AutoConfig.for_model(config.model_type, **{**kept, **changed, **ids})
+
+
+def _rotary(values: dict[str, Any]) -> dict[str, Any]:
+    """What a small config says of rotary embeddings. Where they are scaled, they begin to be within short sequences."""
+    rope = values.get("rope_parameters") or {}
+    kinds = {name: kind for name, kind in rope.items() if isinstance(kind, dict)} or {"": rope}
+    longest, changed = values.get("max_position_embeddings"), {}
+    for kind in kinds.values():
+        if kind.get("mrope_section"):
+            kind["mrope_section"] = MROPE_SECTION
+        if kind.get("rope_type", "default") != "default" and longest:
+            original = kind.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
+            changed["max_position_embeddings"] = ORIGINAL_CONTEXT * max(1, round(longest / (original or longest)))
+            if original:
+                kind["original_max_position_embeddings"] = ORIGINAL_CONTEXT
+    if values.get("original_max_position_embeddings"):
+        changed["original_max_position_embeddings"] = ORIGINAL_CONTEXT
+    return {**changed, "rope_parameters": kinds.get("", kinds)} if rope else changed
 
 
 def shrink_vision(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -> PretrainedConfig:

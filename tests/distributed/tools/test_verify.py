@@ -13,6 +13,7 @@ import yaml
 from automodel_rl.config import ParallelConfig, SFTConfig
 from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.errors import VerificationError
+from automodel_rl.parallel.combinations import BY_LENGTH
 from automodel_rl.tools.verify.command import verify
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from automodel_rl.tools.verify.layout import MOST_RANKS, layout_to_verify
@@ -141,6 +142,36 @@ def test_a_planted_bug_turns_the_verdict(ranks: RankPool, tmp_path: Path) -> Non
     for text in ranks(2).run(verdict, config_of(tmp_path, {"dp_shard": 2}), "mean over data ranks"):
         assert text.startswith("verdict: DIFFERENT from one process in "), text
         assert "gradient of embed_tokens.weight, gradient of self_attn.q_proj.weight" in text
+
+
+SCALED = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 1024},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 1024,
+    },
+}
+
+
+@pytest.mark.parametrize("rope_type", SCALED)
+def test_sequences_are_on_both_sides_of_where_rotary_embeddings_are_scaled(
+    ranks: RankPool, tmp_path: Path, rope_type: str
+) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, **SCALED[rope_type]}
+    save_tiny_model(tmp_path, "llama", num_layers=2, max_position_embeddings=4096, rope_parameters=rope)
+    text = ranks(1).run(verdict, config_of(tmp_path, {}), "rotary embeddings by the longest sequence")[0]
+    refused = rope_type in BY_LENGTH  # for a packed row's sequences would have the frequencies of the longest
+    assert text.startswith("verdict: DIFFERENT from one process in log-probabilities" if refused else "equal"), text
 
 
 @pytest.mark.parametrize(
