@@ -36,7 +36,7 @@ from automodel_rl.model.hf_sources import adapters_alone, gradient_sources, merg
 from automodel_rl.model.hf_write import ModuleTensors, save_hf_checkpoint
 from automodel_rl.model.image_encoder import ImageEncoder
 from automodel_rl.model.logprobs import read_targets
-from automodel_rl.model.lora import add_adapters, save_adapters
+from automodel_rl.model.lora import AdapterOrigin, add_adapters, save_adapters
 from automodel_rl.model.nemo import parts_of, split_model
 from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
@@ -389,7 +389,8 @@ class ModelHandle:
             tokenizer: saved along, if given.
         """
         if self.model.lora is not None:
-            save_adapters(Path(path), self.named_parameters(), self.model.lora, self.source, tokenizer, self.layout)
+            origin = AdapterOrigin(self.model.lora, self.source, self.family)
+            save_adapters(Path(path), self.named_parameters(), origin, tokenizer, self.layout)
             return
         config = type(self.whole_config).from_dict(self.whole_config.to_dict())
         config.dtype = self.dtype

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -16,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.files import complete_folder
@@ -24,6 +27,7 @@ from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import gather_whole, local_box, local_tensor
 
 ADAPTER_NAMES = ("lora_A", "lora_B")
+ADAPTER = re.compile(rf"(.+)\.(?:{'|'.join(ADAPTER_NAMES)})\.weight")
 PEFT_PREFIX = "base_model.model."
 
 
@@ -123,11 +127,25 @@ def initialise(name: str, parameter: Tensor) -> None:
     local_tensor(parameter).copy_(whole[local_box(parameter)])
 
 
+@dataclass(frozen=True)
+class AdapterOrigin:
+    """What adapters belong to.
+
+    Attributes:
+        config: of the adapters.
+        base: the checkpoint.
+        family: of its model, a key of `FAMILIES`.
+    """
+
+    config: LoraConfig
+    base: Path
+    family: str
+
+
 def save_adapters(
     folder: Path,
     parameters: Iterator[tuple[str, nn.Parameter]],
-    config: LoraConfig,
-    base: Path,
+    origin: AdapterOrigin,
     tokenizer: PreTrainedTokenizerBase | None,
     layout: Layout,
 ) -> None:
@@ -136,8 +154,7 @@ def save_adapters(
     Args:
         folder: replaced if it exists; on a file system that all ranks share.
         parameters: this rank's, of which adapters are written.
-        config: of the adapters.
-        base: the checkpoint they belong to.
+        origin: what they belong to.
         tokenizer: saved along, if given.
         layout: this rank's place.
     """
@@ -145,34 +162,41 @@ def save_adapters(
     of_stages = gather_objects(own, layout.pp_control)
     with complete_folder(folder, layout.world_control) as unfinished:
         if dist.get_rank() == 0:
-            write_adapters(unfinished, {k: v for stage in of_stages for k, v in stage.items()}, config, base)
+            write_adapters(unfinished, {k: v for stage in of_stages for k, v in stage.items()}, origin)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
 
 
-def write_adapters(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, base: Path) -> None:
+def write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin) -> None:
     """Writes adapters as PEFT does.
 
     Args:
         folder: that exists.
         tensors: all adapters by name.
-        config: of them.
-        base: the checkpoint they belong to.
+        origin: what they belong to.
     """
     named = {f"{PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(_peft_config(config, base), indent=2))
+    layers = sorted({layer for name in tensors for layer in ADAPTER.findall(name)})
+    (folder / "adapter_config.json").write_text(json.dumps(_peft_config(layers, origin), indent=2))
 
 
-def _peft_config(config: LoraConfig, base: Path) -> dict[str, Any]:
+def _peft_config(layers: list[str], origin: AdapterOrigin) -> dict[str, Any]:
+    """PEFT takes the names that a mixture's experts have in files for its fused experts, wherever one of them ends an
+    entry of `target_modules`: dense layers and shared experts that have these names are given by their weights."""
+    experts = FAMILIES[origin.family].experts
+    of_experts = () if experts is None else (experts.gate, experts.up, experts.down)
+    by_weight = [layer for layer in layers if layer.rpartition(".")[2] in of_experts]
+    by_name = {layer.rpartition(".")[2] for layer in layers if layer not in by_weight}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": config.rank,
-        "lora_alpha": config.alpha,
+        "base_model_name_or_path": str(origin.base),
+        "r": origin.config.rank,
+        "lora_alpha": origin.config.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(config.targets),
+        "target_modules": sorted(by_name),
+        "target_parameters": [f"{layer}.weight" for layer in by_weight],
         "inference_mode": True,
     }

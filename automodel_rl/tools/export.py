@@ -19,7 +19,7 @@ from automodel_rl.files import publish_folder
 from automodel_rl.model.hf_names import to_hf
 from automodel_rl.model.hf_read import TIED_HEAD, Checkpoint, language_config, read_config, resolve_checkpoint
 from automodel_rl.model.hf_write import write_description, write_weights
-from automodel_rl.model.lora import is_adapter, write_adapters
+from automodel_rl.model.lora import AdapterOrigin, is_adapter, write_adapters
 from automodel_rl.model.parallelise import dtypes_of
 
 
@@ -51,15 +51,16 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = ()) -> None:
     if TEMPLATE in marker.files:
         tokenizer.chat_template = (checkpoint / TEMPLATE).read_text()
     reader = SafetensorsReader(checkpoint / TENSORS)
-    origin = Checkpoint(source, whole_config.model_type, config.model.pickled_weights)
+    weights = Checkpoint(source, whole_config.model_type, config.model.pickled_weights)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     try:
         unfinished.mkdir(parents=True)
         if config.model.lora is not None:
-            write_adapters(unfinished, dict(_adapters(reader)), config.model.lora, source)
+            origin = AdapterOrigin(config.model.lora, source, weights.family)
+            write_adapters(unfinished, dict(_adapters(reader)), origin)
             tokenizer.save_pretrained(unfinished)
         else:
-            write_weights(unfinished, _model_tensors(reader, config.model, origin))
+            write_weights(unfinished, _model_tensors(reader, config.model, weights))
             write_description(unfinished, _exported(whole_config, config.model), tokenizer, source)
         publish_folder(unfinished, out)
     except (OSError, SafetensorError) as error:

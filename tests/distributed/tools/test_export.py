@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_rl.cli import main
@@ -41,6 +43,25 @@ def test_the_last_checkpoint_exports_to_what_the_run_has_saved(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "run" / "final")
     if "lora" not in model:
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_adapters_of_a_mixture_with_dense_layers_export_to_the_same_files(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
+    save_tiny_model(tmp_path / "model", "qwen3_moe", num_layers=2, mlp_only_layers=[0], vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "model")
+    run = tmp_path / "run"
+    settings = settings_of("sft", workspace, run, length={"steps": 1}, observe={"samples": 0})
+    settings["model"] = {"path": str(tmp_path / "model"), "dtype": "float32", "lora": {"rank": 2}}
+    ranks(1).run(train, settings)
+    assert main(["export", str(run / "checkpoints" / "step_1"), str(tmp_path / "out")]) == 0
+    assert_same_weights(run / "final", tmp_path / "out")
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (run / "final" / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with warnings.catch_warnings(action="error"):
+        PeftModel.from_pretrained(model, tmp_path / "out")
 
 
 def test_frozen_parts_of_a_vision_model_are_those_it_started_from(ranks: RankPool, tmp_path: Path) -> None:
