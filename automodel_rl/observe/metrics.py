@@ -22,7 +22,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, first_step: int):
         self.path = path
-        kept = [row for row in read_metrics(path) if row["step"] <= first_step]
+        # Step 0, the untrained model, is measured again by a run that begins.
+        kept = [row for row in read_metrics(path) if row["step"] <= first_step] if first_step else []
         write_complete(path, "".join(map(_line, kept)))
         self._waiting: list[str] = []
 

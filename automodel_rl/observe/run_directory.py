@@ -1,24 +1,35 @@
 """The run directory: whose run it holds, and where its files are."""
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
 
 from automodel_rl.checkpoint.folder import is_complete, read_marker
-from automodel_rl.config import Section, differing_keys, dump_config
+from automodel_rl.config import RunConfig, differing_keys, dump_config
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
+from automodel_rl.observe.metrics import read_metrics
 
 FLIGHTS = "flight"
 """Folder of the flight recorders' files in a run directory."""
 
 AGENT_VARIABLE, AGENT_FILE = "TORCHELASTIC_RUN_ID", ".started_by"
 """Where torchrun names a job, and where a run keeps that name."""
+
+FINISHED_FILE = ".finished_after"
+"""Where a finished run keeps the number of its steps, of which `final/` and the report are."""
+
+LOCK_FILE = ".in_use"
+"""Locked by the run that is at work in a folder; the lock ends with its process, however it ends."""
+
+FIRST_FILES = {"checkpoints", ".config.yaml.unfinished"}
+"""What a run makes before its config.yaml is complete."""
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
@@ -44,23 +55,27 @@ class RunDirectory:
 
     Attributes:
         resume: the same, but "auto" where an agent has started this run again.
+        begins_anew: the folder holds a run, whatever its config, that finished no step; this one takes its place.
 
     Raises:
         InputError: the folder cannot be used, holds another run, this one and `resume` is "never", or one that is
-            past the checkpoint.
+            past the checkpoint or past the end of this one.
     """
 
-    def __init__(self, config: Section, output: str, resume: str):
+    def __init__(self, config: RunConfig, output: str, resume: str):
         self.folder = Path(output)
-        self.config_text = dump_config(config)
+        self.config, self.config_text = config, dump_config(config)
         self._check_place()
         if self.is_started_again:
             resume = "auto"
         self.resume = resume
-        if self.config_file.is_file():
+        self.begins_anew = self._is_without_results() and not self._is_in_use()
+        if self.config_file.is_file() and not self.begins_anew:
             self._check_run(resume)
-        elif self.folder.is_dir() and any(self.folder.iterdir()):
+        elif self.folder.is_dir() and any(self.folder.iterdir()) and not self.begins_anew:
             raise InputError(f"output={output}: the folder holds files that are not a run's: choose another")
+        if config.length.steps is not None:
+            self.check_length(config.length.steps)
 
     def _check_place(self) -> None:
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
@@ -75,16 +90,17 @@ class RunDirectory:
                 f"output={self.folder}: the folder holds another run (it differs in {', '.join(other[:5])}): choose "
                 "another folder, or use that run's config to resume it"
             )
+        if resume == "never" and self._is_without_results():
+            raise InputError(
+                f"output={self.folder}: this run is at work there, in its first step: wait for it, or choose another; "
+                "if it is not, remove the folder"
+            )
         if resume == "never":
             raise InputError(
                 f"output={self.folder}: the folder holds this run already: add --resume auto, or choose another"
             )
         if resume != "auto":
             self._check_past(Path(resume))
-        elif self.final.exists() and not self.list_checkpoints():
-            raise InputError(
-                f"output={self.folder}: this run is finished and has no checkpoint to go on from: choose another folder"
-            )
 
     def _check_past(self, checkpoint: Path) -> None:
         newer = [path for path in self.list_checkpoints() if step_of(path) > read_marker(checkpoint).step]
@@ -94,6 +110,80 @@ class RunDirectory:
                 "output, or move the newer checkpoints away"
             )
 
+    def check_length(self, total_steps: int) -> None:
+        """Raises InputError where what this run goes on from is past its end, or finished and has no checkpoint.
+
+        Args:
+            total_steps: of the run.
+        """
+        if self.resume == "never":
+            return
+        goes_on = self.resume == "auto"
+        if goes_on:
+            step, place = self._step_reached, f"the run in output={self.folder}"
+        else:
+            step, place = read_marker(Path(self.resume)).step, f"--resume {self.resume}"
+        if step > total_steps:
+            steps, epochs = self.config.length.steps, self.config.length.epochs
+            given = f"length.steps={steps}" if steps else f"length.epochs={epochs}, which are {total_steps} steps"
+            raise InputError(
+                f"{given}: {place} is at step {step} already: ask for more to go on, or choose another output"
+            )
+        if goes_on and self.final.exists() and not self.list_checkpoints() and not self.is_finished(total_steps):
+            raise InputError(
+                f"output={self.folder}: this run is finished and has no checkpoint to go on from: choose another folder"
+            )
+
+    def is_finished(self, total_steps: int) -> bool:
+        """Whether the run of so many steps that is to go on is done, its model and report written.
+
+        Args:
+            total_steps: of the run.
+        """
+        return self.resume == "auto" and self.finished_after == self._step_reached == total_steps
+
+    @property
+    def finished_after(self) -> int | None:
+        """Steps after which `final/` was written; None if it is not there, or nothing says of which step it is."""
+        file = self.folder / FINISHED_FILE
+        text = file.read_text() if file.is_file() and self.final.exists() else ""
+        return int(text) if text.isdecimal() else None
+
+    @property
+    def _step_reached(self) -> int:
+        return max([self.finished_after or 0, *map(step_of, self.list_checkpoints())])
+
+    def note_finished(self, total_steps: int) -> None:
+        """Keeps that the model and the report of the run are written.
+
+        Args:
+            total_steps: of the run.
+        """
+        with contextlib.suppress(OSError):  # then resuming writes them again
+            write_complete(self.folder / FINISHED_FILE, str(total_steps))
+
+    def _is_without_results(self) -> bool:
+        """Whether a run was begun here and has nothing that took a whole step: a line of metrics, a checkpoint, even
+        one that is damaged or not complete, or a model. What it says of its end (`flight/`, `not_finite/`), rollouts
+        of a step that was not done and metrics of the untrained model may be replaced."""
+        # A run makes checkpoints/ before anything else; a config.yaml alone is somebody's own.
+        if not self.checkpoints.is_dir() or any(self.checkpoints.iterdir()) or self.final.exists():
+            return False
+        if not self.config_file.is_file():
+            return {path.name for path in self.folder.iterdir()} <= FIRST_FILES
+        return not any(row["step"] > 0 for row in read_metrics(self.metrics))
+
+    def _is_in_use(self) -> bool:
+        """Whether a run may be at work here, also where locks cannot tell."""
+        try:
+            with (self.folder / LOCK_FILE).open("r+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
     def create(self) -> None:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -102,6 +192,15 @@ class RunDirectory:
                 write_complete(self.folder / AGENT_FILE, os.environ[AGENT_VARIABLE])
         except OSError as error:
             raise InputError(f"output={self.folder}: cannot write there ({error.strerror}): choose another") from None
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within this block others can tell that a run is at work here."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # of a file system that is full or has no locks
+                file = stack.enter_context((self.folder / LOCK_FILE).open("w"))
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
 
     @property
     def is_started_again(self) -> bool:

@@ -67,6 +67,8 @@ class DPOTrainer:
         Raises:
             StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
         """
+        if self.run.is_finished:
+            return self.run.leave_finished()
         data = iter(()) if self.run.is_over else self.data.steps()
         for step in self.run.steps(self._summary()):
             with step.time("data"):

@@ -92,6 +92,9 @@ class GRPOTrainer:
             StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
             RolloutError: no completions could be had, or none that teach anything; a checkpoint is saved.
         """
+        if self.run.is_finished:
+            self.rollouts.close()
+            return self.run.leave_finished()
         self.rollouts.load_weights()
         baseline = self._validate if self.validation and self.config.length.validate_every else None
         for step in self.run.steps(self._summary(), baseline):

@@ -33,7 +33,7 @@ from automodel_rl.observe.metrics import MetricsFile, read_metrics
 from automodel_rl.observe.report import Sample, write_report
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import Tracker, check_trackers, make_trackers
-from automodel_rl.parallel.host_collectives import any_rank
+from automodel_rl.parallel.host_collectives import any_rank, gather_objects
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
 
 
@@ -56,6 +56,9 @@ class Run:
         max_minutes: after which the run saves and stops, counted from the start of the process; None for no limit.
         best_metric: by which the best checkpoint is told.
         higher_is_better: of that metric.
+
+    Attributes:
+        is_finished: the run that is to go on is done; there is nothing to write.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Run:
         self.best_metric = best_metric
         self.ends_at = None if max_minutes is None else flight.started + 60 * max_minutes
         self.step = 0
+        self.is_finished = False
         self.is_first_rank = dist.get_rank() == 0
         self.mentioned_overlong = False
         self.trackers: list[Tracker] = []
@@ -82,14 +86,24 @@ class Run:
         engine.keep_rows_in = directory.not_finite
 
     def resume(self) -> None:
-        """Goes on from the checkpoint that was asked for, if there is one."""
+        """Goes on from the checkpoint that was asked for, if there is one.
+
+        Raises:
+            InputError: none can be used, or the run is past its end.
+        """
         if self.directory.resume == NEVER:
+            return
+        finished = self.directory.is_finished(self.total_steps)
+        self.is_finished = gather_objects(finished, self.engine.handle.layout.world_control)[0]
+        if self.is_finished:
+            self.step = self.total_steps
             return
         stored = self.checkpoints.resume(self.directory.resume, self.say)
         if stored is not None:
             progress, rank_state = stored
             self.step = progress["step"]
             self.source.load_state_dict(rank_state["source"])
+        self.directory.check_length(self.total_steps)
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator["Step"]:
         """Yields every step that is left; when the trainer is done with it, shows, stores and checkpoints.
@@ -103,6 +117,10 @@ class Run:
         """
         self.progress = Progress(self.total_steps, self.step, quiet=not self.is_first_rank)
         with StopSignal() as stop, self.progress, self._tracking(), _short_collections():
+            if self.directory.begins_anew:
+                self.progress.say(
+                    f"{self.directory.folder} holds a run that finished no step; this one takes its place"
+                )
             start = f", going on from step {self.step}" if self.step else ""
             self.progress.say(f"{self.total_steps} steps{start}: {summary}")
             if self.step == 0 and baseline is not None:
@@ -150,13 +168,14 @@ class Run:
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
         """Within this block metrics go to metrics.jsonl and to what the config names, on the first rank."""
-        if self.is_first_rank:
-            self.directory.create()
-            others = make_trackers(self.config.observe, self.directory, self.step)
-            self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
-        dist.barrier(self.engine.handle.layout.world_control)  # until the folder is there
-        flight.keep_in(flight_file(self.directory.flights, dist.get_rank()))
         with contextlib.ExitStack() as stack:
+            if self.is_first_rank:
+                self.directory.create()
+                stack.enter_context(self.directory.in_use())
+                others = make_trackers(self.config.observe, self.directory, self.step)
+                self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
+            dist.barrier(self.engine.handle.layout.world_control)  # until the folder is there
+            flight.keep_in(flight_file(self.directory.flights, dist.get_rank()))
             for tracker in self.trackers:
                 stack.callback(tracker.close)
             yield
@@ -229,6 +248,19 @@ class Run:
         """
         if self.is_first_rank:
             write_report(self.directory.report, title, read_metrics(self.directory.metrics), samples)
+            self.directory.note_finished(self.total_steps)
+        return self._show_results()
+
+    def leave_finished(self) -> Path:
+        """Says that the run was finished before, and where everything is.
+
+        Returns:
+            The folder of the trained checkpoint.
+        """
+        self.progress.say(f"the run in {self.directory.folder} is finished: its {self.total_steps} steps are done")
+        return self._show_results()
+
+    def _show_results(self) -> Path:
         self.progress.say(f"model: {self.directory.final}\nreport: {self.directory.report}")
         return self.directory.final
 

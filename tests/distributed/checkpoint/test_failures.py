@@ -143,6 +143,7 @@ def test_auto_goes_back_to_the_checkpoint_before_a_damaged_one(
 ) -> None:
     assert main(["sft", write(config, tmp_path)]) == 0
     whole = shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    shutil.rmtree(tmp_path / "run" / "final")  # it was killed before it was finished
     damage(tmp_path / "run")
     capsys.readouterr()
     assert main(["sft", write(config, tmp_path), "--resume", str(newest(tmp_path / "run"))]) == 2
@@ -164,6 +165,7 @@ def test_without_a_whole_checkpoint_nothing_is_overwritten(
 ) -> None:
     config["length"] = {"steps": 1}
     assert main(["sft", write(config, tmp_path)]) == 0
+    shutil.rmtree(tmp_path / "run" / "final")
     (tmp_path / "run" / "checkpoints" / "step_1" / "progress.json").write_text("{}")
     assert main(["sft", write(config, tmp_path), "--resume", "auto"]) == 2
     assert "none of its 1 checkpoints is whole" in capsys.readouterr().err

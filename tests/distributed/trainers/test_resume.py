@@ -1,6 +1,7 @@
 """From where a run goes on, and what makes it stop."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from automodel_rl.batch import PackedBatch
 from automodel_rl.cli import main
 from automodel_rl.launch.flight import flight
+from automodel_rl.losses import LossOutput, TokenOutputs
+from automodel_rl.observe.run_directory import FINISHED_FILE
 from tests.distributed.trainers.runs import Settings, assert_same_weights, metrics_of, settings_of, train, write
 from tests.rank_pool import RankPool
 
@@ -58,6 +62,96 @@ def test_what_cannot_be_gone_on_from_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (tmp_path / "run").exists()
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("every_steps", [1, None], ids=["with checkpoints", "without"])
+def test_a_finished_run_stays_as_it_is(
+    workspace: Path, tmp_path: Path, algorithm: str, every_steps: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = settings_of(algorithm, workspace, tmp_path / "run", length={"steps": 2}, observe={"samples": 0})
+    settings["checkpoint"] = {"every_steps": every_steps}
+    settings["data"].pop("validation")
+    file = write(settings, tmp_path)
+    assert main([algorithm, file]) == 0
+    before = contents_of(tmp_path / "run")
+    capsys.readouterr()
+    assert main([algorithm, file, "--resume", "auto", "--length.steps", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "length.steps=1: the run in" in line
+    assert "is at step 2 already" in line
+    assert main([algorithm, file, "--resume", "auto"]) == 0
+    assert "is finished: its 2 steps are done" in capsys.readouterr().out
+    assert contents_of(tmp_path / "run") == before
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_epochs_that_are_done_are_told_as_steps_are(
+    config: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config |= {"length": {"epochs": 0.25}}  # of 96 chats, 8 a step
+    file = write(config, tmp_path)
+    assert main(["sft", file]) == 0
+    before = contents_of(tmp_path / "run")
+    capsys.readouterr()
+    assert main(["sft", file, "--resume", "auto", "--length.epochs", "0.15"]) == 2
+    assert "length.epochs=0.15, which are 2 steps: the run in output" in capsys.readouterr().err
+    branch = ["--resume", str(tmp_path / "run" / "checkpoints" / "step_3"), "--output", str(tmp_path / "branch")]
+    assert main(["sft", file, *branch, "--length.epochs", "0.15"]) == 2
+    assert "is at step 3 already" in capsys.readouterr().err
+    assert not (tmp_path / "branch").exists()
+    assert main(["sft", file, "--resume", "auto"]) == 0
+    assert "is finished: its 3 steps are done" in capsys.readouterr().out
+    assert contents_of(tmp_path / "run") == before
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_is_missing_or_of_an_earlier_end_is_written(config: Settings, tmp_path: Path) -> None:
+    file, run = write(config, tmp_path), tmp_path / "run"
+    assert main(["sft", file, "--length.steps", "2"]) == 0
+    early = shutil.copytree(run / "final", tmp_path / "early")
+    mark = (run / FINISHED_FILE).read_text()
+    assert main(["sft", file, "--resume", "auto"]) == 0
+    late, settings = shutil.copytree(run / "final", tmp_path / "late"), (run / "config.yaml").read_text()
+    shutil.rmtree(run / "final")
+    assert main(["sft", file, "--resume", "auto"]) == 0
+    assert_same_weights(late, run / "final")
+    shutil.rmtree(run / "final")
+    shutil.copytree(early, run / "final")  # as if the disk had been full at the second end
+    (run / FINISHED_FILE).write_text(mark)
+    assert main(["sft", file, "--resume", "auto"]) == 0
+    assert_same_weights(late, run / "final")
+    assert (run / "config.yaml").read_text() == settings
+
+
+def broken_loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_a_run_whose_first_step_failed_is_begun_anew(
+    workspace: Path, tmp_path: Path, algorithm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    length = {"steps": 1, "validate_every": 1}
+    file = write(settings_of(algorithm, workspace, tmp_path / "run", length=length), tmp_path)
+    command = [sys.executable, "-m", "automodel_rl", algorithm, file]
+    broken = [*command, "--loss_function", f"{__name__}:{broken_loss.__name__}"]
+    failed = subprocess.run(broken, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert "MemoryError" in failed.stderr
+    assert (tmp_path / "run" / "config.yaml").is_file()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "run holds a run that finished no step; this one takes its place" in done.stdout
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == ([0, 1] if algorithm == "grpo" else [1])
+    assert "loss_function: null" in (tmp_path / "run" / "config.yaml").read_text()
+    assert main([algorithm, file]) == 2
+    assert "holds this run already" in capsys.readouterr().err
 
 
 def test_a_run_saves_and_stops_before_its_time_is_up(ranks: RankPool, config: Settings, tmp_path: Path) -> None:

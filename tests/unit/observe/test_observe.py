@@ -1,6 +1,8 @@
 """Metrics, report and run directory."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from automodel_rl.config import SFTConfig
 from automodel_rl.errors import InputError
 from automodel_rl.observe.metrics import MetricsFile, read_metrics
 from automodel_rl.observe.report import Sample, write_report
-from automodel_rl.observe.run_directory import RunDirectory
+from automodel_rl.observe.run_directory import LOCK_FILE, RunDirectory
 
 
 def make_config(output: Path, **changes: object) -> SFTConfig:
@@ -34,6 +36,14 @@ def test_metrics_of_steps_that_run_again_are_removed(tmp_path: Path) -> None:
     assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
 
 
+def test_metrics_of_the_untrained_model_are_there_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        MetricsFile(tmp_path / "metrics.jsonl", 0).write({"step": 0})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
+    MetricsFile(tmp_path / "metrics.jsonl", 1).write({"step": 2})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}, {"step": 2}]
+
+
 def test_the_report_is_one_page_that_shows_curves_and_escapes_samples(tmp_path: Path) -> None:
     rows = [{"step": i, "train/loss": 3.0 / i, "perf/tokens_per_second": 100.0 * i} for i in (1, 2, 3)]
     write_report(tmp_path / "report.html", "a run", rows, [Sample("<b>2+2</b>", "4", "four")])
@@ -54,6 +64,7 @@ def test_a_folder_is_used_by_its_own_run_only(tmp_path: Path) -> None:
     output = tmp_path / "run"
     config = make_config(output)
     RunDirectory(config, str(output), resume="never").create()
+    MetricsFile(output / "metrics.jsonl", 0).write({"step": 1})
     with pytest.raises(InputError, match="holds this run already: add --resume auto"):
         RunDirectory(config, str(output), resume="never")
     changed = make_config(output, length={"steps": 9}, observe={"trackers": ["tensorboard"]})
@@ -67,6 +78,85 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(InputError, match="holds files that are not a run's"):
         RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
+
+
+def begin(output: Path) -> RunDirectory:
+    """A run that has measured the untrained model and ended in its first step."""
+    directory = RunDirectory(make_config(output), str(output), resume="never")
+    directory.create()
+    MetricsFile(directory.metrics, 0).write({"step": 0})
+    for left in (directory.flights, directory.not_finite, directory.rollouts):
+        left.mkdir()
+    return directory
+
+
+def test_a_run_that_finished_no_step_gives_way_to_any_other(tmp_path: Path) -> None:
+    assert not begin(tmp_path / "run").begins_anew
+    for resume in ("never", "auto"):
+        assert RunDirectory(make_config(tmp_path / "run", seed=5), str(tmp_path / "run"), resume).begins_anew
+    (tmp_path / "bare" / "checkpoints").mkdir(parents=True)  # it ended before it had written its config
+    assert RunDirectory(make_config(tmp_path / "bare"), str(tmp_path / "bare"), resume="never").begins_anew
+
+
+@pytest.mark.parametrize(
+    "result", ["checkpoints/step_1", "checkpoints/step_1.damaged", "checkpoints/.step_1.unfinished", "final"]
+)
+def test_a_run_with_a_result_is_kept(tmp_path: Path, result: str) -> None:
+    begin(tmp_path)
+    (tmp_path / result).mkdir()
+    with pytest.raises(InputError, match="holds this run already"):
+        RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
+
+
+def test_a_config_of_somebody_in_the_folder_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 7\n")
+    with pytest.raises(InputError, match="holds another run"):
+        RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
+
+
+def test_a_run_in_its_first_step_is_not_begun_anew_while_it_is_at_work(tmp_path: Path) -> None:
+    lines = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+    begin(tmp_path)
+    command = [sys.executable, "-c", lines, str(tmp_path / LOCK_FILE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(InputError, match="is at work there, in its first step"):
+            RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
+        other.kill()
+    assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
+
+
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "with a checkpoint"])
+def test_a_run_that_is_past_its_end_is_refused(tmp_path: Path, finished: bool) -> None:
+    directory = begin(tmp_path)
+    if finished:
+        directory.final.mkdir()
+        directory.note_finished(10)
+    else:
+        (directory.checkpoints / "step_9").mkdir()
+        (directory.checkpoints / "step_10").mkdir()
+    for length in ({"steps": 9}, {"epochs": 0.5}):
+        config = make_config(tmp_path, length=length)
+        given = "length.steps=9" if "steps" in length else "length.epochs=0.5, which are 9 steps"
+        with pytest.raises(InputError, match=f"^{given}: the run in output={tmp_path} is at step 10 already"):
+            RunDirectory(config, str(tmp_path), resume="auto").check_length(9)
+    RunDirectory(make_config(tmp_path, length={"steps": 10}), str(tmp_path), resume="auto")
+
+
+def test_a_run_is_finished_when_its_model_is_of_its_last_step(tmp_path: Path) -> None:
+    directory = RunDirectory(make_config(begin(tmp_path).folder), str(tmp_path), resume="auto")
+    directory.note_finished(3)
+    assert not directory.is_finished(3)  # the model is gone
+    directory.final.mkdir()
+    assert directory.is_finished(3)
+    assert not directory.is_finished(4)
+    went_on = directory.checkpoints / "step_4"
+    went_on.mkdir()
+    assert not directory.is_finished(3)
+    went_on.rmdir()
+    with pytest.raises(InputError, match="finished and has no checkpoint to go on from"):
+        directory.check_length(4)
 
 
 def test_metrics_are_json_lines_in_which_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
