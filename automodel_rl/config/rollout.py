@@ -65,7 +65,8 @@ class RolloutConfig(Section):
     """Completions that the transformers engine writes at once on each rank."""
 
     retries: Annotated[int, Field(ge=0)] = 2
-    """How often an engine that fails is started anew within a step, before the run saves a checkpoint and ends."""
+    """How often an engine that fails is started anew, or servers are connected to again, within a step, before the run
+    saves a checkpoint and ends."""
 
     warn_logprob_error: Annotated[float, Field(gt=1)] = 1.05
     """Warns of a step whose train/logprob_error is above: the engine and the trained model disagree."""

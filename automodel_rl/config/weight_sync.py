@@ -35,4 +35,5 @@ class WeightSyncConfig(Section):
     """Compares every tensor of the engine, after every sync, with what the trainer packed."""
 
     timeout: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds for which a side waits for the other at any one point; then the engine is given up and made anew."""
+    """Seconds for which a side waits for the other at any one point; then the engine is given up and made anew, but for
+    servers, which are only connected to again."""
