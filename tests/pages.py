@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import automodel_rl
-from automodel_rl.config import describe_keys
+from automodel_rl.config import RunConfig, describe_keys
 from automodel_rl.parallel.combinations import table
 
 ROOT = Path(__file__).parents[1]
@@ -26,10 +26,17 @@ API = ROOT / "automodel_rl" / "API.md"
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 GROUPS = {
     "Models and training": ("ModelHandle", "Engine", "TrainOutput"),
-    "Packed batches": ("TokenSequence", "PackedBatch", "pack", "unpack"),
+    "Packed batches": (
+        *("TokenSequence", "PackedBatch", "pack", "unpack", "Image"),
+        *("Routes", "RouterShape", "read_routes"),
+    ),
     "Losses": ("Readout", "TokenOutputs", "LossOutput", "sft_loss", "dpo_loss", "grpo_loss"),
-    "Whole runs": ("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer"),
-    "Configs": ("ModelConfig", "ParallelConfig", "OptimizerConfig", "DPOLossConfig", "PolicyLossConfig"),
+    "Whole runs": ("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "SFTConfig", "DPOConfig", "GRPOConfig"),
+    "Configs of a model": (
+        *("ModelConfig", "LoraConfig", "MoEConfig", "MemoryConfig", "ParallelConfig"),
+        *("ModulesConfig", "VisionModule", "LanguageModule"),
+    ),
+    "Configs of training": ("OptimizerConfig", "DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig"),
     "Errors": ("InputError",),
 }
 
@@ -87,6 +94,8 @@ def api() -> str:
 def _describe(thing: Any, name: str) -> Iterator[str]:
     yield f"### `{name}{_signature(thing)}`"
     yield from _render(inspect.getdoc(thing) or "")
+    if isinstance(thing, type) and issubclass(thing, RunConfig):
+        return  # whose many keys --help lists
     if isinstance(thing, type) and issubclass(thing, BaseModel):
         yield "\n".join(
             f"- `{key}` ({default}): {' '.join(text.split())}" for key, default, text in describe_keys(thing)

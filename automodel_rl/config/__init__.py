@@ -13,9 +13,10 @@ from automodel_rl.config.data import (
 from automodel_rl.config.dpo import DPOConfig
 from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.load import ALGORITHMS, describe_keys, differing_keys, dump_config, load_config
-from automodel_rl.config.losses import AdvantageConfig, DPOLossConfig, PolicyLossConfig
-from automodel_rl.config.model import ModelConfig
-from automodel_rl.config.modules import ModulesConfig
+from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import LoraConfig, ModelConfig, MoEConfig
+from automodel_rl.config.modules import LanguageModule, ModulesConfig, VisionModule
 from automodel_rl.config.observe import ObserveConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
@@ -29,12 +30,18 @@ __all__ = [
     "AdvantageConfig",
     "BatchConfig",
     "CheckpointConfig",
+    "CorrectionConfig",
     "DPOConfig",
     "DPOLossConfig",
     "DataConfig",
     "FilterConfig",
     "GRPOConfig",
+    "KLConfig",
+    "LanguageModule",
     "LengthConfig",
+    "LoraConfig",
+    "MemoryConfig",
+    "MoEConfig",
     "ModelConfig",
     "ModulesConfig",
     "ObserveConfig",
@@ -50,6 +57,7 @@ __all__ = [
     "SFTConfig",
     "Section",
     "SourceConfig",
+    "VisionModule",
     "WeightSyncConfig",
     "describe_keys",
     "differing_keys",

@@ -10,6 +10,15 @@ from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
 
 
 class DPOConfig(RunConfig):
+    """A run of preference training. `automodel-rl dpo --help` lists every key.
+
+    Example:
+        >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "pairs.jsonl"}]}}
+        >>> values |= {"batch": {"pairs": 8, "row_tokens": 4096}, "length": {"steps": 10}}
+        >>> DPOConfig(output="runs/mine", **values).loss.variant
+        'dpo'
+    """
+
     algorithm: Literal["dpo"] = "dpo"
     """Preference training on pairs of a chosen and a rejected completion."""
 
@@ -23,6 +32,7 @@ class DPOConfig(RunConfig):
 
     @property
     def sequences_per_step(self) -> int:
+        """Token sequences of one update, over all data ranks."""
         return 2 * self.batch.pairs
 
     @model_validator(mode="after")

@@ -13,6 +13,16 @@ from automodel_rl.config.weight_sync import Transport, WeightSyncConfig
 
 
 class GRPOConfig(RunConfig):
+    """A run of reinforcement learning. `automodel-rl grpo --help` lists every key.
+
+    Example:
+        >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "prompts.jsonl"}]}}
+        >>> values |= {"rewards": [{"function": "math"}], "batch": {"row_tokens": 4096}, "length": {"steps": 10}}
+        >>> values |= {"rollout": {"prompts": 8, "group_size": 4, "max_prompt_tokens": 512, "max_new_tokens": 512}}
+        >>> GRPOConfig(output="runs/mine", **values).advantage.kind
+        'grpo'
+    """
+
     algorithm: Literal["grpo"] = "grpo"
     """Reinforcement learning on prompts with rewards: GRPO and its relatives."""
 
@@ -30,6 +40,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def sequences_per_step(self) -> int:
+        """Token sequences of one update, over all data ranks."""
         return self.rollout.prompts * self.rollout.group_size // self.batch.updates
 
     @property
@@ -48,6 +59,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def needs_reference(self) -> bool:
+        """Whether a reference policy is kept."""
         return self.loss.kl.coefficient > 0
 
     @model_validator(mode="after")

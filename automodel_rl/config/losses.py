@@ -49,7 +49,12 @@ class DPOLossConfig(Section):
 
 class CorrectionConfig(Section):
     """Of the difference between the engine that wrote a completion and the policy that learns from it: tokens are
-    weighted by w = exp(old_logprobs - rollout_logprobs)."""
+    weighted by w = exp(old_logprobs - rollout_logprobs).
+
+    Example:
+        >>> CorrectionConfig(kind="truncate").high
+        2.0
+    """
 
     kind: Literal["none", "truncate", "icepop", "sequence_mask"] = "none"
     """truncate: w clipped into [low, high] (Ionides, "Truncated importance sampling", 2008).
@@ -70,7 +75,12 @@ class CorrectionConfig(Section):
 
 
 class KLConfig(Section):
-    """Distance from the reference policy; r = ref_logprobs - logprobs (Schulman, "Approximating KL divergence")."""
+    """Distance from the reference policy; r = ref_logprobs - logprobs (Schulman, "Approximating KL divergence").
+
+    Example:
+        >>> KLConfig(coefficient=0.001).estimator
+        'k3'
+    """
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight; at 0 no reference weights are kept."""

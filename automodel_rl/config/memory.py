@@ -6,6 +6,13 @@ from automodel_rl.config.base import Section
 
 
 class MemoryConfig(Section):
+    """What is given up for memory or speed.
+
+    Example:
+        >>> MemoryConfig(activation_checkpointing="full").offload_optimizer
+        False
+    """
+
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward recomputes of every layer: nothing; all but matrix products and attention; everything."""
 

@@ -12,7 +12,12 @@ Dtype = Literal["bfloat16", "float32", "float64"]
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on linear layers (Hu et al., arXiv:2106.09685); everything else is frozen."""
+    """Low-rank adapters on linear layers (Hu et al., arXiv:2106.09685); everything else is frozen.
+
+    Example:
+        >>> LoraConfig(rank=8, targets=("q_proj", "v_proj")).alpha
+        32.0
+    """
 
     rank: Positive = 16
     """Inner dimension of the adapters."""
@@ -25,7 +30,12 @@ class LoraConfig(Section):
 
 
 class MoEConfig(Section):
-    """Training of the routers of a mixture of experts."""
+    """Training of the routers of a mixture of experts.
+
+    Example:
+        >>> MoEConfig(bias_update_rate=0.001).aux_loss
+        0.0
+    """
 
     aux_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the load-balancing loss (Fedus et al., arXiv:2101.03961, eq. 4), taken over each row of each rank. It

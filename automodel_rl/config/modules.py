@@ -24,7 +24,12 @@ Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_rank
 
 
 class VisionModule(Section):
-    """The encoder of images, with the projector that makes embeddings of the language model of what it sees."""
+    """The encoder of images, with the projector that makes embeddings of the language model of what it sees.
+
+    Example:
+        >>> VisionModule(ranks="0-3", dp_shard=4).ranks
+        (0, 1, 2, 3)
+    """
 
     ranks: Ranks
     """Ranks of the job that hold it: 0-3, or a list."""
@@ -37,17 +42,24 @@ class VisionModule(Section):
 
     @property
     def parallel(self) -> ParallelConfig:
+        """Its layout."""
         return ParallelConfig(dp_shard=self.dp_shard, tp=self.tp)
 
 
 class LanguageModule(ParallelConfig):
-    """The language model, with the keys of `parallel`."""
+    """The language model, with the keys of `parallel`.
+
+    Example:
+        >>> LanguageModule(ranks="4-7", pp=2, dp_shard=2).world_size
+        4
+    """
 
     ranks: Ranks
     """Ranks of the job that hold it: 0-3, or a list."""
 
     @property
     def parallel(self) -> ParallelConfig:
+        """Its layout, without the ranks."""
         return ParallelConfig(**self.model_dump(exclude={"ranks"}))
 
 

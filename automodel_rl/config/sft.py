@@ -9,6 +9,15 @@ from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
 
 
 class SFTConfig(RunConfig):
+    """A run of supervised fine-tuning. `automodel-rl sft --help` lists every key.
+
+    Example:
+        >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "chats.jsonl"}]}}
+        >>> values |= {"batch": {"sequences": 8, "row_tokens": 4096}, "length": {"steps": 10}}
+        >>> SFTConfig(output="runs/mine", **values).optimizer.lr
+        1e-05
+    """
+
     algorithm: Literal["sft"] = "sft"
     """Supervised fine-tuning on chats."""
 
@@ -17,6 +26,7 @@ class SFTConfig(RunConfig):
 
     @property
     def sequences_per_step(self) -> int:
+        """Token sequences of one update, over all data ranks."""
         return self.batch.sequences
 
     @model_validator(mode="after")

@@ -6,6 +6,8 @@ import re
 import resource
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 import automodel_rl
+from automodel_rl.config import RunConfig
 from tests.pages import ROOT, public_methods
 
 FILES = sorted((ROOT / "automodel_rl").rglob("*.py"))
@@ -40,6 +43,41 @@ def test_public_names_have_texts_with_all_parameters_and_examples(name: str) -> 
         ]
         assert place == "ModelHandle" or not undocumented, f"{place}: nothing on {undocumented}"
     assert "Example:" in texts_of(name)[0][2] or any("Example:" in text for _, _, text in texts_of(name)), name
+
+
+MADE_INSIDE = {"EmptyModel", "Layout", "LocalRow", "LossTotals", "Module", "Source"}
+"""What parts of the package hand each other through a `ModelHandle`; users make none of it."""
+
+
+def own_types(annotation: Any) -> Iterator[str]:
+    """Names of the package's classes in an annotation, those of what it calls and returns included."""
+    if isinstance(annotation, list | tuple):
+        for part in annotation:
+            yield from own_types(part)
+    elif typing.get_args(annotation):
+        yield from own_types(typing.get_args(annotation))
+    elif isinstance(annotation, type) and annotation.__module__.startswith("automodel_rl"):
+        yield annotation.__name__
+
+
+def annotations_of(thing: Any) -> Iterator[Any]:
+    """Those of a public function, or of a class's fields or constructor and of its methods."""
+    if not isinstance(thing, type):
+        yield from typing.get_type_hints(thing).values()
+        return
+    if issubclass(thing, BaseModel):
+        # Whole runs are made of files or mappings, by load_config or model_validate; nobody makes their sections.
+        yield from () if issubclass(thing, RunConfig) else (info.annotation for info in thing.model_fields.values())
+    elif not issubclass(thing, Exception):
+        yield from typing.get_type_hints(thing.__init__).values()
+    for _, method in public_methods(thing):
+        yield from typing.get_type_hints(method.fget if isinstance(method, property) else method).values()
+
+
+@pytest.mark.parametrize("name", automodel_rl.__all__)
+def test_types_in_public_signatures_are_public(name: str) -> None:
+    used = {inner for annotation in annotations_of(getattr(automodel_rl, name)) for inner in own_types(annotation)}
+    assert used <= {*automodel_rl.__all__} | MADE_INSIDE
 
 
 def test_public_names_are_listed_and_others_unknown() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import automodel_rl
 from tests import pages
 
 FLOW = re.compile(r"\(([\w/]+\.py):\s([\w.,\s]+)\)")
@@ -18,6 +19,10 @@ def test_generated_parts_of_readme_are_up_to_date() -> None:
 
 def test_the_page_of_the_api_is_up_to_date() -> None:
     assert pages.api() == pages.API.read_text(), "run make pages"
+
+
+def test_the_page_of_the_api_has_every_public_name_once() -> None:
+    assert sorted(name for names in pages.GROUPS.values() for name in names) == sorted(automodel_rl.__all__)
 
 
 def names_in(file: Path) -> set[str]:
