@@ -17,3 +17,10 @@ def same(completion: str, example: dict) -> float:
 def vowels_of_some(completion: str, example: dict) -> float:
     """The same, but the same for all completions of every third prompt."""
     return 1.0 if int(example["answer"]) % 3 == 0 else vowels(completion, example)
+
+
+def vowels_or_error(completion: str, example: dict) -> float:
+    """Fails for some completions of every prompt."""
+    if "e" in completion:
+        raise KeyError("no such thing")
+    return vowels(completion, example)

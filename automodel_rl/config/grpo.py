@@ -1,15 +1,19 @@
 """The whole config of a reinforcement-learning run."""
 
+import itertools
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from automodel_rl.config.data import PolicyBatchConfig, PromptDataConfig
 from automodel_rl.config.losses import AdvantageConfig, PolicyLossConfig
-from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
+from automodel_rl.config.rollout import NEED_ANSWER, FilterConfig, RewardConfig, RolloutConfig
 from automodel_rl.config.router_replay import RouterReplayConfig
 from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
 from automodel_rl.config.weight_sync import Transport, WeightSyncConfig
+
+TAKEN_NAMES = ("mean", "std", "errors")
+"""Of metrics of all rewards together, which no reward's name may replace."""
 
 
 class GRPOConfig(RunConfig):
@@ -61,6 +65,33 @@ class GRPOConfig(RunConfig):
     def needs_reference(self) -> bool:
         """Whether a reference policy is kept."""
         return self.loss.kl.coefficient > 0
+
+    @property
+    def reward_names(self) -> list[str]:
+        """What metrics call the rewards: their functions' own names, those that come again with a number."""
+        names: list[str] = []
+        for reward in self.rewards:
+            own = reward.function.rpartition(":")[2]
+            numbered = (f"{own}_{number}" for number in itertools.count(2))
+            names.append(next(n for n in itertools.chain([own], numbered) if n not in (*TAKEN_NAMES, *names)))
+        return names
+
+    @property
+    def passing(self) -> tuple[int, float] | None:
+        """Place of the reward that tells whether a completion passes, and the score from which on it does: the one
+        that has `passes_at`, else the first built-in that compares with the answer, at its full score."""
+        own = next(((i, r.passes_at) for i, r in enumerate(self.rewards) if r.passes_at is not None), None)
+        return own or next(((i, 1.0) for i, r in enumerate(self.rewards) if r.function in NEED_ANSWER), None)
+
+    @model_validator(mode="after")
+    def _one_reward_tells(self) -> "GRPOConfig":
+        telling = [reward.function for reward in self.rewards if reward.passes_at is not None]
+        if len(telling) > 1:
+            raise ValueError(
+                f"rewards: {' and '.join(telling)} have passes_at, and one reward tells whether a completion passes: "
+                "give it to one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sizes(self) -> "GRPOConfig":

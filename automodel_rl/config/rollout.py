@@ -1,5 +1,6 @@
 """How completions are generated and rewarded."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -93,6 +94,9 @@ class RolloutConfig(Section):
 NEED_ANSWER = ("exact_match", "last_number", "math")
 """Built-in rewards that compare with a record's answer."""
 
+SCORES = {**dict.fromkeys((*NEED_ANSWER, "format"), (0.0, 1.0)), "length": (-math.inf, 0.0)}
+"""Lowest and highest score of built-in rewards."""
+
 
 class RewardConfig(Section):
     function: str
@@ -110,6 +114,20 @@ class RewardConfig(Section):
 
     on_error: float = 0.0
     """Score where the call raises, runs out of time or gives no finite number; such calls are counted."""
+
+    passes_at: float | None = None
+    """Score from which on a completion passes, for val/pass@1; of one reward at most. Where no reward has it, the first
+    built-in that compares with the answer tells, at its full score, 1; where there is none, there is no val/pass@1."""
+
+    @model_validator(mode="after")
+    def _can_tell(self) -> "RewardConfig":
+        lowest, highest = SCORES.get(self.function, (-math.inf, math.inf))
+        if self.passes_at is not None and not lowest < self.passes_at <= highest:
+            raise ValueError(
+                f"passes_at={self.passes_at:g} of {self.function}: its scores go from {lowest:g} to {highest:g}, so "
+                "either all completions would pass or none: give a score between, or leave it out"
+            )
+        return self
 
 
 class FilterConfig(Section):

@@ -44,7 +44,8 @@ def run_demo(output: str, seed: int = 0) -> int:
         code = run_local_ranks(command, num_ranks=2)
         if code != EXIT_OK:
             return code
-    rewards = [row["val/reward_mean"] for row in read_metrics(folder / "grpo" / "metrics.jsonl") if "val/pass@1" in row]
+    rows = read_metrics(folder / "grpo" / "metrics.jsonl")
+    rewards = [row["val/reward_mean"] for row in rows if "val/reward_mean" in row]
     print(f"mean reward on {NUM_HELD_OUT} held-out problems: {rewards[0]:.2f} after the warm-up, {rewards[-1]:.2f} now")
     return EXIT_OK
 

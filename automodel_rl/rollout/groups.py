@@ -12,6 +12,8 @@ from automodel_rl.config import FilterConfig
 from automodel_rl.errors import InputError
 from automodel_rl.losses.advantages import has_signal, overlong_penalty
 from automodel_rl.rollout.protocol import Promptlike, Rollout
+from automodel_rl.rollout.rewards.errors import error_rates
+from automodel_rl.rollout.rewards.scorer import Score
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,35 @@ def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_to
     return rewards - config.overlong_penalty * overlong_penalty(lengths, max_new_tokens, config.overlong_buffer)
 
 
+def all_scores(groups: Sequence[Group]) -> list[Score]:
+    """The scores of all completions."""
+    return [rollout.score for group in groups for rollout in group.rollouts]
+
+
+def pass_rate(scores: Sequence[Score], place: int, passes_at: float) -> float:
+    """Share of completions that pass; one whose call failed does not.
+
+    Args:
+        scores: of completions.
+        place: of the reward that tells.
+        passes_at: score from which on a completion passes.
+    """
+    return sum(not score.errors[place] and score.parts[place] >= passes_at for score in scores) / len(scores)
+
+
 def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], version: int) -> dict[str, float]:
     """What a step's rollouts were like.
 
     Args:
         groups: all that were generated.
-        rewards: names of the reward functions.
+        rewards: names of the rewards.
         version: update of the weights that are about to be trained.
 
     Raises:
         InputError: every call of a reward failed.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    errors = [error for rollout in rollouts for error in rollout.score.errors]
+    errors = [error for rollout in rollouts for error in rollout.score.errors if error]
     if len(errors) == len(rollouts) * len(rewards):
         raise InputError(f"every call of a reward failed in this step, the first: rewards.function={errors[0]}")
     totals = torch.cat([group.rewards for group in groups])
@@ -76,10 +94,8 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], version: in
         "rollout/reward_errors": len(errors),
         "rollout/groups_without_signal": sum(not group.has_signal for group in groups),
         "rollout/num_groups": len(groups),
-        **{
-            f"rollout/reward_{name.rpartition(':')[2]}": sum(scores) / len(scores)
-            for name, scores in zip(rewards, parts, strict=True)
-        },
+        **{f"rollout/reward_{name}": sum(scores) / len(scores) for name, scores in zip(rewards, parts, strict=True)},
+        **{f"rollout/error_rate_{name}": rate for name, rate in error_rates(all_scores(groups), rewards).items()},
     }
 
 
@@ -90,7 +106,7 @@ def rollout_records(
 
     Args:
         groups: all that were generated.
-        rewards: names of the reward functions.
+        rewards: names of the rewards.
         tokenizer: of the model.
     """
     return [
@@ -99,7 +115,7 @@ def rollout_records(
             "completion": rollout.text,
             "reward": reward,
             "rewards": dict(zip(rewards, rollout.score.parts, strict=True)),
-            "errors": [*rollout.score.errors, *([rollout.completion.error] if rollout.completion.error else [])],
+            "errors": [error for error in (*rollout.score.errors, rollout.completion.error) if error],
             "tokens": len(rollout.completion.token_ids),
             "finish": rollout.completion.finish,
         }

@@ -19,8 +19,9 @@ from automodel_rl.model.hf_read import describe_model, read_config, resolve_chec
 from automodel_rl.observe.metrics import save_rollouts
 from automodel_rl.observe.report import Sample
 from automodel_rl.rollout.collect import RolloutCollector
-from automodel_rl.rollout.groups import Group, rollout_metrics, rollout_records, shaped_rewards
-from automodel_rl.rollout.rewards.scorer import Scorer
+from automodel_rl.rollout.groups import Group, all_scores, pass_rate, rollout_metrics, rollout_records, shaped_rewards
+from automodel_rl.rollout.rewards.errors import ErrorWatch, error_rates
+from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.trainers.policy_rows import Rows, pack_updates, with_advantages
 from automodel_rl.trainers.rollout_queue import RolloutQueue
 from automodel_rl.trainers.route_exchange import with_routes
@@ -65,7 +66,7 @@ class GRPOTrainer:
         self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.updates)
         # Before a checkpoint takes the place of the weights that training started from.
         self.reference = ReferenceWeights(self.handle) if config.needs_reference else None
-        self.rewards = [reward.function for reward in config.rewards]
+        self.errors = ErrorWatch(config.rewards)
         self.rollouts = RolloutCollector(config, self.handle, self.tokenizer, Scorer(config.rewards))
         self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)
         self.steps_without_signal = 0
@@ -142,7 +143,8 @@ class GRPOTrainer:
             with step.time("rollout"):
                 generated, groups = self._generate()
             self._check_signal(groups)
-            step.row |= rollout_metrics(generated, self.rewards, self.rollouts.updates)
+            step.row |= rollout_metrics(generated, self.config.reward_names, self.rollouts.updates)
+            self._warn_of_errors(all_scores(generated), f"step {self.run.step}")
             with step.time("pack"):
                 updates = self._pack(groups, step)
         except (RolloutError, InputError):
@@ -151,7 +153,7 @@ class GRPOTrainer:
             raise
         step.row["data/num_overlong_prompts"] = self.prompts.num_overlong
         if self.run.is_first_rank:
-            records = rollout_records(generated, self.rewards, self.tokenizer)
+            records = rollout_records(generated, self.config.reward_names, self.tokenizer)
             try:
                 save_rollouts(self.run.directory.rollouts / f"step_{self.run.step}.jsonl", records)
             except OSError as error:
@@ -225,6 +227,10 @@ class GRPOTrainer:
         scored = self.engine.add_logprobs(read, name, self.config.rollout.temperature)
         return [dataclasses.replace(row, values=new.values) for row, new in zip(rows, scored, strict=True)]
 
+    def _warn_of_errors(self, scores: list[Score], where: str) -> None:
+        for warning in self.errors.warnings(scores, where):
+            self.run.say(warning)
+
     def _warn(self, step: Step) -> None:
         """Says on the console what is wrong with a step's rollouts."""
         if self.steps_without_signal == 1:
@@ -252,7 +258,7 @@ class GRPOTrainer:
             raise
 
     def _validate(self) -> dict[str, float]:
-        """Mean reward and pass@1 of a completion of each held-out prompt."""
+        """Mean reward of a completion of each held-out prompt, which rewards failed, and pass@1 where one tells it."""
         temperature = self.config.rollout.validation_temperature
         groups = self.rollouts.collect(self.validation, group_size=1, temperature=temperature)
         pairs = [
@@ -271,9 +277,12 @@ class GRPOTrainer:
             )
             for prompt, rollout in pairs[: self.config.observe.samples]
         ]
+        scores = [rollout.score for rollout in rollouts]
+        self._warn_of_errors(scores, f"the validation of step {self.run.step}")
         return {
-            "val/reward_mean": sum(rollout.score.total for rollout in rollouts) / len(rollouts),
-            "val/pass@1": sum(rollout.score.parts[0] >= 1 for rollout in rollouts) / len(rollouts),
+            "val/reward_mean": sum(score.total for score in scores) / len(scores),
+            **({} if self.config.passing is None else {"val/pass@1": pass_rate(scores, *self.config.passing)}),
+            **{f"val/error_rate_{n}": rate for n, rate in error_rates(scores, self.config.reward_names).items()},
         }
 
 

@@ -20,16 +20,16 @@ class Score:
     Attributes:
         total: weighted sum of all rewards.
         parts: each reward's score, in the order of the config.
-        errors: what went wrong in the calls that got `on_error` for a score.
+        errors: what went wrong in each reward's call, which then scored `on_error`; empty if nothing did.
     """
 
     total: float
     parts: tuple[float, ...]
-    errors: tuple[str, ...] = ()
+    errors: tuple[str, ...]
 
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
-    """Starts every reward once, to see before anything else that it can be.
+    """Starts every reward once, to see before anything else that it can be, and with its options.
 
     Raises:
         InputError: one cannot.
@@ -53,8 +53,7 @@ class Scorer:
         for reward in self.rewards:
             score, error = reward(completion, example)
             parts.append(score)
-            if error:
-                errors.append(f"{reward.config.function}: {error}")
+            errors.append(f"{reward.config.function}: {error}" if error else "")
         weights = [reward.config.weight for reward in self.rewards]
         return Score(sum(w * p for w, p in zip(weights, parts, strict=True)), tuple(parts), tuple(errors))
 
@@ -73,7 +72,7 @@ class _Reward:
         """Score and error; the error is empty if the call went well."""
         try:
             child = self.child or self._start()
-            child.send((completion, dict(example), self.config.options))
+            child.send((completion, dict(example)))
             score, error = child.receive(self.config.time_limit)
         except TimeoutError:
             self.stop()
@@ -87,6 +86,7 @@ class _Reward:
         name = self.config.function
         self.child = ChildProcess([sys.executable, "-m", "automodel_rl.rollout.rewards.worker", name])
         try:
+            self.child.send(self.config.options)
             _, error = self.child.receive(START_SECONDS)
         except (ChildEndedError, TimeoutError):
             error = f"rewards.function={name}: its process does not start: import it to see why"

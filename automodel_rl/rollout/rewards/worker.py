@@ -2,19 +2,24 @@
 
 python -m automodel_rl.rollout.rewards.worker FUNCTION DESCRIPTOR
 
-(completion, example, options) in, (score, error) out, over the connection of that descriptor.
+Options in, (None, error) out; then as often as asked (completion, example) in, (score, error) out. All of it over the
+connection of that descriptor.
 """
 
 import ctypes
+import inspect
 import math
+import numbers
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.rewards.functions import find_reward
+from automodel_rl.rollout.rewards.options import check_options
 
 PR_SET_PDEATHSIG = 1
 
@@ -23,15 +28,18 @@ def main() -> None:
     if sys.platform == "linux":  # a reward that never returns must not outlive the job
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(int(sys.argv[2]))
+    name = sys.argv[1]
     try:
-        function = find_reward(sys.argv[1])
+        options = connection.recv()
+        function = find_reward(name)
+        check_options(name, function, options)
     except InputError as error:
         connection.send((None, str(error)))
         return
     connection.send((None, ""))
     while True:
         try:
-            completion, example, options = connection.recv()
+            completion, example = connection.recv()
         except EOFError:
             return
         connection.send(score(function, completion, example, options))
@@ -44,10 +52,30 @@ def score(
     try:
         value = function(completion, example, **options)
     except Exception as error:
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value), ""
-    return None, f"returned {value!r:.80}, which is no finite number"
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return None, f"{text}{_place(function, error)}"
+    number = _number(value)
+    return (None, f"returned {value!r:.80}, which is no finite number") if number is None else (number, "")
+
+
+def _number(value: Any) -> float | None:
+    """A finite number as float: of Python, or what NumPy or torch have in its place, neither of which is imported."""
+    try:
+        number = float(value if isinstance(value, numbers.Real) else value.item())
+    except Exception:  # what is no number has no item, or many, or one that is no number
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _place(function: Callable[..., Any], error: Exception) -> str:
+    """The line that raised an error: the innermost of the function's own file, for that is the user's."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    try:
+        file = inspect.getfile(inspect.unwrap(function))
+    except TypeError:  # it is written in C
+        file = ""
+    own = [frame for frame in frames if frame.filename == file] or frames
+    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def test_a_pipeline_follows_one_process(ranks: RankPool, workspace: Path, tmp_pa
     last = metrics_of(tmp_path / "one")[-1]
     assert last["train/kl_ref"] > 0
     assert last["train/logprob_error"] == pytest.approx(1, abs=1e-6)
-    assert {"val/reward_mean", "val/pass@1", "time/rollout_s", "time/sync_s"} <= last.keys()
+    assert {"val/reward_mean", "time/rollout_s", "time/sync_s"} <= last.keys()
+    assert "val/pass@1" not in last  # no reward tells what passes
 
 
 def test_adapters_are_trained_against_the_model_without_them(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
@@ -364,6 +365,37 @@ def test_rewards_that_teach_nothing_end_the_run(
     assert re.search(message, ended)
 
 
+def run_and_listen(settings: Settings) -> list[str]:
+    """The warnings of a run."""
+    trainer = trainer_of(settings)
+    with mock.patch.object(trainer.run, "say") as say:
+        trainer.train()
+    return [call.args[0] for call in say.call_args_list if "rewards.function" in call.args[0]]
+
+
+def test_a_reward_that_fails_beside_one_that_works_is_counted_and_named(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    names = ("vowels", "failing", "vowels_or_error")
+    rewards = [{"function": f"tests.light_rewards:{name}"} for name in names]
+    rewards[0]["passes_at"] = 0.3
+    settings = values(workspace, tmp_path / "run", length={"steps": 2, "validate_every": 2}, rewards=rewards)
+    (said,) = ranks(1).run(run_and_listen, settings)
+    assert sum("tests.light_rewards:failing failed in 100% of its calls" in line for line in said) == 1
+    assert sum("tests.light_rewards:vowels_or_error failed in" in line for line in said) >= 1
+    assert all(re.search(r"KeyError: 'no such thing' \(at .*light_rewards.py:\d+\)$", line) for line in said)
+    baseline, *rows = metrics_of(tmp_path / "run")
+    for row in rows:
+        records = rollouts_of(tmp_path / "run", row["step"])
+        failed = sum("e" in record["completion"] for record in records)
+        rates = [row[f"rollout/error_rate_{name}"] for name in names]
+        assert rates == [0, 1, failed / len(records)]
+        assert row["rollout/reward_errors"] == len(records) + failed
+    assert 0 < rows[0]["rollout/error_rate_vowels_or_error"] < 1
+    assert baseline["val/error_rate_failing"] == 1
+    assert 0 <= baseline["val/pass@1"] <= 1
+
+
 def drop_answers(settings: Settings, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "How many?"}) + "\n")
@@ -390,6 +422,10 @@ BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
         "loss.kl.where=reward with loss.on_policy=true",
     ),
     (lambda s, _: s.update(rewards=[{"function": "nonsense"}]), "rewards.function=nonsense: use one of"),
+    (
+        lambda s, _: s.update(rewards=[{"function": "length", "options": {"limit": 5}}]),
+        "rewards.function=length: options {'limit': 5} do not fit",
+    ),
     (lambda s, _: s.update(loss_function="nowhere:loss"), "loss_function=nowhere:loss: cannot import it"),
     (lambda s, _: s.update(algorithm="sft"), "is a config for sft, not grpo: run automodel-rl sft"),
 ]

@@ -169,3 +169,43 @@ def test_help_lists_keys_of_lists_and_of_optional_sections() -> None:
     assert keys["rewards.0.time_limit"] == "10.0"
     assert keys["rewards.0.options"] == "{}"
     assert keys["model.lora.rank"] == "16"
+
+
+MATH, FORMAT = {"function": "math"}, {"function": "format", "options": {"pattern": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "passing"),
+    [
+        ([FORMAT, MATH], (1, 1.0)),
+        ([MATH, {"function": "exact_match"}], (0, 1.0)),
+        ([FORMAT | {"passes_at": 1}, MATH], (0, 1.0)),
+        ([MATH, {"function": "m:judge", "passes_at": 0.0}], (1, 0.0)),
+        ([{"function": "m:judge"}, FORMAT], None),
+    ],
+)
+def test_the_reward_that_checks_the_answer_tells_what_passes_unless_another_is_named(
+    rewards: list[dict], passing: tuple[int, float] | None
+) -> None:
+    assert GRPOConfig.model_validate(GRPO | {"rewards": rewards}).passing == passing
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([MATH | {"passes_at": 1}, FORMAT | {"passes_at": 1}], "math and format have passes_at, and one reward tells"),
+        ([MATH | {"passes_at": 2}], "passes_at=2 of math: its scores go from 0 to 1"),
+        ([MATH | {"passes_at": 0}], "passes_at=0 of math: its scores go from 0 to 1"),
+        ([{"function": "length", "passes_at": 1}], "passes_at=1 of length: its scores go from -inf to 0"),
+    ],
+)
+def test_scores_that_tell_nothing_of_passing_are_refused(tmp_path: Path, rewards: list[dict], message: str) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(GRPO | {"rewards": rewards}))
+    with pytest.raises(InputError, match=message):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_metrics_have_a_name_for_every_reward() -> None:
+    functions = ["format", "a:score", "b:score", "format", "a:mean", "a:format_2"]
+    config = GRPOConfig.model_validate(GRPO | {"rewards": [{"function": function} for function in functions]})
+    assert config.reward_names == ["format", "score", "score_2", "format_2", "mean_2", "format_2_2"]

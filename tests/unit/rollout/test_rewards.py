@@ -1,15 +1,20 @@
-"""Built-in rewards, and what happens to those that fail, return nonsense or never return."""
+"""Built-in rewards, and what happens to those that fail, return nonsense, never return or get unknown options."""
 
+import inspect
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from automodel_rl.config import RewardConfig
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.rewards.functions import BUILT_IN
-from automodel_rl.rollout.rewards.scorer import Scorer
+from automodel_rl.rollout.rewards.scorer import Scorer, check_rewards
+from automodel_rl.rollout.rewards.worker import score
 
 
 @pytest.mark.parametrize(
@@ -68,12 +73,13 @@ def test_what_fails_scores_as_configured_and_the_next_call_works(scorer: Scorer,
     score = scorer(completion, {})
     assert score.total == -2.0
     assert score.parts == (-1.0, 0.0)
-    (error,) = score.errors
+    error, none = score.errors
     assert message in error
     assert "tests.unit.rollout.test_rewards:odd" in error
+    assert none == ""
     good = scorer("fine", {})
     assert good.total == 1.0
-    assert good.errors == ()
+    assert good.errors == ("", "")
 
 
 def test_weights_add_up(scorer: Scorer) -> None:
@@ -91,3 +97,80 @@ def test_weights_add_up(scorer: Scorer) -> None:
 def test_functions_that_are_not_there_are_named(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Scorer([RewardConfig(function=name)])
+
+
+def deep(completion: str, example: dict) -> float:
+    """A reward that fails in a library that it calls."""
+    return torch.ones(2).reshape(int(completion)).item()
+
+
+def test_an_error_names_the_innermost_line_of_the_users_own_file() -> None:
+    line = inspect.getsourcelines(deep)[1] + 2
+    for completion in ("3", "x"):
+        _, error = score(deep, completion, {}, {})
+        assert error.endswith(f"(at {__file__}:{line})")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), np.float16(0.5), 0.5],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers_of_every_library_are_scores(value: Any) -> None:
+    assert score(lambda *_: value, "", {}, {}) == (0.5, "")
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.int64(1), True, 1], ids=lambda value: type(value).__name__)
+def test_truth_and_whole_numbers_are_scores(value: Any) -> None:
+    assert score(lambda *_: value, "", {}, {}) == (1.0, "")
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32("nan"), np.ones(2), torch.ones(2), 10**400, "1.0", None, [1.0], 1j], ids=lambda v: repr(v)[:20]
+)
+def test_what_is_no_finite_number_is_no_score(value: Any) -> None:
+    number, error = score(lambda *_: value, "", {}, {})
+    assert number is None
+    assert "which is no finite number" in error
+
+
+def scaled(completion: str, example: dict, scale: float, base: float = 0.0) -> float:
+    return base + scale * len(completion)
+
+
+def of_completion_alone(completion: str) -> float:
+    return 1.0
+
+
+HERE = "tests.unit.rollout.test_rewards"
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("length", {"limit": 5}, r"rewards.function=length: options {'limit': 5} .* use longest$"),
+        ("length", {}, r"rewards.function=length: options {} .*missing a required argument: 'longest'.* use longest$"),
+        ("length", {"longest": 0}, "options.longest=0 .*a number above 0"),
+        ("length", {"longest": True}, "options.longest=True .*a number above 0"),
+        ("length", {"longest": "5"}, "options.longest='5' .*a number above 0"),
+        ("format", {"pattern": "(a"}, r"options.pattern='\(a' .*a regular expression"),
+        ("format", {"pattern": 3}, "options.pattern=3 .*a regular expression"),
+        ("format", {}, "missing a required argument: 'pattern'"),
+        ("math", {"pattern": "a"}, "rewards.function=math: options .* it has none: leave options out"),
+        (f"{HERE}:scaled", {"factor": 2}, "use scale, base$"),
+        (f"{HERE}:scaled", {"scale": 1, "completion": "x"}, "use scale, base$"),
+        (f"{HERE}:of_completion_alone", {}, r"cannot be called as function\(completion, example\)"),
+    ],
+)
+def test_options_that_a_reward_does_not_have_are_refused_at_the_start(
+    function: str, options: dict, message: str
+) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        check_rewards([RewardConfig(function=function, options=options)])
+    assert "\n" not in str(caught.value)
+
+
+def test_options_that_fit_are_accepted_and_used() -> None:
+    scorer = Scorer([RewardConfig(function=f"{HERE}:scaled", options={"scale": 2})])
+    assert scorer("abc", {}).total == 6.0
+    scorer.close()
