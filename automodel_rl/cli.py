@@ -99,9 +99,12 @@ def _train(algorithm: str, arguments: list[str]) -> int:
         from automodel_rl.rollout.rewards.scorer import check_rewards
 
         RunDirectory(config, config.output, resume)
-        check_data(config)
+        chats = check_data(config)
         if isinstance(config, GRPOConfig):
             check_rewards(config.rewards)
+        from automodel_rl.data.chat import check_chats  # what is wrong so far has not waited for torch
+
+        check_chats(config, chats)
     if not is_rank() and config.world_size > 1:
         command = [sys.executable, "-m", "automodel_rl", algorithm, *arguments]
         return run_local_ranks(command, config.world_size, Path(config.output) / FLIGHTS)

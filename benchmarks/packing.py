@@ -31,6 +31,7 @@ from workload import model_sizes, write_model
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.config import ModelConfig
 from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.messages import Chat
 from automodel_rl.data.sources import JsonLines
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
@@ -76,7 +77,7 @@ def tokenize(path: Path, vocab_size: int, count: int) -> list[TokenSequence]:
     records = [record["messages"] for record in JsonLines(path)]
     tokenizer = train_tokenizer([m["content"] for messages in records for m in messages], vocab_size)
     chat = ChatTokenizer(tokenizer, "all")
-    return [chat(messages, str(path)) for messages in records[:count]]
+    return [chat(Chat(messages), str(path)) for messages in records[:count]]
 
 
 Step = Callable[[list[TokenSequence]], int]

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from automodel_rl.config.base import BatchSize, PathText, Positive, Section
 
-Column = Literal["messages", "images", "prompt", "chosen", "rejected", "answer"]
+Column = Literal["messages", "images", "prompt", "chosen", "rejected", "answer", "tools"]
 
 
 class SourceConfig(Section):

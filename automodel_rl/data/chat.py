@@ -2,7 +2,7 @@
 
 import itertools
 import json
-import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,17 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
+from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
 from automodel_rl.config.data import SourcesConfig
+from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.data.images import ImageReader, image_parts
+from automodel_rl.data.messages import Chat
+from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
+from automodel_rl.model.hf_read import language_config, read_config, resolve_checkpoint
 
 OF_PROCESSOR = "chat_template.json"
 """Where transformers 4 put the chat template of a model with images."""
-
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Opens the part of a template that the assistant writes."""
-
-PROBE = "xyzzy"
-"""A text that no template writes by itself."""
 
 Span = tuple[int, int]
 """First token of an assistant turn, and the one after its last."""
@@ -65,87 +64,124 @@ def load_tokenizer(
     return tokenizer
 
 
+def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
+    """Of a config's checkpoint, whose weights are not needed."""
+    folder = resolve_checkpoint(config.model.path, with_weights=False)
+    model = read_config(folder)
+    tokenizer = load_tokenizer(folder, config.data, language_config(model).vocab_size, config.model.trust_remote_code)
+    images = ImageReader(folder, model) if model.model_type in VISION_FAMILIES else None
+    return ChatTokenizer(tokenizer, config.data.train_on if isinstance(config, SFTConfig) else "all", images)
+
+
+def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> None:
+    """Raises InputError if the chat template cannot write one of some chats, or not so that it can be trained on.
+
+    Args:
+        config: of a run.
+        chats: of its data, and where each is.
+    """
+    tokenizer = open_chat_tokenizer(config)
+    write: Callable[[Chat, str], Any] = tokenizer.opening if isinstance(config, GRPOConfig) else tokenizer
+    for chat, where in chats:
+        write(chat, where)
+
+
 class ChatTokenizer:
-    """Turns messages into a `TokenSequence` whose loss mask covers the assistant's tokens.
+    """Turns chats into a `TokenSequence` whose loss mask covers the assistant's tokens.
 
     Where the template marks the assistant's part, the marks decide. Most published templates have no marks; then the
     chat is tokenised up to the start and up to the end of each assistant turn, which works when both are prefixes of
-    the whole chat's tokens, and is an error when they are not.
+    the whole chat's tokens, and is an error when they are not. What the template leaves out of a chat is an error, too.
 
     Args:
         tokenizer: with a chat template.
-        train_on: "all" assistant turns, or the "last".
+        train_on: "all" assistant turns that a chat says are trained, or of these only the "last" of the chat.
         images: reads them, for a model with an encoder.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, images: ImageReader | None = None):
         self.tokenizer, self.train_on, self.images = tokenizer, train_on, images
-        self.has_marks = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
-        self.reads_parts_only = images is not None and self._loses_texts()
+        self.template = ChatTemplate(tokenizer, sees_images=images is not None)
 
-    def __call__(self, messages: list[dict[str, Any]], where: str) -> TokenSequence:
-        """Args: messages of one chat, and where they come from for messages of errors."""
-        encoded = self._encode(messages, where, return_assistant_tokens_mask=self.has_marks)
-        ids = encoded["input_ids"]
-        spans = self._marked(encoded["assistant_masks"]) if self.has_marks else self._prefixed(messages, ids, where)
-        if not spans:
-            raise InputError(f"{where}: the chat template marks no token as the assistant's: {MARKS_REMEDY}")
+    def __call__(self, chat: Chat, where: str) -> TokenSequence:
+        """Args: a chat, and where it comes from for messages of errors."""
+        has_marks = self.template.has_marks
+        encoded = self.template.encode(chat, where, return_assistant_tokens_mask=has_marks)
+        self.template.check(chat, where)
+        turns, ids = self._turns(chat, where), encoded["input_ids"]
+        if has_marks:
+            spans = self._marked(chat, turns, _spans(encoded["assistant_masks"]), where)
+        else:
+            spans = self._prefixed(chat, turns, ids, where)
         mask = torch.zeros(len(ids), dtype=torch.bool)
-        for start, end in spans if self.train_on == "all" else spans[-1:]:
+        for start, end in spans:
             mask[start:end] = True
-        return self._with_images(TokenSequence(torch.tensor(ids), mask), messages, where)
+        return self._with_images(TokenSequence(torch.tensor(ids), mask), chat, where)
 
-    def prompt_sequence(self, messages: list[dict[str, Any]], where: str) -> TokenSequence:
-        """What `prompt` gives, with the images of the messages."""
-        ids = torch.tensor(self.prompt(messages, where), dtype=torch.int64)
+    def prompt_sequence(self, chat: Chat, where: str) -> TokenSequence:
+        """Up to where the assistant would write its last turn; empty where the chat starts with that turn."""
+        before = chat.until(chat.turns[-1])
+        ids = torch.tensor(self.opening(before, where) if before.messages else [], dtype=torch.int64)
         sequence = TokenSequence(ids, torch.zeros(len(ids), dtype=torch.bool))
-        return self._with_images(sequence, messages[: _last_turn(messages)], where) if len(ids) else sequence
+        return self._with_images(sequence, before, where) if len(ids) else sequence
 
-    def _with_images(self, sequence: TokenSequence, messages: list[dict[str, Any]], where: str) -> TokenSequence:
+    def opening(self, chat: Chat, where: str) -> list[int]:
+        """Token ids of a chat up to where the assistant would write the next turn."""
+        ids = self._opening(chat, where)
+        self.template.check(chat, where, add_generation_prompt=True)
+        return ids
+
+    def _with_images(self, sequence: TokenSequence, chat: Chat, where: str) -> TokenSequence:
         if self.images is None:
             return sequence
-        images = [self.images(part["path"], where) for part in image_parts(messages)]
+        images = [self.images(part["path"], where) for part in image_parts(chat.messages)]
         return self.images.expand(sequence, images, where)
 
-    def prompt(self, messages: list[dict[str, Any]], where: str) -> list[int]:
-        """Token ids up to where the assistant would write its last turn; none where the chat starts with that turn."""
-        last = _last_turn(messages)
-        return self.opening(messages[:last], where) if last else []
+    def _opening(self, chat: Chat, where: str) -> list[int]:
+        return self.template.encode(chat, where, add_generation_prompt=True)["input_ids"] if chat.messages else []
 
-    def opening(self, messages: list[dict[str, Any]], where: str) -> list[int]:
-        """Token ids of messages up to where the assistant would write the next."""
-        return self._encode(messages, where, add_generation_prompt=True)["input_ids"]
+    def _turns(self, chat: Chat, where: str) -> list[int]:
+        """Places of the messages that are trained."""
+        turns = [turn for turn in chat.trained if self.train_on == "all" or turn == chat.turns[-1]]
+        if not turns:
+            raise InputError(
+                f"{where}: the last turn of the assistant has weight 0, and data.train_on=last trains no other: use "
+                "all, or remove the record"
+            )
+        return turns
 
-    def _loses_texts(self) -> bool:
-        """Whether the template passes over contents that are plain texts, as those of models with images may."""
-        chat = [{"role": role, "content": PROBE} for role in ("user", "assistant")]
-        try:
-            return str(self.tokenizer.apply_chat_template(chat, tokenize=False)).count(PROBE) < len(chat)
-        except Exception:  # a template is a program of its own; what it refuses, it refuses in the data, too
-            return False
+    def _marked(self, chat: Chat, turns: list[int], spans: list[Span], where: str) -> list[Span]:
+        """Of what the template marks that which belongs to some turns."""
+        if not spans:
+            raise InputError(f"{where}: the chat template marks no token as the assistant's: {MARKS_REMEDY}")
+        if len(turns) == len(chat.turns) == len(spans):
+            return spans
+        found: list[Span] = []
+        counted = 0
+        for turn in turns:
+            # A turn may have none or several, and earlier turns be written differently once later ones follow.
+            begin, end = (self._num_spans(chat.until(place), where) for place in (turn, turn + 1))
+            if not counted <= begin < end <= len(spans):
+                raise InputError(
+                    f"{where}: the chat template marks no token of turn {turn} as the assistant's: {MARKS_REMEDY}"
+                )
+            found += spans[begin:end]
+            counted = end
+        return found
 
-    def _encode(self, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
-        if self.images is None and image_parts(messages):
-            raise InputError(f"{where}: has an image, and the model only reads text: use a vision-language model")
-        if self.reads_parts_only:
-            messages = [_in_parts(message) for message in messages]
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-        except Exception as error:  # a template is a program of its own and raises what it likes
-            raise InputError(f"{where}: the chat template refuses these messages ({error})") from None
+    def _num_spans(self, chat: Chat, where: str) -> int:
+        if not chat.messages:
+            return 0
+        encoded = self.template.encode(chat, where, return_assistant_tokens_mask=True)
+        return len(_spans(encoded["assistant_masks"]))
 
-    def _marked(self, mask: list[int]) -> list[Span]:
-        edges = [i for i, (before, after) in enumerate(itertools.pairwise([0, *mask, 0])) if before != after]
-        return list(zip(edges[::2], edges[1::2], strict=True))
-
-    def _prefixed(self, messages: list[dict[str, Any]], ids: list[int], where: str) -> list[Span]:
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    def _prefixed(self, chat: Chat, turns: list[int], ids: list[int], where: str) -> list[Span]:
         spans = []
-        for turn in turns if self.train_on == "all" else turns[-1:]:
-            before = self.prompt(messages[: turn + 1], where)
-            through = self._encode(messages[: turn + 1], where)["input_ids"]
+        for turn in turns:
+            before = self._opening(chat.until(turn), where)
+            through = self.template.encode(chat.until(turn + 1), where)["input_ids"]
             if ids[: len(before)] != before or ids[: len(through)] != through or len(before) >= len(through):
-                other = ", or use data.train_on=last" if self.train_on == "all" else ""
+                other = ", or use data.train_on=last" if turn != chat.turns[-1] and not chat.start else ""
                 raise InputError(
                     f"{where}: the tokens of assistant turn {turn} cannot be told from the chat template's output "
                     f"(it writes earlier turns differently once later ones follow): {MARKS_REMEDY}{other}"
@@ -154,12 +190,7 @@ class ChatTokenizer:
         return spans
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is a list of parts."""
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _last_turn(messages: list[dict[str, Any]]) -> int:
-    """Place of the assistant's last message."""
-    return max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+def _spans(mask: list[int]) -> list[Span]:
+    """Where a mask begins and ends to be set."""
+    edges = [i for i, (before, after) in enumerate(itertools.pairwise([0, *mask, 0])) if before != after]
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch.utils.data import Dataset
 
@@ -11,7 +11,8 @@ from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.draws import Draw
 from automodel_rl.data.images import cut
-from automodel_rl.data.records import Message, Reader, read_chat, read_pair
+from automodel_rl.data.messages import Chat
+from automodel_rl.data.records import Reader, chats_of, read_chat, read_pair
 from automodel_rl.data.sources import Sources
 from automodel_rl.errors import InputError
 
@@ -66,24 +67,22 @@ class ExampleDataset(Dataset):
         self.context = row_tokens if context is None else min(context, row_tokens)
         self.sources = Sources(sources)
 
-    def _record(self, draw: Draw) -> tuple[Any, str]:
-        """What a record holds, and where it is."""
+    def _chats(self, draw: Draw) -> list[tuple[Chat, str]]:
+        """The chats of a record, and where each is."""
         record, config, where = self.sources.find(draw)
-        return type(self).read(record, config, where), where
+        return chats_of(type(self).read(record, config, where), where)
 
     def __getitem__(self, draw: Draw) -> Example | InputError:
         """An error is returned: raised in a worker process, it would come out wrapped in that worker's traceback."""
         try:
-            return self._fit(draw, self._sequences(*self._record(draw)))
+            return self._fit(draw, tuple(self.chat(chat, where) for chat, where in self._chats(draw)))
         except InputError as error:
             return error
 
     def prompt(self, draw: Draw) -> tuple[TokenSequence, str]:
-        """What comes before the assistant's last turn, and what the data has there."""
-        raise NotImplementedError
-
-    def _sequences(self, record: Any, where: str) -> tuple[TokenSequence, ...]:
-        raise NotImplementedError
+        """What comes before the assistant's last turn, and what the data has there; of the first chat of a record."""
+        chat, where = self._chats(draw)[0]
+        return self.chat.prompt_sequence(chat, where), str(chat.messages[chat.turns[-1]].get("content"))
 
     def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...]) -> Example:
         """Cuts the longest sequences until all fit a row together, or drops the example."""
@@ -102,34 +101,12 @@ class ChatDataset(ExampleDataset):
 
     read = staticmethod(read_chat)
 
-    def _sequences(self, record: list[Message], where: str) -> tuple[TokenSequence, ...]:
-        return (self.chat(record, where),)
-
-    def prompt(self, draw: Draw) -> tuple[TokenSequence, str]:
-        messages, where = self._record(draw)
-        return self.chat.prompt_sequence(messages, where), _last_text(messages)
-
 
 class PairDataset(ExampleDataset):
     """Preference pairs: the prompt with the chosen completion, and with the rejected one."""
 
     together = 2
     read = staticmethod(read_pair)
-
-    def _sequences(self, record: Any, where: str) -> tuple[TokenSequence, ...]:
-        return (
-            self.chat([*record.prompt, *record.chosen], f"{where}, chosen"),
-            self.chat([*record.prompt, *record.rejected], f"{where}, rejected"),
-        )
-
-    def prompt(self, draw: Draw) -> tuple[TokenSequence, str]:
-        record, where = self._record(draw)
-        return self.chat.prompt_sequence([*record.prompt, *record.chosen], where), _last_text(record.chosen)
-
-
-def _last_text(messages: list[Message]) -> str:
-    """What the assistant said last."""
-    return next(str(message.get("content")) for message in reversed(messages) if message["role"] == "assistant")
 
 
 def _common_limit(lengths: list[int], capacity: int) -> int:

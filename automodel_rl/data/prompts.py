@@ -76,8 +76,8 @@ class PromptStream:
     def prompt(self, draw: Draw, number: int) -> Prompt:
         """A record as a prompt, of any length."""
         record, config, where = self.sources.find(draw)
-        messages = read_prompt(record, config, where)
-        return Prompt(self.chat.opening(messages, where), read_example(record, config), number)
+        chat = read_prompt(record, config, where)
+        return Prompt(self.chat.opening(chat, where), read_example(record, config), number)
 
     def every_prompt(self) -> list[Prompt]:
         """Each record once, in the order of the files, less those that are too long."""

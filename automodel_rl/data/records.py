@@ -1,7 +1,6 @@
 """What a record must hold: a chat, a pair of completions, or a prompt. Columns are named as in TRL."""
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,37 +9,42 @@ from typing import Any
 from automodel_rl.config import DPOConfig, GRPOConfig, RunConfig, SFTConfig, SourceConfig
 from automodel_rl.config.data import Column
 from automodel_rl.config.rollout import NEED_ANSWER
+from automodel_rl.data.messages import Chat, Message, checked_messages, checked_tools
 from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better and a worse completion, as messages."""
+    """A prompt with a better completion, and with a worse one."""
 
-    prompt: list[Message]
-    chosen: list[Message]
-    rejected: list[Message]
+    chosen: Chat
+    rejected: Chat
 
 
-Reader = Callable[[dict[str, Any], SourceConfig, str], Any]
+Reader = Callable[[dict[str, Any], SourceConfig, str], Chat | Pair]
 """(record, its source's config, where it is) -> what the record holds."""
 
 
-def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> list[Message]:
+def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
     """The chat of a record.
 
     Raises:
         InputError: no messages, or none by the assistant.
     """
-    messages = _messages(_column(record, config, "messages", where), "messages", where)
+    messages = checked_messages(_column(record, config, "messages", where), "messages", where)
     messages = _with_images(messages, record, config, where)
-    if not any(message["role"] == "assistant" for message in messages):
-        roles = ", ".join(str(message["role"]) for message in messages) or "none"
+    chat = Chat(messages, _tools(record, config, where))
+    if not chat.turns:
+        roles = ", ".join(message["role"] for message in messages) or "none"
         raise InputError(f"{where}: no assistant turn to learn from, roles are {roles}: add one or remove the record")
-    return messages
+    return _with_trained(chat, where)
+
+
+def _with_trained(chat: Chat, where: str) -> Chat:
+    if not chat.trained:
+        raise InputError(f"{where}: all turns of the assistant have weight 0: give one weight 1, or remove the record")
+    return chat
 
 
 def _with_images(messages: list[Message], record: dict[str, Any], config: SourceConfig, where: str) -> list[Message]:
@@ -49,12 +53,9 @@ def _with_images(messages: list[Message], record: dict[str, Any], config: Source
     images = record.get(config.columns.get("images", "images"))
     images = iter([] if images is None else images if isinstance(images, list) else [images])
 
-    def named(part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text":
+    def named(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] == "text":
             return part
-        if kind != "image":
-            raise InputError(f"{where}: a part of content has type {kind!r}: use parts of type text and image only")
         source = part.get("path") or part.get("image") or next(images, None)
         if source is None:
             raise InputError(f"{where}: a part of type image has no picture: name one for each in the column images")
@@ -102,27 +103,32 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
     Raises:
         InputError: one is missing, or a completion does not end with the assistant.
     """
-    prompt = _messages(_column(record, config, "prompt", where), "prompt", where, role="user")
-    completions = []
-    for name in ("chosen", "rejected"):
-        column: Any = name
-        messages = _messages(_column(record, config, column, where), name, where, role="assistant")
+    prompt = checked_messages(_column(record, config, "prompt", where), "prompt", where, role="user")
+    tools = _tools(record, config, where)
+    columns: tuple[Column, Column] = ("chosen", "rejected")
+    chats = []
+    for name in columns:
+        messages = checked_messages(_column(record, config, name, where), name, where, role="assistant")
         if not messages or messages[-1]["role"] != "assistant":
             raise InputError(f"{where}: {name} must end with a turn of the assistant: add one or remove the record")
-        completions.append(messages)
-    return Pair(prompt, *completions)
+        chats.append(_with_trained(Chat([*prompt, *messages], tools, start=len(prompt)), f"{where}, {name}"))
+    return Pair(*chats)
 
 
-def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> list[Message]:
+def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
     """The prompt of a record, messages or a text.
 
     Raises:
         InputError: it is missing or empty, or the assistant spoke last.
     """
-    prompt = _messages(_column(record, config, "prompt", where), "prompt", where, role="user")
+    prompt = checked_messages(_column(record, config, "prompt", where), "prompt", where, role="user")
     if not prompt or prompt[-1]["role"] == "assistant":
         raise InputError(f"{where}: prompt must end with a turn that the assistant can answer")
-    return prompt
+    return Chat(prompt, _tools(record, config, where), start=len(prompt))
+
+
+def _tools(record: dict[str, Any], config: SourceConfig, where: str) -> tuple[dict[str, Any], ...]:
+    return checked_tools(record.get(config.columns.get("tools", "tools")), where)
 
 
 def read_example(record: dict[str, Any], config: SourceConfig) -> dict[str, Any]:
@@ -130,27 +136,50 @@ def read_example(record: dict[str, Any], config: SourceConfig) -> dict[str, Any]
     return {**record, **{column: record[name] for column, name in config.columns.items() if name in record}}
 
 
-def check_data(config: RunConfig) -> None:
-    """Reads every record of a run, so that bad ones are known before anything starts."""
+def check_data(config: RunConfig) -> list[tuple[Chat, str]]:
+    """Reads every record of a run, so that bad ones are known before anything starts.
+
+    Returns:
+        The first chat of each kind, and where it is: what a chat template must be able to write.
+    """
     if isinstance(config, GRPOConfig):
         needs_answer = next((r.function for r in config.rewards if r.function in NEED_ANSWER), None)
         read: Reader = functools.partial(_read_prompt_with_answer, needs_answer) if needs_answer else read_prompt
-        check_records([*config.data.train, *config.data.validation], read)
-    elif isinstance(config, DPOConfig):
-        check_records([*config.data.train, *config.data.validation], read_pair)
-    elif isinstance(config, SFTConfig):
-        check_records([*config.data.train, *config.data.validation], read_chat)
+        return check_records([*config.data.train, *config.data.validation], read)
+    if isinstance(config, DPOConfig):
+        return check_records([*config.data.train, *config.data.validation], read_pair)
+    if isinstance(config, SFTConfig):
+        return check_records([*config.data.train, *config.data.validation], read_chat)
+    return []
 
 
-def check_records(sources: Sequence[SourceConfig], read: Reader) -> None:
-    """Reads every record of some sources."""
+def check_records(sources: Sequence[SourceConfig], read: Reader) -> list[tuple[Chat, str]]:
+    """Reads every record of some sources; what it returns is as of `check_data`."""
+    first: dict[Any, tuple[Chat, str]] = {}
     for config in sources:
         source = open_source(config)
+        missing = dict(config.columns)
         for number, record in enumerate(source):
-            read(record, config, source.where(number))
+            where = source.where(number)
+            for chat, place in chats_of(read(record, config, where), where):
+                first.setdefault(chat.kind, (chat, place))
+            missing = {column: name for column, name in missing.items() if name not in record}
+        for column, name in missing.items():  # one that must be there is missed in the first record
+            raise InputError(
+                f"{config.path}: no record has the column {name!r}, which columns name for the {column}: name another, "
+                "or leave it out"
+            )
+    return [*first.values()]
 
 
-def _read_prompt_with_answer(reward: str, record: dict[str, Any], config: SourceConfig, where: str) -> list[Message]:
+def chats_of(held: Chat | Pair, where: str) -> list[tuple[Chat, str]]:
+    """The chats of what a record holds, and where each is."""
+    if isinstance(held, Chat):
+        return [(held, where)]
+    return [(held.chosen, f"{where}, chosen"), (held.rejected, f"{where}, rejected")]
+
+
+def _read_prompt_with_answer(reward: str, record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
     answer = read_example(record, config).get("answer")
     if answer is None or answer == "":
         raise InputError(
@@ -168,16 +197,3 @@ def _column(record: dict[str, Any], config: SourceConfig, column: Column, where:
             f"columns: {{{column}: NAME}}"
         )
     return record[name]
-
-
-def _messages(value: Any, column: str, where: str, role: str | None = None) -> list[Message]:
-    """Checked messages; a text is one message by `role`, where texts are allowed."""
-    if isinstance(value, str) and role is not None:
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list) or not all(isinstance(m, dict) and "role" in m for m in value):
-        text = "" if role is None else "a text or "
-        raise InputError(f"{where}: {column} must be {text}a list of objects with role and content")
-    for turn, message in enumerate(value):
-        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            raise InputError(f"{where}: turn {turn} has no text in content, only {json.dumps(message)[:80]}")
-    return value

@@ -44,8 +44,7 @@ class DPOTrainer:
         self.config = config
         self.loss = choose_loss(config, functools.partial(dpo_loss, config=config.loss))
         directory, self.handle, self.tokenizer = open_run(config, resume)
-        # What the assistant said within the prompt is no part of either completion.
-        chat = ChatTokenizer(self.tokenizer, train_on="last")
+        chat = ChatTokenizer(self.tokenizer, train_on="all")
         self.data = PackedData(config, PairDataset, chat, self.handle)
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
         # All of these before a checkpoint takes the place of the weights that training starts from.

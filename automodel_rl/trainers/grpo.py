@@ -54,7 +54,7 @@ class GRPOTrainer:
         _check_model(config)
         self.loss = choose_loss(config, _own_loss(config))
         directory, self.handle, self.tokenizer = open_run(config, resume)
-        chat = ChatTokenizer(self.tokenizer, train_on="last")
+        chat = ChatTokenizer(self.tokenizer, train_on="all")
         seed = config.seed if config.data.shuffle else None
         self.prompts = PromptStream(config.data.train, chat, config.rollout.max_prompt_tokens, seed)
         self.prompts.check_fit()

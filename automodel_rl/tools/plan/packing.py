@@ -6,8 +6,7 @@ from pathlib import Path
 
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
-from automodel_rl.config.families import VISION_FAMILIES
-from automodel_rl.model.hf_read import describe_model, language_config, read_config, resolve_checkpoint
+from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
 
 AnyConfig = SFTConfig | DPOConfig | GRPOConfig
 
@@ -41,17 +40,13 @@ def measure_packing(config: AnyConfig) -> Packing:
         return Packing(math.ceil(count / (capacity // longest)), None)
     if not all(Path(source.path).is_file() for source in config.data.train):
         return Packing(count, None)
-    from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
+    from automodel_rl.data.chat import open_chat_tokenizer
     from automodel_rl.data.draws import GlobalBatches
     from automodel_rl.data.examples import ChatDataset, PairDataset, checked
-    from automodel_rl.data.images import ImageReader
 
-    folder = resolve_checkpoint(config.model.path, with_weights=False)
-    full = read_config(folder)
-    tokenizer = load_tokenizer(folder, config.data, language_config(full).vocab_size, config.model.trust_remote_code)
-    kind, train_on = (ChatDataset, config.data.train_on) if isinstance(config, SFTConfig) else (PairDataset, "last")
-    chat = ChatTokenizer(tokenizer, train_on, ImageReader(folder, full) if full.model_type in VISION_FAMILIES else None)
-    dataset = kind(config.data.train, chat, capacity, describe_model(full).context, config.data.overlong)
+    kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
+    context = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False))).context
+    dataset = kind(config.data.train, open_chat_tokenizer(config), capacity, context, config.data.overlong)
     size = min(count // kind.together, SAMPLE)
     draws = next(iter(GlobalBatches(dataset.sources.sizes, dataset.sources.weights, size, config.seed)))
     examples = [checked(dataset[draw]) for draw in draws]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train
+from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train, trainer_of
 from tests.rank_pool import RankPool
 
 
@@ -57,6 +57,26 @@ def test_pairs_that_are_too_long_are_cut_or_left_out(ranks: RankPool, workspace:
         ranks(1).run(train, settings)
         (row,) = metrics_of(tmp_path / overlong)
         assert row[count] > 0
+
+
+def trained_texts(settings: Settings) -> list[str]:
+    """What is trained of the chosen and of the rejected completion of the first pair."""
+    trainer = trainer_of(settings)
+    sequences = trainer.data.train.dataset[(0, 0)].sequences
+    return [trainer.tokenizer.decode(sequence.input_ids[sequence.loss_mask]) for sequence in sequences]
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_every_turn_of_a_completion_is_trained_and_none_of_the_prompt(
+    ranks: RankPool, workspace: Path, tmp_path: Path, role: str
+) -> None:
+    question, answer = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}
+    more = [answer | {"content": "Five."}, {"role": role, "content": "And then?"}, answer | {"content": "Six."}]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": [question, answer, question], "chosen": more, "rejected": "Three."}) + "\n")
+    settings = values(workspace, tmp_path / "run", data={"train": [{"path": str(path)}]})
+    (texts,) = ranks(1).run(trained_texts, settings)
+    assert texts == ["Five.<|im_end|>Six.<|im_end|>", "Three.<|im_end|>"]
 
 
 def spoil(settings: Settings, folder: Path, **changes: Any) -> None:

@@ -6,21 +6,24 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.messages import Chat
 from automodel_rl.errors import InputError
 from automodel_rl.quickstart.model import train_tokenizer
 
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "one and one?"},
-    {"role": "assistant", "content": "two"},
-    {"role": "user", "content": "and one?"},
-    {"role": "assistant", "content": "three"},
-]
+CHAT = Chat(
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one and one?"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "and one?"},
+        {"role": "assistant", "content": "three"},
+    ]
+)
 
 
 @pytest.fixture(scope="module")
 def marked() -> PreTrainedTokenizerFast:
-    return train_tokenizer([m["content"] for m in CHAT], vocab_size=300)
+    return train_tokenizer([m["content"] for m in CHAT.messages], vocab_size=300)
 
 
 def without_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -54,7 +57,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_
     plain = without_marks(marked)
     plain.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{{ m['content'] if loop.last or m['role'] != 'assistant' else '...' }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{{ '' if loop.last or m['role'] != 'assistant' else '... ' }}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     with pytest.raises(InputError, match=r"here: the tokens of assistant turn 2 cannot be told .* data.train_on=last"):
@@ -73,7 +76,7 @@ def test_marks_that_never_apply_are_refused(marked: PreTrainedTokenizerFast) -> 
 
 
 def test_a_prompt_ends_where_the_assistant_would_write(marked: PreTrainedTokenizerFast) -> None:
-    prompt = marked.decode(ChatTokenizer(marked, "all").prompt(CHAT, "here"))
+    prompt = marked.decode(ChatTokenizer(marked, "all").prompt_sequence(CHAT, "here").input_ids)
     assert prompt.endswith("and one?<|im_end|>\n<|im_start|>assistant\n")
 
 

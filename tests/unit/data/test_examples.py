@@ -9,6 +9,7 @@ import torch
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.examples import ChatDataset, Example, PairDataset
+from automodel_rl.data.messages import Chat
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -16,8 +17,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Letters:
     """A token for every letter of the last message; all of them are trained."""
 
-    def __call__(self, messages: list[dict], where: str) -> TokenSequence:
-        ids = torch.tensor([LETTERS.index(letter) for letter in messages[-1]["content"]])
+    def __call__(self, chat: Chat, where: str) -> TokenSequence:
+        ids = torch.tensor([LETTERS.index(letter) for letter in chat.messages[-1]["content"]])
         return TokenSequence(ids, torch.ones(len(ids), dtype=torch.bool))
 
 

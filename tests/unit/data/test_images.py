@@ -13,6 +13,7 @@ from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.images import ImageReader, cut
+from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import read_chat
 from automodel_rl.errors import InputError
 from automodel_rl.model.hf_read import read_config
@@ -96,7 +97,7 @@ def test_texts_are_not_lost_by_a_template_that_reads_parts_only(tmp_path: Path) 
         {"role": "user", "content": "And this?"},
         {"role": "assistant", "content": "blue."},
     ]
-    sequence = ChatTokenizer(tokenizer, "all", reader)(chat, "here")
+    sequence = ChatTokenizer(tokenizer, "all", reader)(Chat(chat), "here")
     text = tokenizer.decode(sequence.input_ids[sequence.input_ids != reader.token_id])
     assert text == "user: What is this?;assistant: red.;user: And this?;assistant: blue.;"
     assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]) == "red.;blue.;"
@@ -122,5 +123,5 @@ def test_bytes_of_a_dataset_are_pictures() -> None:
         "messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "yes"}],
         "images": [{"bytes": b"...", "path": None}],
     }
-    (user, _) = read_chat(record, SourceConfig(path="chats.jsonl"), "chats.jsonl:1")
+    (user, _) = read_chat(record, SourceConfig(path="chats.jsonl"), "chats.jsonl:1").messages
     assert user["content"] == [{"type": "image", "path": b"..."}]

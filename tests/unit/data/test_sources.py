@@ -7,7 +7,8 @@ import pytest
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.data import sources
-from automodel_rl.data.records import check_records, read_chat, read_pair, read_prompt
+from automodel_rl.data.messages import Chat
+from automodel_rl.data.records import Reader, chats_of, check_records, read_chat, read_pair, read_prompt
 from automodel_rl.data.sources import JsonLines, open_source
 from automodel_rl.errors import InputError
 
@@ -26,7 +27,7 @@ def test_records_are_read_by_number_over_blank_lines_and_without_a_last_newline(
 
 def test_columns_may_have_other_names() -> None:
     config = SourceConfig(path="x", columns={"messages": "chat"})
-    assert read_chat({"chat": CHAT["messages"]}, config, "x") == CHAT["messages"]
+    assert read_chat({"chat": CHAT["messages"]}, config, "x").messages == CHAT["messages"]
 
 
 def test_a_folder_is_opened_as_a_dataset(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_a_folder_is_opened_as_a_dataset(tmp_path: Path) -> None:
     config = SourceConfig(path=str(folder))
     source = open_source(config)
     assert len(source) == 2
-    assert read_chat(source[1], config, "x") == CHAT["messages"]
+    assert read_chat(source[1], config, "x").messages == CHAT["messages"]
     assert source.where(1) == f"{folder}[train]: record 1"
     check_records([config], read_chat)
     with pytest.raises(InputError, match="neither a .jsonl file nor a dataset with split 'nosplit'"):
@@ -69,10 +70,10 @@ def test_a_missing_file_is_named() -> None:
 
 def test_texts_stand_for_messages_in_pairs_and_prompts() -> None:
     pair = read_pair({"prompt": "p", "chosen": "c", "rejected": "r"}, SourceConfig(path="x"), "x:1")
-    assert pair.prompt == [{"role": "user", "content": "p"}]
-    assert pair.chosen == [{"role": "assistant", "content": "c"}]
+    prompt, chosen = {"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}
+    assert pair.chosen == Chat([prompt, chosen], start=1)
     config = SourceConfig(path="x", columns={"prompt": "question"})
-    assert read_prompt({"question": "p"}, config, "x:1") == pair.prompt
+    assert read_prompt({"question": "p"}, config, "x:1") == Chat([prompt], start=1)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +96,88 @@ def test_a_folder_with_too_many_files_is_no_dataset(tmp_path: Path, monkeypatch:
         (tmp_path / f"{number}.txt").write_text("")
     with pytest.raises(InputError, match="holds more than 3 files: give the folder"):
         open_source(SourceConfig(path=str(tmp_path)))
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+RECORDS: dict[Reader, dict] = {
+    read_chat: CHAT,
+    read_pair: {"prompt": "p", "chosen": "c", "rejected": "r"},
+    read_prompt: {"prompt": "p"},
+}
+
+
+@pytest.mark.parametrize("read", RECORDS, ids=lambda read: read.__name__)
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]]], ids=["list", "json", "bare"])
+def test_tools_of_a_record_belong_to_its_chats(read: Reader, tools: object) -> None:
+    expected = (TOOL["function"],) if tools == [TOOL["function"]] else (TOOL,)
+    for name, columns in (("tools", {}), ("functions", {"tools": "functions"})):
+        chats = chats_of(read({**RECORDS[read], name: tools}, SourceConfig(path="x", columns=columns), "x:1"), "x:1")
+        assert [chat.tools for chat, _ in chats] == [expected] * len(chats)
+
+
+@pytest.mark.parametrize("tools", [None, "", [], "null", "[]"])
+def test_no_tools_are_none(tools: object) -> None:
+    assert read_chat({**CHAT, "tools": tools}, SourceConfig(path="x"), "x:1").tools == ()
+
+
+@pytest.mark.parametrize("read", RECORDS, ids=lambda read: read.__name__)
+@pytest.mark.parametrize("tools", [["calculator"], "calculator", {"name": "f"}, [{"function": "f"}], 3])
+def test_tools_that_are_no_schemas_are_refused(read: Reader, tools: object) -> None:
+    with pytest.raises(InputError, match="x:1: tools .*JSON schemas"):
+        read({**RECORDS[read], "tools": tools}, SourceConfig(path="x"), "x:1")
+
+
+ANSWER, QUESTION = CHAT["messages"][1], CHAT["messages"][0]
+
+
+def test_turns_of_weight_0_and_those_of_a_prompt_are_not_trained() -> None:
+    messages = [QUESTION, ANSWER | {"weight": 0}, QUESTION | {"weight": 0}, ANSWER | {"weight": 1}, QUESTION, ANSWER]
+    assert read_chat({"messages": messages}, SourceConfig(path="x"), "x:1").trained == [3, 5]
+    pair = read_pair({"prompt": messages[:3], "chosen": messages[3:], "rejected": "r"}, SourceConfig(path="x"), "x:1")
+    assert (pair.chosen.trained, pair.rejected.trained) == ([3, 5], [3])
+    assert read_prompt({"prompt": messages[:3]}, SourceConfig(path="x"), "x:1").trained == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([QUESTION, ANSWER | {"weight": 0}], "all turns of the assistant have weight 0"),
+        ([QUESTION, ANSWER | {"weight": 0.5}], "weight of turn 1 is 0.5: give 0 .not trained. or 1"),
+        ([QUESTION, ANSWER | {"weight": True}], "weight of turn 1 is True"),
+        ([QUESTION, ANSWER | {"weight": "0"}], "weight of turn 1 is '0'"),
+        ([QUESTION | {"weight": 1}, ANSWER], "weight of turn 0 is 1, and turns of role user are never trained"),
+        ([QUESTION, ANSWER | {"tool_calls": [{"id": 1}]}], "tool_calls of turn 1 must be a list of objects"),
+        ([QUESTION, ANSWER | {"tool_calls": "f()"}], "tool_calls of turn 1 must be a list of objects"),
+        ([QUESTION | {"content": [{"type": "text", "text": 3}]}, ANSWER], "a part of type text has 3 for text"),
+        ([QUESTION | {"content": [{"type": "video"}]}, ANSWER], "a part of content has type 'video'"),
+    ],
+)
+def test_messages_that_are_none_are_refused_in_all_kinds_of_records(messages: list[dict], message: str) -> None:
+    with pytest.raises(InputError, match=f"x:1.*: {message}"):
+        read_chat({"messages": messages}, SourceConfig(path="x"), "x:1")
+    record = {"prompt": messages[:1], "chosen": messages[1:], "rejected": "r"}
+    with pytest.raises(InputError, match=f"x:1.*: {message.replace('turn 1', 'turn 0')}"):
+        read_pair(record, SourceConfig(path="x"), "x:1")
+
+
+def test_keys_that_are_null_are_not_there() -> None:
+    message = ANSWER | {"tool_calls": None, "weight": None, "reasoning_content": None}
+    assert read_chat({"messages": [message]}, SourceConfig(path="x"), "x:1").messages == [ANSWER]
+
+
+def test_a_column_that_no_record_has_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(CHAT) + "\n" + json.dumps(CHAT | {"functions": [TOOL]}) + "\n")
+    check_records([SourceConfig(path=str(path), columns={"tools": "functions"})], read_chat)
+    with pytest.raises(InputError, match="d.jsonl: no record has the column 'function', which columns name"):
+        check_records([SourceConfig(path=str(path), columns={"tools": "function"})], read_chat)
+
+
+def test_of_every_kind_of_chat_the_first_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    odd = {"messages": [QUESTION, ANSWER | {"reasoning_content": "a"}]}
+    path.write_text(
+        "".join(json.dumps(record) + "\n" for record in (CHAT, CHAT, odd, CHAT, odd, CHAT | {"tools": [TOOL]}))
+    )
+    found = check_records([SourceConfig(path=str(path))], read_chat)
+    assert [where for _, where in found] == [f"{path}:1", f"{path}:3", f"{path}:6"]

@@ -1,0 +1,202 @@
+"""What chat templates leave out of a chat is told in one line, and what they write is not held against them."""
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.messages import Chat
+from automodel_rl.errors import InputError
+from automodel_rl.quickstart.model import train_tokenizer
+from tests.unit.data import templates
+
+Message = dict[str, Any]
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather of a city.", "parameters": {"type": "object"}},
+}
+SYSTEM = {"role": "system", "content": "Be brief."}
+QUESTION = {"role": "user", "content": "Is it cold in Oslo?"}
+ANSWER = {"role": "assistant", "content": "yes"}
+THANKS = {"role": "user", "content": "yes"}
+RESULT = {"role": "tool", "name": "weather", "tool_call_id": "1", "content": "-5"}
+
+
+def call(arguments: Any, content: Any = "") -> Message:
+    function = {"name": "weather", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = train_tokenizer(["Is it cold in Oslo? yes"], vocab_size=300)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def written(template: str, *messages: Message, tools: tuple = ()) -> str:
+    """The whole text of a chat."""
+    tokenizer = tokenizer_of(template)
+    return tokenizer.decode(ChatTokenizer(tokenizer, "all")(Chat([*messages], tools), "d.jsonl:1").input_ids)
+
+
+def trained(template: str, *messages: Message, train_on: str = "all", start: int = 0) -> str:
+    """The part of a chat that is trained."""
+    tokenizer = tokenizer_of(template)
+    sequence = ChatTokenizer(tokenizer, train_on)(Chat([*messages], start=start), "d.jsonl:1")
+    return tokenizer.decode(sequence.input_ids[sequence.loss_mask])
+
+
+TOOLS_USED = (QUESTION, call({"city": "Oslo"}), RESULT, ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (templates.CHATML, (SYSTEM, QUESTION, ANSWER, THANKS, ANSWER)),
+        (templates.QWEN2, (SYSTEM, *TOOLS_USED)),
+        (templates.QWEN2, (QUESTION, call('{"city": "Oslo"}', content=None), RESULT, ANSWER)),
+        (templates.QWEN2, (QUESTION, call({}), RESULT, ANSWER)),
+        (templates.QWEN3, (QUESTION, {**ANSWER, "reasoning_content": "Oslo is north."})),
+        (templates.QWEN3, (QUESTION, {**ANSWER, "content": "<think>\n\n</think>\n\nyes"})),
+        (templates.QWEN3, (QUESTION, {**ANSWER, "content": "<think>\nOslo is north.\n</think>\n\nyes"})),
+        (templates.MARKED_QWEN3, (SYSTEM, *TOOLS_USED)),
+        (templates.LLAMA3, (SYSTEM, *TOOLS_USED)),
+        (templates.LLAMA3, ({**QUESTION, "content": "  spaces \n"}, {**ANSWER, "content": " yes\n"})),
+        (templates.CHATML, (QUESTION, {**ANSWER, "reasoning_content": None, "tool_calls": [], "refusal": None})),
+    ],
+)
+def test_what_is_written_in_any_form_is_accepted(template: str, messages: tuple[Message, ...]) -> None:
+    assert "yes" in written(template, *messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "what"),
+    [
+        (templates.CHATML, TOOLS_USED, "tool_calls.0.function.name of turn 1 (role assistant)"),
+        (templates.CHATML, (QUESTION, {**ANSWER, "reasoning_content": "a"}), "reasoning_content of turn 1"),
+        (templates.CHATML, (QUESTION, {**ANSWER, "thinking": "yes"}), "thinking of turn 1"),
+        (templates.CHATML, ({**QUESTION, "name": "Ola"}, ANSWER), "name of turn 0 (role user)"),
+        (templates.CHATML, (QUESTION, {**ANSWER, "function_call": {"name": "f"}}), "function_call of turn 1"),
+        (templates.CHATML, (QUESTION, {**ANSWER, "audio": ["x"]}), "audio of turn 1"),
+        (templates.LLAMA3, (QUESTION, call({"city": "Oslo"}, "I look."), RESULT, ANSWER), "content of turn 1"),
+        (templates.R1, (QUESTION, {**ANSWER, "content": "<think>cold</think>yes"}), "what comes before </think>"),
+        (templates.R1, (QUESTION, {**ANSWER, "content": "a</think>yes"}, THANKS, ANSWER), "what comes before </think>"),
+        (
+            "{% for m in messages if m.role != 'system' %}{{ m.role + m.content }}{% endfor %}",
+            (SYSTEM, QUESTION, ANSWER),
+            "content of turn 0 (role system)",
+        ),
+        (
+            templates.QWEN3,
+            (QUESTION, {"role": "assistant", "content": "", "reasoning_content": "a"}, THANKS, ANSWER),
+            "reasoning_content of turn 1",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_template_leaves_out_is_named(template: str, messages: tuple[Message, ...], what: str) -> None:
+    with pytest.raises(InputError) as caught:
+        written(template, *messages)
+    assert f"d.jsonl:1: the chat template leaves out {what}" in str(caught.value)
+    assert "give data.chat_template a template that writes it, or remove it" in str(caught.value)
+
+
+def test_a_text_that_is_elsewhere_in_the_chat_does_not_hide_that_it_is_left_out() -> None:
+    """The thought is a word that the answer has, too."""
+    with pytest.raises(InputError, match="leaves out reasoning_content of turn 1"):
+        written(templates.CHATML, QUESTION, {**ANSWER, "reasoning_content": "yes"})
+
+
+THOUGHT = {**ANSWER, "reasoning_content": "Oslo is north."}
+
+
+def test_thoughts_of_earlier_turns_may_be_forgotten_where_the_template_writes_those_of_the_last() -> None:
+    chat = (QUESTION, THOUGHT, THANKS, THOUGHT)
+    assert "Oslo is north" in trained(templates.QWEN3, *chat, train_on="last")
+    assert trained(templates.MARKED_QWEN3, *chat).count("Oslo is north") == 1
+    with pytest.raises(InputError, match="the tokens of assistant turn 1 cannot be told .* data.train_on=last"):
+        trained(templates.QWEN3, *chat)
+
+
+def test_thoughts_between_calls_are_trained() -> None:
+    thoughtful = {**call({"city": "Oslo"}), "reasoning_content": "I look."}
+    assert trained(templates.QWEN3, QUESTION, thoughtful, RESULT, ANSWER).count("I look.") == 1
+
+
+def test_a_prompt_may_have_thoughts_that_its_template_forgets() -> None:
+    messages = [QUESTION, {**ANSWER, "content": "<think>cold</think>yes"}, THANKS]
+    opening = ChatTokenizer(tokenizer_of(templates.R1), "all").opening(Chat(messages, start=3), "d.jsonl:1")
+    assert tokenizer_of(templates.R1).decode(opening).endswith("<|Assistant|><think>\n")
+
+
+@pytest.mark.parametrize("form", [(TOOL,), (TOOL["function"],)], ids=["wrapped", "bare"])
+def test_tools_are_written_or_refused(form: tuple) -> None:
+    assert '"description": "Weather of a city."' in written(templates.QWEN2, *TOOLS_USED, tools=form)
+    with pytest.raises(InputError, match="d.jsonl:1: the chat template leaves out tools, such as 'weather'"):
+        written(templates.CHATML, QUESTION, ANSWER, tools=form)
+
+
+def test_tools_are_part_of_a_prompt_and_of_what_comes_before_a_turn() -> None:
+    tokenizer = tokenizer_of(templates.QWEN3)
+    chat = Chat([QUESTION], (TOOL,), start=1)
+    assert "Weather of a city" in tokenizer.decode(ChatTokenizer(tokenizer, "all").opening(chat, "d.jsonl:1"))
+    sequence = ChatTokenizer(tokenizer, "all")(Chat([QUESTION, ANSWER], (TOOL,)), "d.jsonl:1")
+    assert "Weather of a city" not in tokenizer.decode(sequence.input_ids[sequence.loss_mask])
+    tokenizer.chat_template = templates.CHATML
+    with pytest.raises(InputError, match="leaves out tools"):
+        ChatTokenizer(tokenizer, "all").opening(chat, "d.jsonl:1")
+
+
+PARTS = ({"role": "user", "content": [text("Is it "), text("cold?")]}, {"role": "assistant", "content": [text("yes")]})
+
+
+@pytest.mark.parametrize("template", [templates.CHATML, templates.PRINTS_PARTS, templates.QWEN3, templates.PARTS_ONLY])
+def test_parts_of_text_are_written_as_the_texts_they_stand_for(template: str) -> None:
+    texts = ({"role": "user", "content": "Is it cold?"}, ANSWER)
+    assert written(template, *PARTS) == written(template, *texts)
+    assert "Is it cold?" in written(template, *PARTS)
+    assert "yes" in trained(template, *PARTS)
+
+
+def test_an_unknown_key_that_the_template_reads_is_accepted() -> None:
+    template = templates.CHATML.replace("message['role'] +", "message['role'] + ('!' if message.loud else '') +")
+    assert "user!" in written(template, {**QUESTION, "loud": True}, ANSWER)
+    with pytest.raises(InputError, match="leaves out loud of turn 0"):
+        written(templates.CHATML, {**QUESTION, "loud": True}, ANSWER)
+
+
+@pytest.mark.parametrize("template", [templates.QWEN2, templates.MARKED_QWEN3], ids=["plain", "marked"])
+def test_turns_of_weight_0_and_turns_of_the_prompt_are_not_trained(template: str) -> None:
+    first, second, third = ({**ANSWER, "content": word} for word in ("one", "two", "three"))
+    chat = (QUESTION, first, THANKS, second, THANKS, third)
+
+    def words(*messages: Message, **options: Any) -> list[str]:
+        found = trained(template, *messages, **options)
+        return [word for word in ("one", "two", "three") if word in found]
+
+    assert words(*chat) == ["one", "two", "three"]
+    assert words(QUESTION, {**first, "weight": 0}, THANKS, {**second, "weight": 1}, THANKS, third) == ["two", "three"]
+    assert words(*chat[:-1], {**third, "weight": 0}) == ["one", "two"]
+    assert words(*chat, start=2) == ["two", "three"]
+    assert words(*chat, train_on="last") == ["three"]
+
+
+def test_a_marked_turn_without_a_marked_token_is_refused() -> None:
+    """Its tool call is written outside of the marks, and it says nothing else."""
+    template = (
+        "{% for m in messages %}{{ m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    assert trained(template, QUESTION, call({"city": "Oslo"}, "I look."), RESULT, ANSWER) == "I look.yes"
+    with pytest.raises(InputError, match="d.jsonl:1: the chat template marks no token of turn 1 as the assistant's"):
+        trained(template, *TOOLS_USED)
