@@ -50,7 +50,7 @@ class ExamplesConfig(SourcesConfig):
 
 class DataConfig(ExamplesConfig):
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns that count in the loss: all of them, or only the last."""
+    """Assistant turns that count in the loss: all of them, or only the last; in either case none of weight 0."""
 
 
 class PromptDataConfig(SourcesConfig):

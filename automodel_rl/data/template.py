@@ -1,5 +1,6 @@
 """A tokenizer's chat template: what it makes of chats, and what of them it leaves out."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class ChatTemplate:
         self.tokenizer, self.sees_images = tokenizer, sees_images
         self.has_marks = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
         self.reads_parts_only = self._reads_parts_only()
+        self.quotes_arguments = self._quotes_arguments()
 
     def encode(self, chat: Chat, where: str, **options: Any) -> Any:
         """What the tokenizer gives for a chat.
@@ -152,10 +154,19 @@ class ChatTemplate:
         )
         return num_texts < len(roles) <= num_parts
 
+    def _quotes_arguments(self) -> bool:
+        """Whether JSON in arguments comes out as JSON of a text, so that they must be objects."""
+        function = {"name": PROBE, ARGUMENTS: json.dumps({PROBE: PROBE})}
+        calls = [{"id": "123456789", "type": "function", "function": function}]
+        messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        return f'\\"{PROBE}' in (self._text({"messages": messages, "tools": []}) or "")
+
     def _tree(self, chat: Chat) -> Tree:
         """The chat in the form that the template reads."""
         form = _in_parts if self.reads_parts_only else _in_one
         messages = [form({k: v for k, v in message.items() if k != "weight"}) for message in chat.messages]
+        if self.quotes_arguments:
+            messages = [_with_objects(message) for message in messages]
         return {"messages": messages, "tools": list(chat.tools)}
 
 
@@ -171,6 +182,26 @@ def _in_one(message: Message) -> Message:
     if not isinstance(content, list) or any(part["type"] != "text" for part in content):
         return message
     return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _with_objects(message: Message) -> Message:
+    """A message whose calls have objects for arguments where these are JSON of one."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = function_of(call)
+        function = {**function, ARGUMENTS: _parsed(function[ARGUMENTS])} if ARGUMENTS in function else function
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        value = json.loads(arguments)
+    except (TypeError, ValueError):  # objects already, or no JSON
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _leaves(tree: Tree) -> Iterator[Leaf]:

@@ -167,6 +167,13 @@ def test_parts_of_text_are_written_as_the_texts_they_stand_for(template: str) ->
     assert "yes" in trained(template, *PARTS)
 
 
+@pytest.mark.parametrize("template", [templates.LLAMA3, templates.QWEN2])
+def test_arguments_in_json_are_written_as_the_objects_they_stand_for(template: str) -> None:
+    text = written(template, QUESTION, call('{"city": "Oslo"}'), RESULT, ANSWER)
+    assert text == written(template, QUESTION, call({"city": "Oslo"}), RESULT, ANSWER)
+    assert '{"city": "Oslo"}' in text
+
+
 def test_an_unknown_key_that_the_template_reads_is_accepted() -> None:
     template = templates.CHATML.replace("message['role'] +", "message['role'] + ('!' if message.loud else '') +")
     assert "user!" in written(template, {**QUESTION, "loud": True}, ANSWER)
