@@ -7,7 +7,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from automodel_rl.batch import Image, PackedBatch, RouterShape, Routes, TokenSequence, pack, read_routes, unpack
+    from automodel_rl.batch import (
+        Image,
+        PackedBatch,
+        RouterShape,
+        Routes,
+        TokenSequence,
+        in_packed_order,
+        pack,
+        read_routes,
+        unpack,
+    )
     from automodel_rl.config import (
         CorrectionConfig,
         DPOConfig,
@@ -28,9 +38,10 @@ if TYPE_CHECKING:
         load_config,
     )
     from automodel_rl.engine import Engine, TrainOutput
-    from automodel_rl.errors import InputError
+    from automodel_rl.errors import InputError, MicrobatchError
     from automodel_rl.losses import LossOutput, Readout, TokenOutputs, dpo_loss, grpo_loss, sft_loss
     from automodel_rl.model.handle import ModelHandle
+    from automodel_rl.parallel.agreement import GlobalRows
     from automodel_rl.trainers.dpo import DPOTrainer
     from automodel_rl.trainers.grpo import GRPOTrainer
     from automodel_rl.trainers.sft import SFTTrainer
@@ -41,6 +52,7 @@ _HOMES = {
     "RouterShape": "batch",
     "Routes": "batch",
     "TokenSequence": "batch",
+    "in_packed_order": "batch",
     "pack": "batch",
     "read_routes": "batch",
     "unpack": "batch",
@@ -64,6 +76,7 @@ _HOMES = {
     "Engine": "engine",
     "TrainOutput": "engine",
     "InputError": "errors",
+    "MicrobatchError": "errors",
     "LossOutput": "losses",
     "Readout": "losses",
     "TokenOutputs": "losses",
@@ -71,6 +84,7 @@ _HOMES = {
     "grpo_loss": "losses",
     "sft_loss": "losses",
     "ModelHandle": "model.handle",
+    "GlobalRows": "parallel.agreement",
     "DPOTrainer": "trainers.dpo",
     "GRPOTrainer": "trainers.grpo",
     "SFTTrainer": "trainers.sft",
@@ -84,6 +98,7 @@ __all__ = [
     "Engine",
     "GRPOConfig",
     "GRPOTrainer",
+    "GlobalRows",
     "Image",
     "InputError",
     "KLConfig",
@@ -91,6 +106,7 @@ __all__ = [
     "LoraConfig",
     "LossOutput",
     "MemoryConfig",
+    "MicrobatchError",
     "MoEConfig",
     "ModelConfig",
     "ModelHandle",
@@ -110,6 +126,7 @@ __all__ = [
     "VisionModule",
     "dpo_loss",
     "grpo_loss",
+    "in_packed_order",
     "load_config",
     "pack",
     "read_routes",

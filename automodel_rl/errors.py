@@ -33,10 +33,12 @@ class MicrobatchError(RuntimeError):
         place: phase of the work, microbatch and stage.
 
     Example:
+        >>> import torch
         >>> def broken(outputs, batch):
         ...     raise KeyError("advantages")
+        >>> rows = pack([TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))], capacity=8)
         >>> try:
-        ...     Engine(ModelHandle.from_pretrained(checkpoint)).train_step(rows, broken)
+        ...     _ = Engine(ModelHandle.from_pretrained(checkpoint)).train_step(rows, broken)
         ... except MicrobatchError as error:
         ...     print(error.place, repr(error.__cause__))
         loss of microbatch 0 on stage 0 KeyError('advantages')

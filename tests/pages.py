@@ -25,9 +25,9 @@ API = ROOT / "automodel_rl" / "API.md"
 
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 GROUPS = {
-    "Models and training": ("ModelHandle", "Engine", "TrainOutput"),
+    "Models and training": ("ModelHandle", "Engine", "TrainOutput", "GlobalRows"),
     "Packed batches": (
-        *("TokenSequence", "PackedBatch", "pack", "unpack", "Image"),
+        *("TokenSequence", "PackedBatch", "pack", "unpack", "in_packed_order", "Image"),
         *("Routes", "RouterShape", "read_routes"),
     ),
     "Losses": ("Readout", "TokenOutputs", "LossOutput", "sft_loss", "dpo_loss", "grpo_loss"),
@@ -37,7 +37,7 @@ GROUPS = {
         *("ModulesConfig", "VisionModule", "LanguageModule"),
     ),
     "Configs of training": ("OptimizerConfig", "DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig"),
-    "Errors": ("InputError",),
+    "Errors": ("InputError", "MicrobatchError"),
 }
 
 

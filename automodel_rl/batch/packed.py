@@ -259,7 +259,7 @@ def in_packed_order(results: Sequence[T], batches: Sequence[PackedBatch]) -> lis
         >>> rows = pack(sequences, capacity=5)
         >>> lengths = [length for row in rows for length in row.lengths]
         >>> lengths, in_packed_order(lengths, rows)
-        ([4, 3, 2], [2, 4, 3])
+        ([3, 2, 4], [2, 4, 3])
     """
     places = [place for batch in batches for place in batch.order]
     if len(places) != len(results):

@@ -1,7 +1,6 @@
 """ModelHandle: the one seam behind which a model is an `nn.Module` or an `AutoPipeline`, of one module or of two."""
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from nemo_automodel.components.distributed.pipelining import AutoPipeline
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.batch import LocalRow, PackedBatch, empty_row, local_row, multimodal_positions
+from automodel_rl.batch import LocalRow, PackedBatch, empty_row
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.memory import MemoryConfig
@@ -35,6 +34,7 @@ from automodel_rl.model.hf_read import (
 from automodel_rl.model.hf_sources import adapters_alone, gradient_sources, merged_sources
 from automodel_rl.model.hf_write import ModuleTensors, save_hf_checkpoint
 from automodel_rl.model.image_encoder import ImageEncoder
+from automodel_rl.model.local_rows import local_rows
 from automodel_rl.model.logprobs import read_targets
 from automodel_rl.model.lora import AdapterOrigin, add_adapters, save_adapters
 from automodel_rl.model.nemo import parts_of, split_model
@@ -47,7 +47,6 @@ from automodel_rl.model.vision import (
     blank_image,
     freeze,
     parallelise_encoder,
-    rotary_merge,
 )
 from automodel_rl.parallel.agreement import GlobalRows, agree_on_rows, raise_everywhere
 from automodel_rl.parallel.bridge import Bridge
@@ -451,35 +450,15 @@ class ModelHandle:
         return whole_rows(output_fn, self.layout.cp_group)
 
     def _local(self, batches: Sequence[PackedBatch], embeddings: Sequence[Tensor]) -> list[LocalRow]:
-        """This rank's tokens of every row, on its device, with the routes of its layers.
+        """This rank's tokens of every row.
 
         Args:
             batches: this data rank's rows.
             embeddings: of the images of every row; none on ranks without a use for them.
         """
-        layout = self.layout
-        sequence_parallel = layout.parallel.sequence_parallel
-        multiple = layout.parallel.tp if sequence_parallel else 1
-        merge = rotary_merge(self.whole_config)
-        rows = []
-        for number, batch in enumerate(batches):
-            positions = None if merge is None else multimodal_positions(batch.images, batch.lengths, merge)
-            row = local_row(self._own_routes(batch), layout.parallel.cp, layout.cp_rank, multiple, positions)
-            if embeddings:
-                tokens = dataclasses.replace(row.images, embeddings=embeddings[number])
-                if sequence_parallel:  # between blocks a rank has its share of the tokens
-                    share = row.num_tokens // layout.parallel.tp
-                    tokens = tokens.within(layout.tp_rank * share, (layout.tp_rank + 1) * share)
-                row = dataclasses.replace(row, images=tokens)
-            rows.append(row.to(layout.device))
-        return rows
-
-    def _own_routes(self, batch: PackedBatch) -> PackedBatch:
-        if batch.routes is None:
-            return batch
-        if not self.is_mixture:
+        if not self.is_mixture and any(batch.routes is not None for batch in batches):
             raise ValueError("a row has routes, and no layer of this model has a router: leave routes out")
-        return dataclasses.replace(batch, routes=batch.routes.select(self.router_layers))
+        return local_rows(batches, embeddings, self.layout, self.whole_config, self.router_layers)
 
     @contextlib.contextmanager
     def _rows_let_go(self) -> Iterator[None]:

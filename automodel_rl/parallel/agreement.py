@@ -28,6 +28,12 @@ class GlobalRows:
     Attributes:
         num_rows: of each data rank, empty ones included.
         counts: by what losses divide their sums.
+
+    Example:
+        >>> import torch
+        >>> handle = ModelHandle.from_pretrained(checkpoint)
+        >>> handle.global_rows(pack([TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))], capacity=8))
+        GlobalRows(num_rows=1, counts={'tokens': 1, 'sequences': 1, 'pairs': 0, 'positions': 2})
     """
 
     num_rows: int

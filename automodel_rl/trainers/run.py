@@ -306,6 +306,8 @@ class Step:
             size: of all updates together.
         """
         count = len(outputs)
+        if any(output.nothing_to_train for output in outputs):
+            self.run.say(f"warning: step {self.run.step} had no trained token in its batch; no weight was changed")
         names = dict.fromkeys(name for output in outputs for name in output.metrics)
         seconds = time.perf_counter() - self.started
         device = self.run.engine.handle.layout.device

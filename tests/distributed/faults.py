@@ -131,7 +131,7 @@ def _embeddings_a_row_off() -> Any:
 
 
 FAULTS = {
-    "documents see each other": lambda: _patch("model.handle.local_row", one_document),
+    "documents see each other": lambda: _patch("model.local_rows.local_row", one_document),
     "tied gradient counted once": lambda: _patch("parallel.gradients.TiedEmbedding.sum_gradients", return_value=None),
     "mean over data ranks": lambda: _patch("parallel.sharding.sum_fsdp_gradients", return_value=None),
     "mean over cp": lambda: _patch("parallel.sharding.sum_fsdp_gradients", return_value=None),

@@ -100,7 +100,7 @@ def save_lively_adapters(folder: Path, lora: LoraConfig) -> list[Tensor]:
 @torch.no_grad()
 def logprobs_with_peft(folder: Path, adapters: Path) -> tuple[list[Tensor], list[Tensor]]:
     """Of the same sequences, before and after peft has read the adapters; whatever it warns of is an error."""
-    reference = OneProcess(folder, torch.float64, 1e-2, 0.5, torch.device("cpu"))
+    reference = OneProcess(folder, torch.float64, Training(lr=1e-2), torch.device("cpu"))
     sequences = make_sequences(3, seed=0)
     before = [reference.logprobs(sequence) for sequence in sequences]
     with warnings.catch_warnings(action="error"):
