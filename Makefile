@@ -5,6 +5,7 @@
 # make pages   README's generated parts and API.md
 # make chaos   kill runs at 50 random moments and go on with them (about 20 minutes on 2 cores)
 # make fuzz    2,000 broken configs and data files (about 15 minutes on 2 cores)
+# make faults  plant 63 bugs one after the other, and see that verify or a test notices each (about 15 minutes on 2 cores)
 # make parity  every layout that four ranks reach against one process (about 20 minutes on 2 cores)
 
 SHELL := /bin/sh
@@ -13,7 +14,7 @@ CHOOSE := for p in python3.11 python3.12 python3; do \
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: setup demo test check pages parity chaos fuzz format
+.PHONY: setup demo test check pages parity chaos fuzz faults format
 
 setup: .venv/installed
 
@@ -48,6 +49,9 @@ chaos: setup
 
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases 2000
+
+faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -156,6 +156,7 @@ def _answer(pipe: Connection) -> None:
 
     from automodel_rl.launch.process_group import leave_process_group
     from automodel_rl.launch.quiet import quiet_libraries
+    from tests.faults import PLANTED, planted
 
     quiet_libraries()
     torch.set_num_threads(1)
@@ -166,7 +167,8 @@ def _answer(pipe: Connection) -> None:
             return
         os.environ.update(WORLD_SIZE=str(num_ranks), MASTER_PORT=str(port))
         try:
-            result = function(*args)
+            with planted(os.environ.get(PLANTED)):
+                result = function(*args)
             # Every gloo group has threads that wake up; over many tests they would add up.
             leave_process_group()
             gc.collect()

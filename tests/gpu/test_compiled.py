@@ -25,6 +25,7 @@ def train(folder: Path, recomputed: str, compiled: bool) -> tuple[list[float], l
     model = ModelConfig(path=str(folder), dtype="bfloat16")
     memory = MemoryConfig(compile=compiled, activation_checkpointing=recomputed)
     engine = Engine(ModelHandle.from_pretrained(model, memory=memory), OptimizerConfig(lr=1e-3, decay="constant"))
+    torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
     losses, graphs = [], []
     for num_sequences in range(2, 14):

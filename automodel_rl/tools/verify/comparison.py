@@ -191,13 +191,13 @@ def _rows_of(step: int, rank: int, num_rows: int, handle: ModelHandle, replay: b
     """The sequences of a data rank's rows; an empty row has none.
 
     Other numbers and lengths on every rank and in every row, but that every second row has the lengths of the one
-    before: what a pipeline keeps by the shape of a row must not be mixed up, either. In the first step, the last row of
-    odd ranks is empty.
+    before, and in later steps all have those of the first: what is kept by the shape of a row must not be mixed up,
+    either. In the first step, the last row of odd ranks is empty.
     """
     vocab, shape = handle.config.vocab_size, handle.router_shape
     rows = []
     for m in range(num_rows):
-        seed, like = 1000 * step + 100 * rank, m - m % 2
+        seed, like = 1000 * step + 100 * rank, 0 if step else m - m % 2
         row = make_sequences(1 + (like + rank) % 3, seed + like, vocab)
         rows.append(row if m == like else [_of_same_length(s, seed + 10 * m + n, vocab) for n, s in enumerate(row)])
     if handle.sees:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from automodel_rl.config import DataConfig, ParallelConfig, SourceConfig
 from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
+from automodel_rl.data.draws import Draw
 from automodel_rl.data.examples import ChatDataset
 from automodel_rl.data.loader import PackedLoader
 from automodel_rl.launch.process_group import join_process_group
@@ -67,3 +68,27 @@ def test_overlong_examples_can_be_dropped(ranks: RankPool, tmp_path: Path) -> No
     _, counts, _ = ranks(2).run(load, tmp_path, "drop")[0]
     assert sum(c[0] for c in counts) == 49
     assert sum(c[4] for c in counts) == 1
+
+
+Steps = list[tuple[tuple[Draw, ...], list[tuple[int, list[int]]]]]
+"""Of every step the draws of the global batch, and places in it and token ids of what this rank has."""
+
+
+def sequences_by_place(folder: Path, num_ranks: int) -> Steps:
+    layout = build_layout(ParallelConfig(dp_shard=num_ranks), join_process_group(num_ranks))
+    source = SourceConfig(path=str(folder / "data.jsonl"))
+    chat = ChatTokenizer(load_tokenizer(folder, DataConfig(train=(source,)), 10_000), "all")
+    dataset = ChatDataset((source,), chat, 128, None, "drop")
+    found: Steps = []
+    for step in PackedLoader(dataset, 16, layout, float, num_workers=0, seed=1, epochs=1):
+        rows = [(row.order, row.input_ids.split(row.lengths)) for row in step.batches if not row.is_empty]
+        found.append((step.draws, [(p, i.tolist()) for order, ids in rows for p, i in zip(order, ids, strict=True)]))
+    return found
+
+
+def test_a_global_batch_has_the_same_order_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    write_data(tmp_path)
+    (alone,) = ranks(1).run(sequences_by_place, tmp_path, 1)
+    for (draws, expected), *shares in zip(alone, *ranks(2).run(sequences_by_place, tmp_path, 2), strict=True):
+        assert all(share[0] == draws for share in shares)
+        assert sorted(piece for share in shares for piece in share[1]) == sorted(expected)

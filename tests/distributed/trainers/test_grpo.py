@@ -63,11 +63,14 @@ def test_a_pipeline_follows_one_process(ranks: RankPool, workspace: Path, tmp_pa
 def test_adapters_are_trained_against_the_model_without_them(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     model = {"path": str(workspace / "model"), "dtype": "float64", "lora": {"rank": 2}}
     settings = values(workspace, tmp_path / "run", model=model, length={"steps": 3}, parallel={"pp": 2})
-    ranks(2).run(train, settings)
+    seen, _ = ranks(2).run(watch, settings)[0]
     first, *_, last = metrics_of(tmp_path / "run")
     assert first["train/logprob_error"] == pytest.approx(1, abs=1e-6)
     assert last["train/logprob_error"] == pytest.approx(1, abs=1e-6)  # the engine has the merged weights
-    assert last["train/kl_ref"] > 0
+    # At a step's first update the policy is what has sampled; the reference is what it was before all of them.
+    divergence = {step: [s["kl"] for s in seen if s["update"] == 2 * step and "kl" in s] for step in range(3)}
+    assert divergence[0] == pytest.approx([0.0] * len(divergence[0]), abs=1e-12)
+    assert all(min(divergence[step]) > 1e-9 for step in (1, 2))
     final = tmp_path / "run" / "final"
     assert (final / "adapter_model.safetensors").is_file()
     assert (

@@ -1,0 +1,88 @@
+"""What bfloat16 is for, and what stays in float32: master weights, moments, and sums of gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from automodel_rl import Engine, ModelHandle, OptimizerConfig, PackedBatch, ParallelConfig, Readout, sft_loss
+from automodel_rl.batch import pack_row
+from automodel_rl.config import ModelConfig
+from automodel_rl.engine.optimizer import MOMENTS
+from automodel_rl.parallel.sharding import gather_whole, local_tensor
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_model
+
+NUM_ROWS = 8
+STEPS, LR = 20, 1e-5
+
+
+def rows(data_rank: int = 0, num_data_ranks: int = 1) -> list[PackedBatch]:
+    return [pack_row(make_sequences(2 + i % 3, seed=i)) for i in range(NUM_ROWS)][data_rank::num_data_ranks]
+
+
+def load(folder: Path, parallel: ParallelConfig) -> ModelHandle:
+    return ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="bfloat16"), parallel)
+
+
+def gradients(handle: ModelHandle, batches: list[PackedBatch], counts: dict) -> dict[str, Tensor]:
+    handle.forward_backward(batches, sft_loss, Readout(), counts)
+    found = {name: gather_whole(p.grad, handle.layout).cpu().clone() for name, p in handle.named_parameters()}
+    handle.zero_grad()
+    return found
+
+
+def summed(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
+    """Gradients over all rows."""
+    handle = load(folder, parallel)
+    batches = rows(handle.layout.data_rank, parallel.num_data_ranks)
+    return gradients(handle, batches, handle.global_rows(batches).counts)
+
+
+def one_by_one(folder: Path) -> dict[str, Tensor]:
+    """Gradients of every row by itself, added up in float64."""
+    handle = load(folder, ParallelConfig())
+    counts = handle.global_rows(rows()).counts
+    of_rows = [gradients(handle, [row], counts) for row in rows()]
+    return {name: sum(of_row[name].double() for of_row in of_rows) for name in of_rows[0]}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp_shard": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
+def test_gradients_of_rows_and_ranks_add_up_in_float32(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
+    save_tiny_model(tmp_path, num_layers=2, dtype=torch.bfloat16)
+    (expected,) = ranks(1).run(one_by_one, tmp_path)
+    parallel = ParallelConfig(**sizes)
+    for found in ranks(parallel.world_size).run(summed, tmp_path, parallel):
+        for name, gradient in found.items():
+            assert gradient.dtype == torch.float32
+            scale = expected[name].abs().max().item()
+            assert (gradient - expected[name]).abs().max().item() < 1e-5 * scale, name
+
+
+def trained(folder: Path, parallel: ParallelConfig) -> tuple[set[torch.dtype], set[torch.dtype], set, float]:
+    """Dtypes of weights, of moments and of what is exported, and how far weights moved in many small updates."""
+    engine = Engine(load(folder, parallel), OptimizerConfig(lr=LR, decay="constant"))
+    named = dict(engine.handle.named_parameters())
+    before = {name: local_tensor(p.detach()).clone() for name, p in named.items()}
+    for _ in range(STEPS):
+        engine.train_step(rows(engine.handle.layout.data_rank, parallel.num_data_ranks), sft_loss)
+    moved = torch.cat([(local_tensor(p.detach()) - before[name]).abs().flatten() for name, p in named.items()])
+    states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
+    return (
+        {p.dtype for p in named.values()},
+        {state[moment].dtype for state in states for moment in MOMENTS},
+        {tensor.dtype for _, tensor in engine.handle.named_hf_tensors()},
+        moved.median().item(),
+    )
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp_shard": 2}], ids=str)
+def test_updates_that_bfloat16_would_lose_are_kept_in_float32(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
+    save_tiny_model(tmp_path, num_layers=2, dtype=torch.bfloat16)
+    parallel = ParallelConfig(**sizes)
+    for weights, moments, exported, moved in ranks(parallel.world_size).run(trained, tmp_path, parallel):
+        assert weights == moments == {torch.float32}
+        assert exported == {torch.bfloat16}
+        # Weights of 0.1 are 5e-4 apart in bfloat16, and an update is 1e-5.
+        assert 0.2 * STEPS * LR < moved < 1.2 * STEPS * LR
