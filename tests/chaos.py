@@ -9,25 +9,21 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_rl.launch.local import run_local_ranks
-from tests.distributed.trainers.runs import Settings, assert_same_weights, metrics_of, settings_of, write
+from tests.distributed.trainers.runs import Settings, assert_same_weights, metrics_of, num_lines, settings_of, write
+from tests.processes import Job, children_of, wait_for_end
 
 MOMENTS = ("starting", "training", "saving")
 TARGETS = ("one rank", "all ranks", "launcher")
 
-PATIENCE_SECONDS = 120.0
-"""Longest wait for a moment."""
-
-END_SECONDS = 30.0
-"""In which a job must end when a part of it is killed."""
+POLL_SECONDS = 0.002
+"""Moments are short."""
 
 STEPS = {"sft": 60, "dpo": 40, "grpo": 25}
 
@@ -70,87 +66,35 @@ def chaos_settings(algorithm: str, workspace: Path, output: Path) -> Settings:
     return settings
 
 
-class Job:
-    """A run's processes."""
-
-    def __init__(self, algorithm: str, config: str, log: Path):
-        command = [sys.executable, "-m", "automodel_rl", algorithm, config, "--resume", "auto"]
-        with log.open("w") as file:
-            self.launcher = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-        self.log = log
-
-    def processes(self) -> list[int]:
-        """The launcher and all below it."""
-        found, fresh = [], [self.launcher.pid]
-        while fresh:
-            found += fresh
-            fresh = [child for pid in fresh for child in _children(pid)]
-        return found
-
-    def ranks(self) -> list[int]:
-        return _children(self.launcher.pid)
-
-    def kill(self, target: str, source: random.Random) -> None:
-        """Ends what is to be ended, and waits until nothing of the job is left."""
-        everything, ranks = self.processes(), self.ranks()
-        if target == "launcher" or not ranks:
-            victims = [self.launcher.pid]
-        else:
-            victims = ranks if target == "all ranks" else [source.choice(ranks)]
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        self.launcher.wait(END_SECONDS)
-        while any(_is_alive(pid) for pid in everything):
-            assert time.monotonic() - killed < END_SECONDS, f"of a job of which {target} was killed, parts live on"
-            time.sleep(0.05)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def kill_part(job: Job, target: str, source: random.Random) -> None:
+    """Kills what is to be killed of a job, and waits until nothing is left of it."""
+    everything, ranks = job.processes(), children_of(job.process.pid)
+    if target == "launcher" or not ranks:
+        victims = [job.process.pid]
+    else:
+        victims = ranks if target == "all ranks" else [source.choice(ranks)]
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    job.finish()
+    wait_for_end(everything)
 
 
 def disturb(algorithm: str, settings: Settings, folder: Path, kill: Kill, source: random.Random) -> bool:
     """Starts a run or goes on with it, and kills it; whether it was still there to be killed."""
     output = Path(settings["output"])
-    job = Job(algorithm, write(settings, folder), folder / "log")
+    command = [sys.executable, "-m", "automodel_rl", algorithm, write(settings, folder), "--resume", "auto"]
     before = num_lines(output / "metrics.jsonl")
-    if kill.moment != "starting":
-        written = wait_until(job, lambda: num_lines(output / "metrics.jsonl") >= before + kill.steps)
-        if written and kill.moment == "saving":
-            wait_until(job, lambda: any((output / "checkpoints").glob(".step_*.unfinished")))
-    time.sleep(kill.delay)
-    was_there = job.launcher.poll() is None
-    job.kill(kill.target, source)
-    assert was_there or job.launcher.returncode == 0, job.log.read_text()
-    return was_there
-
-
-def num_lines(file: Path) -> int:
-    return len(file.read_bytes().splitlines()) if file.is_file() else 0
-
-
-def wait_until(job: Job, happens: Callable[[], bool]) -> bool:
-    """Whether something happened before the job's end."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not happens():
-        if job.launcher.poll() is not None:
-            assert job.launcher.returncode == 0, job.log.read_text()
-            return False
-        assert time.monotonic() < deadline, job.log.read_text()
-        time.sleep(0.002)
-    return True
+    with Job(command) as job:
+        if kill.moment != "starting":
+            written = job.wait_until(lambda: num_lines(output / "metrics.jsonl") >= before + kill.steps, POLL_SECONDS)
+            if written and kill.moment == "saving":
+                job.wait_until(lambda: any((output / "checkpoints").glob(".step_*.unfinished")), POLL_SECONDS)
+        time.sleep(kill.delay)
+        was_there = job.process.poll() is None
+        kill_part(job, kill.target, source)
+        assert was_there or job.process.returncode == 0, job.stdout + job.stderr
+        return was_there
 
 
 def check_undisturbed(settings: Settings, whole: Path) -> None:

@@ -12,7 +12,6 @@ import random
 import shutil
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -24,10 +23,12 @@ from typing import Any
 import yaml
 
 from tests.distributed.trainers.runs import Settings, settings_of
+from tests.processes import Patience
 
 ALGORITHMS = ("sft", "sft", "dpo", "grpo")
 
 LIMIT_SECONDS = 90.0
+"""Of processor time; a case that needs none comes to a halt."""
 
 JUNK: list[Any] = [
     *(None, True, False, -1, 0, 1, 2, 3, 0.5, -0.5, 2**31, 2**63, 10**30, -(2**63), 1e-320, 1e308, -1e308),
@@ -280,7 +281,7 @@ def fuzz(cases: Iterable[int], seed: int, workspace: Path, num_workers: int) -> 
     left = iter(cases)
     counts: Counter[str] = Counter()
     failures: list[str] = []
-    busy: dict[Connection, tuple[Any, int, float]] = {}
+    busy: dict[Connection, tuple[Any, int, Patience]] = {}
 
     def start() -> tuple[Connection, Any]:
         here, there = context.Pipe()
@@ -295,15 +296,15 @@ def fuzz(cases: Iterable[int], seed: int, workspace: Path, num_workers: int) -> 
             process.kill()
             return
         pipe.send(number)
-        busy[pipe] = process, number, time.monotonic()
+        busy[pipe] = process, number, Patience(lambda: [process.pid], LIMIT_SECONDS)
 
     for _ in range(num_workers):
         give(*start())
     while busy:
         ready = wait([*busy], timeout=1.0)
         for pipe in [*busy]:
-            process, number, started = busy[pipe]
-            if pipe not in ready and time.monotonic() - started < LIMIT_SECONDS:
+            process, number, patience = busy[pipe]
+            if pipe not in ready and not patience.is_over:
                 continue
             del busy[pipe]
             try:

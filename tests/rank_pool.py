@@ -18,8 +18,7 @@ from typing import Any
 
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.record import LOST_PEER
-
-TIMEOUT_SECONDS = 300.0
+from tests.processes import Patience
 
 MOST_FILES = 500
 """Open files of a rank above which a new one takes its place: torch's caches of sharding rules keep meshes, and with
@@ -75,19 +74,17 @@ class RankPool:
     def _collect(self, num_ranks: int) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        deadline = time.monotonic() + TIMEOUT_SECONDS
+        patience = Patience(lambda: [rank.process.pid for rank in self.ranks[:num_ranks]])
         while len(results) + len(errors) < num_ranks:
             left = [n for n in range(num_ranks) if n not in results and n not in errors]
-            ready = wait([self.ranks[n].pipe for n in left], max(0.0, deadline - time.monotonic()))
+            ready = wait([self.ranks[n].pipe for n in left], GRACE_SECONDS)
             if not ready and errors:
                 break  # the others wait for those that failed
-            if not ready:
+            if not ready and patience.is_over:
                 raise TimeoutError("\n".join(f"rank {n} did not answer; it is at\n{self._stacks(n)}" for n in left))
             for n in left:
                 if self.ranks[n].pipe in ready:
                     self._receive(n, results, errors)
-            if errors:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return results, errors
 
     def _receive(self, n: int, results: dict[int, Any], errors: dict[int, str]) -> None:

@@ -25,6 +25,9 @@ from tests.tiny import make_sequences
 
 HANG_SECONDS = 8.0
 
+SLEEP_SECONDS = 1200.0
+"""Of a rank that hangs. A job that ends in a tenth of this did not wait for it."""
+
 
 def work() -> None:
     quiet_libraries()
@@ -46,7 +49,7 @@ def work() -> None:
         if way == "killed" and calls == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if way == "hang" and calls == 3:
-            time.sleep(120)
+            time.sleep(SLEEP_SECONDS)
         if way == "memory" and calls == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if way == "loss" and calls == 3:
@@ -56,7 +59,7 @@ def work() -> None:
     if way == "sleep":
         with Path(folder, "pids").open("a") as file:
             file.write(f"{os.getpid()}\n")
-        time.sleep(60)
+        time.sleep(SLEEP_SECONDS)
     if way == "abort":  # the peer of a failed rank may crash without a word
         Path(folder, "failed_at").write_text(str(time.time()))
         if handle.layout.pp_rank == 0:

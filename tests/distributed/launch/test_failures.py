@@ -1,7 +1,6 @@
 """A rank that fails in the middle of a step ends the whole job soon, and the last lines say what happened where."""
 
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.launch.failing_job import SLEEP_SECONDS
+from tests.processes import Job, run_command, wait_for_end
 from tests.tiny import save_tiny_model
 
 IN_LOSS = "loss of microbatch 2 on stage 1"
@@ -52,16 +53,10 @@ def check_block(tmp_path: Path, launcher: list[str], way: str, rank: int, place:
         last_line: how that of the block begins.
     """
     save_tiny_model(tmp_path / "model", dtype=torch.float32)
-    job = subprocess.run(
-        [*launcher, "-m", "tests.distributed.launch.failing_job", str(tmp_path / "model"), way],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    job = run_command([*launcher, "-m", "tests.distributed.launch.failing_job", str(tmp_path / "model"), way])
     ended = time.time()
     assert job.returncode == 1
-    assert ended - float((tmp_path / "model" / "failed_at").read_text()) < 30
+    assert ended - float((tmp_path / "model" / "failed_at").read_text()) < SLEEP_SECONDS / 10
     if launcher is TORCHRUN and way == "killed":  # torchrun ends the others at once and says what it saw
         assert "Signal 9 (SIGKILL)" in job.stderr
         return
@@ -82,15 +77,8 @@ def check_block(tmp_path: Path, launcher: list[str], way: str, rank: int, place:
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", dtype=torch.float32)
     command = [sys.executable, "-m", "tests.distributed.launch.failing_job", str(tmp_path / "model"), "sleep"]
-    job = subprocess.Popen(command, start_new_session=True)
     pids = tmp_path / "model" / "pids"
-    deadline = time.monotonic() + 60
-    while not (pids.exists() and len(pids.read_text().split()) == 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    job.kill()
-    job.wait()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    with Job(command) as job:
+        assert job.wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2), job.stderr
+        job.process.kill()
+        wait_for_end(map(int, pids.read_text().split()))

@@ -1,6 +1,5 @@
 """Vision-language models: encoder and language model on meshes of their own compute the numbers of one process."""
 
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -180,9 +179,7 @@ def train_with_an_infinite_gradient(folder: Path, modules: ModulesConfig) -> tup
 
 def test_an_infinite_gradient_of_the_encoder_skips_the_step_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_vision_model(tmp_path)
-    started = time.monotonic()
     assert ranks(3).run(train_with_an_infinite_gradient, tmp_path, ONE_TO_TWO) == [(True, True)] * 3
-    assert time.monotonic() - started < 60
 
 
 def save_after_two_steps(folder: Path) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from automodel_rl.tools.plan.encoder import plan_encoder
 from automodel_rl.tools.plan.memory import MemoryModel
 from automodel_rl.tools.verify.images import with_images
 from tests.distributed.tools.test_verify import config_of
+from tests.processes import run_command
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model, save_tiny_vision_model
 from tests.vision import make_vision_workspace
@@ -103,7 +104,7 @@ def run_plan(folder: Path, model: Path, sizes: dict, *arguments: str) -> subproc
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "automodel_rl", "plan", str(file), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return run_command(command)
 
 
 def llama_70b(folder: Path) -> Path:

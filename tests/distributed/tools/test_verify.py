@@ -18,6 +18,7 @@ from automodel_rl.tools.verify.command import verify
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from automodel_rl.tools.verify.layout import MOST_RANKS, layout_to_verify
 from tests.faults import planted
+from tests.processes import run_command
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model, save_tiny_vision_model
 
@@ -186,7 +187,7 @@ def test_sound_layouts_are_equal(ranks: RankPool, tmp_path: Path, family: str, s
 
 def run_verify(file: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "automodel_rl", "verify", str(file), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return run_command(command)
 
 
 def printed(config: SFTConfig) -> str:

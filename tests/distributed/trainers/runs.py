@@ -67,6 +67,10 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+def num_lines(file: Path) -> int:
+    return len(file.read_bytes().splitlines()) if file.is_file() else 0
+
+
 def rollouts_of(output: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
 

@@ -3,9 +3,7 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,10 +18,12 @@ from tests.distributed.trainers.runs import (
     assert_refused,
     assert_same_weights,
     metrics_of,
+    num_lines,
     settings_of,
     train,
     write,
 )
+from tests.processes import Job, run_command
 from tests.rank_pool import RankPool
 
 Change = Callable[[Settings, Path], None]
@@ -34,16 +34,14 @@ def config(workspace: Path, tmp_path: Path) -> Settings:
     return settings_of("sft", workspace, tmp_path / "run")
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "automodel_rl", "sft", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "automodel_rl", "sft", *arguments]
 
 
 def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config: Settings, tmp_path: Path) -> None:
-    run = start([write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every_steps", "2"])
-    stdout, stderr = run.communicate(timeout=200)
-    assert run.returncode == 0, stderr
-    assert stderr == ""
+    run = run_command(command(write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every_steps", "2"))
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
     folder = tmp_path / "run"
     rows = metrics_of(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -52,8 +50,8 @@ def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config:
     expected = {"train/grad_norm", "train/lr", "train/num_tokens", "perf/tokens_per_second", "perf/mfu"}
     expected |= {"perf/packing_efficiency", "time/step_s", "memory/peak_gib", "data/num_truncated"}
     assert expected <= rows[0].keys()
-    assert "step 4/4  loss" in stdout
-    assert stdout.startswith("4 steps: 8 chats a step, of 96, pp 2, float32 on cpu, in ")
+    assert "step 4/4  loss" in run.stdout
+    assert run.stdout.startswith("4 steps: 8 chats a step, of 96, pp 2, float32 on cpu, in ")
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["pp"] == 2
     assert "<polyline" in (folder / "report.html").read_text()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
@@ -68,21 +66,16 @@ def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(
     ranks(2).run(train, config | {"output": str(tmp_path / "whole"), "parallel": {"pp": 2}})
     config["data"]["num_workers"] = 1  # its examples are ahead of training
     file = write(config, tmp_path)
-    stopped = start([file, "--parallel.pp", "2"])
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 5):
-        assert time.monotonic() < deadline, stopped.communicate(timeout=5)
-        time.sleep(0.02)
-    stopped.send_signal(signal.SIGTERM)
-    _, stderr = stopped.communicate(timeout=60)
-    assert stopped.returncode == 1
+    with Job(command(file, "--parallel.pp", "2")) as stopped:
+        assert stopped.wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") >= 5), stopped.stderr
+        stopped.process.send_signal(signal.SIGTERM)
+        assert stopped.finish() == 1
+        stderr = stopped.stderr
     assert stderr.startswith("stopped by SIGTERM after step ")
     num_done = int(stderr.split("step ")[1].split(":")[0])
     assert num_done < 40
-    resumed = start([file, "--parallel.pp", "2", "--resume", "auto"])
-    _, stderr = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, stderr
+    resumed = run_command(command(file, "--parallel.pp", "2", "--resume", "auto"))
+    assert resumed.returncode == 0, resumed.stderr
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 41))
     assert_same_weights(tmp_path / "whole" / "final", tmp_path / "run" / "final")
 
@@ -239,14 +232,8 @@ def test_the_last_checkpoints_and_the_best_are_kept(config: Settings, tmp_path: 
 
 def test_a_job_of_another_size_is_refused(config: Settings, tmp_path: Path) -> None:
     config["parallel"] = {"pp": 2}
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "automodel_rl", "sft"]
-    result = subprocess.run(
-        [sys.executable, "-m", *command, write(config, tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    agent = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    result = run_command([sys.executable, "-m", *agent, *command(write(config, tmp_path))[1:]])
     assert result.returncode != 0
     assert "error: the job has 1 ranks but the layout needs 2" in result.stderr
     assert not (tmp_path / "run").exists()
@@ -254,11 +241,10 @@ def test_a_job_of_another_size_is_refused(config: Settings, tmp_path: Path) -> N
 
 def test_bad_input_that_only_the_ranks_can_see_ends_the_job_with_2(config: Settings, tmp_path: Path) -> None:
     with_model(put_nan)(config, tmp_path)
-    run = start([write(config, tmp_path), "--parallel.pp", "2"])
-    _, stderr = run.communicate(timeout=120)
+    run = run_command(command(write(config, tmp_path), "--parallel.pp", "2"))
     assert run.returncode == 2
-    assert stderr.startswith("error: ")
-    assert stderr.count("\n") == 1
-    assert "tensor model.norm.weight holds NaN" in stderr
+    assert run.stderr.startswith("error: ")
+    assert run.stderr.count("\n") == 1
+    assert "tensor model.norm.weight holds NaN" in run.stderr
     assert not (tmp_path / "run").exists()
     assert os.listdir(tmp_path / "bad_model")

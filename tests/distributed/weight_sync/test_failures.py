@@ -77,7 +77,8 @@ def test_an_engine_that_is_lost_in_an_update_is_noticed_and_replaced(
     ranks: RankPool, model: Path, way: str, kind: str, seconds: float
 ) -> None:
     (first, took, after), (second, second_took, second_after) = ranks(2).run(lose_an_engine, model, way, kind, seconds)
-    assert max(took, second_took) < (15.0 if kind == "dies" else 3 * seconds)
+    assert max(took, second_took) < 360.0  # an engine that hangs does so for an hour
+    assert kind == "hangs" or "took longer than" not in first + second
     expected = "its process ended with code -9|the other side is gone" if kind == "dies" else "took longer than"
     assert any(part in second for part in [*expected.split("|"), "the sync failed elsewhere"])
     assert bool(first) == (way == "collective")  # engines of one broadcast fail together

@@ -1,0 +1,145 @@
+"""Processes that tests start: waited for while they get on, and ended with all below them, however a test ends."""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+QUIET_SECONDS = 300.0
+"""Processes that do not use a second of processor time within so long have come to a halt, on a loaded machine, too."""
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Patience:
+    """Waits for processes as long as they get on, however slowly.
+
+    Args:
+        find: their ids, which may change.
+        most_seconds: of processor time that they may use.
+    """
+
+    def __init__(self, find: Callable[[], Iterable[int]], most_seconds: float = math.inf):
+        self._find = find
+        self._start = self._last = self._used()
+        self._most, self._since = most_seconds, time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether they have come to a halt, or used too much."""
+        used, now = self._used(), time.monotonic()
+        if abs(used - self._last) >= 1.0:  # less, where one has ended
+            self._last, self._since = used, now
+        return now - self._since > QUIET_SECONDS or used - self._start > self._most
+
+    def _used(self) -> float:
+        return sum(map(processor_seconds, self._find()))
+
+
+class Job:
+    """A command, and what it starts. A context manager, which leaves nothing behind.
+
+    Args:
+        command: program and arguments.
+        options: of `subprocess.Popen`.
+    """
+
+    def __init__(self, command: Sequence[str], **options: Any):
+        self._folder = tempfile.TemporaryDirectory(prefix="job_")
+        self._files = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
+        with self._files[0].open("w") as out, self._files[1].open("w") as err:
+            streams = {"stdout": out, "stderr": err, **options}
+            self.process = subprocess.Popen(command, start_new_session=True, **streams)
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        self._folder.cleanup()
+
+    @property
+    def stdout(self) -> str:
+        return self._files[0].read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self._files[1].read_text(errors="replace")
+
+    def processes(self) -> list[int]:
+        """The command's and all below it."""
+        found, fresh = [], [self.process.pid]
+        while fresh:
+            found += fresh
+            fresh = [child for pid in fresh for child in children_of(pid)]
+        return found
+
+    def wait_until(self, happens: Callable[[], bool], poll_seconds: float = 0.02) -> bool:
+        """Whether something happened before the command's end. Raises AssertionError if the job comes to a halt."""
+        patience = Patience(self.processes)
+        while not happens():
+            if self.process.poll() is not None:
+                return happens()
+            assert not patience.is_over, f"the job has come to a halt:\n{self.stdout}{self.stderr}"
+            time.sleep(poll_seconds)
+        return True
+
+    def finish(self) -> int:
+        """Waits for its end; the exit code."""
+        self.wait_until(lambda: self.process.poll() is not None)
+        return self.process.returncode
+
+    def _kill(self) -> None:
+        left = self.processes() if self.process.poll() is None else []
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        wait_for_end(left)
+
+
+def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end."""
+    with Job(command) as job:
+        return subprocess.CompletedProcess(command, job.finish(), job.stdout, job.stderr)
+
+
+def wait_for_end(pids: Iterable[int]) -> None:
+    """Raises AssertionError if processes that should end come to a halt instead."""
+    pids = [*pids]
+    patience = Patience(lambda: pids)
+    while any(map(is_alive, pids)):
+        assert not patience.is_over, f"of the processes {pids} some live on"
+        time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    status = _status_of(pid)
+    return bool(status) and status[0] not in "ZX"
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process, and those of its children that it has waited for, have used."""
+    return sum(map(int, _status_of(pid)[11:15])) / TICKS
+
+
+def _status_of(pid: int) -> list[str]:
+    """From the state on; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
