@@ -4,8 +4,9 @@
 # make check   all of these but the tests
 # make pages   README's generated parts and API.md
 # make chaos   kill runs at 50 random moments and go on with them (about 20 minutes on 2 cores)
+# make exits   start and end 200 jobs of two ranks (about 5 minutes on 2 cores)
 # make fuzz    2,000 broken configs and data files (about 15 minutes on 2 cores)
-# make faults  plant 63 bugs one after the other, and see that verify or a test notices each (about 15 minutes on 2 cores)
+# make faults  plant 63 bugs one after the other, and see that verify or a test notices each (about 8 minutes on 2 cores)
 # make parity  every layout that four ranks reach against one process (about 20 minutes on 2 cores)
 
 SHELL := /bin/sh
@@ -14,7 +15,7 @@ CHOOSE := for p in python3.11 python3.12 python3; do \
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: setup demo test check pages parity chaos fuzz faults format
+.PHONY: setup demo test check pages parity chaos exits fuzz faults format
 
 setup: .venv/installed
 
@@ -46,6 +47,9 @@ parity: setup
 
 chaos: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills 50
+
+exits: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.exits --jobs 200
 
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --cases 2000

@@ -33,13 +33,13 @@ def guard(work: Callable[[], None]) -> int:
     record = _run(work)
     code = EXIT_OK if record is None else record.exit_code
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if record is None or record.is_everywhere:
+            _finish_threads()
         if record is None:
             peers.leave()
         else:
             peers.report_failure(record)
         _discard_notes(code)
-        if record is None or record.is_everywhere:
-            _finish_threads()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

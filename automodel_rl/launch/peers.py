@@ -3,11 +3,14 @@ collective.
 
 gloo notices a closed connection at once, NCCL does not: a peer stays blocked on the device until its time-out. So every
 rank has a thread that looks into the job's store. On each machine one rank also looks whether the others are there.
+
+The thread ends before its rank does: an interpreter that goes away under a thread in torch's C++ aborts the process.
 """
 
 import contextlib
 import datetime
 import faulthandler
+import math
 import os
 import socket
 import sys
@@ -19,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from automodel_rl.errors import EXIT_FAILURE
+from automodel_rl.launch.attempt import is_started_by_agent
 from automodel_rl.launch.flight import flight, last_place, left_flight
 from automodel_rl.launch.record import (
     RECORD_FOLDER_VARIABLE,
@@ -36,7 +40,12 @@ GRACE_SECONDS = 5.0
 TELL_SECONDS = 2.0
 """How long other ranks leave it to rank 0 to show the failure."""
 
-PARTS = ("batch", "checkpoint", "engine", "losses", "model", "parallel", "weight_sync")
+FAREWELL_SECONDS = 3.0
+"""How long the rank with the store waits for the others where it cannot know whether all has gone well."""
+
+FAREWELL_POLL_SECONDS = 0.02
+
+PARTS = ("batch", "checkpoint", "engine", "launch", "losses", "model", "parallel", "weight_sync")
 
 WAITING = ("/torch/", *(f"/automodel_rl/{part}/" for part in PARTS))
 """Where the main thread is while it waits for peers, or for a device that does."""
@@ -70,25 +79,33 @@ def report_failure(record: FailureRecord) -> None:
     folder = os.environ.get(RECORD_FOLDER_VARIABLE)
     if folder is not None:
         leave_record(Path(folder), record)
-    store = None
-    with contextlib.suppress(Exception):  # this rank may not have joined the job, or its store is gone
-        store = _connect(timeout_seconds=3)
-        if record.is_lost_peer and folder is None:
-            _wait_for_cause(store)
-        store.compare_set(_key("failed"), "", record.to_json())
+    store = None if _watch is None else _watch.store  # this rank may not have joined the job
+    if store is not None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            if record.is_lost_peer and folder is None:
+                _wait_for_cause(store)
+            store.compare_set(_key("failed"), "", record.to_json())
     if folder is None:
         _show_once(store, record)
 
 
+def watch_peers(store: Any) -> None:
+    """Watches over the job from a thread; ends this process some seconds after another rank has failed.
+
+    Args:
+        store: of the job. It is held until this rank leaves, for it may be the one that the others use.
+    """
+    global _watch
+    _watch = _Watch(store)
+    _watch.thread.start()
+
+
 def leave() -> None:
-    """Says that this rank ends well."""
-    with contextlib.suppress(Exception):
-        _connect(timeout_seconds=3).set(_key(f"left/{own_rank()}"), "1")
-
-
-def watch_peers() -> None:
-    """Watches over the job from a thread; ends this process some seconds after another rank has failed."""
-    threading.Thread(target=_watch, daemon=True, name="peer-watch").start()
+    """Says that this rank ends well, and ends the watch; the store is let go of last. Does nothing the second time."""
+    global _watch
+    if _watch is not None:
+        _watch.end()
+        _watch = None
 
 
 def _wait_for_cause(store: Any) -> None:
@@ -111,30 +128,65 @@ def _show_once(store: Any, record: FailureRecord) -> None:
     print(record.block(), file=sys.stderr, flush=True)
 
 
-def _watch() -> None:
-    store = _connect(timeout_seconds=60)
-    host = socket.gethostname()
-    warden = _Warden(store, host)
-    hang = _HangWatch(store)
-    try:
-        store.append(_key(f"host/{host}"), f"{own_rank()}:{os.getpid()} ")
-        while not store.check([_key("failed")]):
-            time.sleep(POLL_SECONDS)
-            warden.look()
-            hang.look()
-        record = from_json(store.get(_key("failed")).decode())
-    except RuntimeError:  # the rank or agent that holds the store has ended, perhaps because all is done
-        if is_guarded:
-            time.sleep(STORE_SECONDS)
-            print(f"error: rank {own_rank()}: the job's store is gone, and with it a rank", file=sys.stderr, flush=True)
-            _write_stacks()
-            os._exit(EXIT_FAILURE)
-        return
-    time.sleep(GRACE_SECONDS)
-    if RECORD_FOLDER_VARIABLE not in os.environ:
-        _show_once(store, record)
-    _write_stacks()
-    os._exit(EXIT_FAILURE)
+class _Watch:
+    """Of this rank over its job.
+
+    Attributes:
+        store: the job's, over a connection of its own, for the process group's is in use by other threads.
+        thread: that looks.
+    """
+
+    def __init__(self, jobs_store: Any):
+        self._jobs_store = jobs_store
+        self.store = _connect()
+        self._ends = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True, name="peer-watch")
+
+    def end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self.store.set(_key(f"left/{own_rank()}"), "1")
+            if own_rank() == 0 and not is_started_by_agent():
+                self._wait_for_others()
+        self._ends.set()
+        self.thread.join()
+
+    def _wait_for_others(self) -> None:
+        """The store ends with this rank. A failure of another rank, or its hanging, is for the watch to notice."""
+        left = [_key(f"left/{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
+        deadline = math.inf if is_guarded else time.monotonic() + FAREWELL_SECONDS
+        with flight.phase("waiting for the other ranks to end"):
+            while not self.store.check(left) and time.monotonic() < deadline:
+                time.sleep(FAREWELL_POLL_SECONDS)
+
+    def _run(self) -> None:
+        host = socket.gethostname()
+        warden = _Warden(self.store, host)
+        hang = _HangWatch()
+        try:
+            self.store.append(_key(f"host/{host}"), f"{own_rank()}:{os.getpid()} ")
+            while not self.store.check([_key("failed")]):
+                if self._ends.wait(POLL_SECONDS):
+                    return
+                warden.look()
+                hang.look()
+            record = from_json(self.store.get(_key("failed")).decode())
+        except RuntimeError:  # the rank or agent that holds the store has ended, perhaps because all is done
+            if is_guarded and not self._ends.wait(STORE_SECONDS):
+                line = f"error: rank {own_rank()}: the job's store is gone, and with it a rank"
+                print(line, file=sys.stderr, flush=True)
+                _write_stacks()
+                os._exit(EXIT_FAILURE)
+            return
+        if self._ends.wait(GRACE_SECONDS):
+            return
+        if RECORD_FOLDER_VARIABLE not in os.environ:
+            _show_once(self.store, record)
+        _write_stacks()
+        os._exit(EXIT_FAILURE)
+
+
+_watch: _Watch | None = None
+"""From when this rank joins its job until it leaves."""
 
 
 class _Warden:
@@ -183,8 +235,8 @@ def _record_of_dead(rank: int, pid: int) -> FailureRecord:
 class _HangWatch:
     """Notices that this rank has not got on for long. A rank that waits leaves it to the one that it waits for."""
 
-    def __init__(self, store: Any):
-        self.store, self.started = store, time.monotonic()
+    def __init__(self) -> None:
+        self.started = time.monotonic()
 
     def look(self) -> None:
         if hang_seconds is None:
@@ -221,11 +273,8 @@ def _write_stacks() -> None:
             faulthandler.dump_traceback(file)
 
 
-def _connect(timeout_seconds: float) -> Any:
-    """A connection of its own, for the process group's is in use by other threads."""
+def _connect() -> Any:
     from torch import distributed as dist  # late: the launcher imports this module and must not wait for torch
 
-    if not dist.is_initialized():
-        raise RuntimeError("this rank has not joined the job")
-    timeout = datetime.timedelta(seconds=timeout_seconds)
+    timeout = datetime.timedelta(seconds=60)
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)

@@ -37,6 +37,7 @@ def join_process_group(world_size: int) -> torch.device:
 
 
 def _initialise() -> None:
+    leave_process_group()  # whoever destroyed a group of ours did not end its watch
     backend = "gloo"
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -54,10 +55,10 @@ def _initialise() -> None:
             # Else a new rank may find the address of one before.
             store = dist.PrefixStore(peers.attempt, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=longest_wait())
+        if world_size > 1:
+            peers.watch_peers(store)
     else:  # nobody launched us: a job of one rank, of which the environment shall not tell others
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if dist.get_world_size() > 1:
-        peers.watch_peers()
     atexit.register(leave_process_group)
 
 
@@ -75,7 +76,7 @@ def limit_waits(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def leave_process_group() -> None:
-    """Takes down the process group, if there is one."""
+    """Takes down the process group, if there is one, then ends what watches over the job, then lets go of the store."""
     if dist.is_initialized():
-        peers.leave()
         dist.destroy_process_group()
+    peers.leave()  # also where the caller has destroyed the group

@@ -38,7 +38,8 @@ class EngineProcess:
         self._answers: deque[Message] = deque()
         self._news = threading.Condition()
         self._ended: ChildEndedError | None = None
-        threading.Thread(target=self._read, daemon=True, name="engine-messages").start()
+        self._reader = threading.Thread(target=self._read, daemon=True, name="engine-messages")
+        self._reader.start()
         try:
             self.child.send(start)
             self._wait_for(lambda: bool(self._answers))
@@ -67,6 +68,7 @@ class EngineProcess:
 
     def close(self) -> None:
         self.child.close()
+        self._reader.join()
 
     def tell(self, message: Message) -> None:
         try:

@@ -155,6 +155,7 @@ def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
             tell_update(engine, 5, "a")
     finally:
         engine.close()
+    assert "engine-messages" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.usefixtures("python_path")
