@@ -15,6 +15,8 @@ from automodel_rl.errors import EXIT_FAILURE
 from automodel_rl.launch.flight import last_place, left_flight
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, first_cause, read_records
+from automodel_rl.launch.stop_signal import stop_signals
+from automodel_rl.launch.terminal import Terminal
 
 GRACE_SECONDS = 3.0
 """How long the other ranks may still take to leave their own record once one has failed."""
@@ -23,8 +25,6 @@ NOTICE_SECONDS = 0.5
 """A record that is so much older than the end of a killed rank is not its consequence."""
 
 TAIL_LINES = 20
-
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def is_rank() -> bool:
@@ -52,7 +52,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None
     """
     with tempfile.TemporaryDirectory(prefix="automodel_rl_") as folder:
         ranks = _Ranks(Path(folder), flights)
-        handlers = {number: signal.signal(number, lambda n, _: ranks.signal(n)) for number in PASSED_ON}
+        handlers = {number: signal.signal(number, lambda n, _: ranks.signal(n)) for number in stop_signals()}
         try:
             ranks.start(command, num_ranks)
             return ranks.wait()
@@ -65,6 +65,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None
 class _Ranks:
     def __init__(self, folder: Path, flights: Path | None):
         self.folder, self.flights = folder, flights
+        self.terminal = Terminal()
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: Sequence[str], num_ranks: int) -> None:
@@ -97,9 +98,10 @@ class _Ranks:
         return self.folder / f"rank_{rank}.log"
 
     def signal(self, number: int) -> None:
+        self.terminal.outlive()
         for process in self.processes:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+                process.send_signal(number)
 
     def wait(self) -> int:
         while True:

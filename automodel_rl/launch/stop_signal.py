@@ -1,19 +1,29 @@
-"""A request to stop, by SIGTERM or Ctrl-C, that waits for the end of the step."""
+"""A request to stop, by SIGTERM, Ctrl-C or a closed terminal, that waits for the end of the step."""
 
 import signal
 from types import FrameType
 
+from automodel_rl.launch.terminal import Terminal
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask this process to stop. Under nohup the end of the terminal is none of them."""
+    always = [signal.SIGTERM, signal.SIGINT]
+    return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*always, signal.SIGHUP]
+
 
 class StopSignal:
-    """Counts as true once a signal has come. The second signal interrupts at once. Use as a context manager."""
+    """Counts as true once a signal has come. The second signal interrupts at once. Use as a context manager.
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    A closed terminal sends SIGHUP, and its shell may do so again: that does not interrupt.
+    """
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._terminal = Terminal()
 
     def __enter__(self) -> "StopSignal":
-        self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        self._before = {number: signal.signal(number, self._receive) for number in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -24,6 +34,8 @@ class StopSignal:
         return self.name is not None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.name is not None:
+        if number == signal.SIGHUP:
+            self._terminal.outlive()
+        elif self.name is not None:
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
+        self.name = self.name or signal.Signals(number).name

@@ -1,9 +1,10 @@
 """The live progress line: rich on a terminal, one plain line a step elsewhere."""
 
+import contextlib
 import datetime
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -36,7 +37,7 @@ class Progress:
 
     def __init__(self, total_steps: int, first_step: int, quiet: bool):
         self.total_steps, self.first_step, self.quiet = total_steps, first_step, quiet
-        self.console = Console(file=sys.stdout)
+        self.console = Console(file=cast(TextIO, _Outlived(sys.stdout)))
         self.started = time.monotonic()
         self.live = Live(console=self.console, refresh_per_second=8) if self._is_live() else None
 
@@ -63,7 +64,7 @@ class Progress:
             return
         line = f"step {row['step']}/{self.total_steps}  {_numbers(row)}  eta {self._eta(row['step'])}"
         if self.live is None:
-            print(line, flush=True)
+            print(line, file=self.console.file, flush=True)
             return
         grid = Table.grid(padding=(0, 1))
         grid.add_row(ProgressBar(total=self.total_steps, completed=row["step"], width=24), line)
@@ -73,6 +74,25 @@ class Progress:
         elapsed = time.monotonic() - self.started
         seconds = elapsed / max(1, step - self.first_step) * (self.total_steps - step)
         return str(datetime.timedelta(seconds=round(seconds)))
+
+
+class _Outlived:
+    """Standard output. It may be a terminal that somebody closes: a run goes on, or saves and stops, without it."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _numbers(row: dict[str, Any]) -> str:

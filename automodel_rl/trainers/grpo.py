@@ -90,7 +90,7 @@ class GRPOTrainer:
             The folder of the trained Hugging Face checkpoint.
 
         Raises:
-            StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
+            StoppedError: SIGTERM, SIGHUP or Ctrl-C came, or the time is up; a checkpoint is saved.
             RolloutError: no completions could be had, or none that teach anything; a checkpoint is saved.
         """
         if self.run.is_finished:

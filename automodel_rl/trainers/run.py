@@ -113,7 +113,7 @@ class Run:
             baseline: metrics of the untrained model, taken as those of step 0.
 
         Raises:
-            StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
+            StoppedError: SIGTERM, SIGHUP or Ctrl-C came, or the time is up; a checkpoint is saved.
         """
         self.progress = Progress(self.total_steps, self.step, quiet=not self.is_first_rank)
         with StopSignal() as stop, self.progress, self._tracking(), _short_collections():

@@ -49,7 +49,7 @@ class SFTTrainer:
             The folder of the trained Hugging Face checkpoint.
 
         Raises:
-            StoppedError: SIGTERM or Ctrl-C came, or the time is up; a checkpoint is saved.
+            StoppedError: SIGTERM, SIGHUP or Ctrl-C came, or the time is up; a checkpoint is saved.
         """
         if self.run.is_finished:
             return self.run.leave_finished()
