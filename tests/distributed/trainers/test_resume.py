@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -165,9 +166,9 @@ def test_a_run_whose_first_step_failed_is_begun_anew(
 
 def test_a_run_saves_and_stops_before_its_time_is_up(ranks: RankPool, config: Settings, tmp_path: Path) -> None:
     config["length"] = {"steps": 400}
-    config["checkpoint"] = {"every_steps": None, "every_minutes": 0.01}
+    config["checkpoint"] = {"every_steps": None, "every_minutes": 0.1}
     config["parallel"] = {"pp": 2}
-    assert ranks(2).run(stop_in_time, config, 0.05) == ["stopped by --max-minutes"] * 2
+    assert ranks(2).run(stop_in_time, config, 0.5) == ["stopped by --max-minutes"] * 2
     done = len(metrics_of(tmp_path / "run"))
     assert 0 < done < 400
     kept = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run" / "checkpoints").iterdir()]
@@ -178,16 +179,36 @@ def test_a_run_saves_and_stops_before_its_time_is_up(ranks: RankPool, config: Se
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [*range(1, done + 2)]
 
 
+class Clock:
+    """One that goes on by a second whenever it is looked at, which is once a step, however slow the machine is."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    monotonic = time
+
+
 def stop_in_time(config: Settings, minutes: float) -> str:
     import automodel_rl
     from automodel_rl.config import SFTConfig
     from automodel_rl.errors import StoppedError
+    from automodel_rl.trainers import run, run_checkpoints
 
-    flight.started = time.time()  # this process is older than the run
-    try:
-        automodel_rl.SFTTrainer(SFTConfig.model_validate(config), max_minutes=minutes).train()
-    except StoppedError as error:
-        return str(error).partition(" after step")[0]
+    with (
+        mock.patch.object(flight, "started", 0.0),
+        mock.patch.object(run, "time", Clock()),
+        mock.patch.object(run_checkpoints, "time", Clock()),
+    ):
+        try:
+            automodel_rl.SFTTrainer(SFTConfig.model_validate(config), max_minutes=minutes).train()
+        except StoppedError as error:
+            return str(error).partition(" after step")[0]
     return "went on"
 
 

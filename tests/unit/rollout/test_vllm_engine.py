@@ -155,7 +155,6 @@ def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
             tell_update(engine, 5, "a")
     finally:
         engine.close()
-    assert "engine-messages" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.usefixtures("python_path")
@@ -186,6 +185,7 @@ def test_weights_come_between_two_steps_of_running_requests() -> None:
         assert len(versions) == 4000
     finally:
         engine.close()
+    assert "engine-messages" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.usefixtures("python_path")
