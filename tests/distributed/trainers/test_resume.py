@@ -25,7 +25,7 @@ from tests.distributed.trainers.runs import (
     train,
     write,
 )
-from tests.processes import Job, children_of
+from tests.processes import Job, children_of, run_command
 from tests.rank_pool import RankPool
 
 
@@ -151,11 +151,11 @@ def test_a_run_whose_first_step_failed_is_begun_anew(
     file = write(settings_of(algorithm, workspace, tmp_path / "run", length=length), tmp_path)
     command = [sys.executable, "-m", "automodel_rl", algorithm, file]
     broken = [*command, "--loss_function", f"{__name__}:{broken_loss.__name__}"]
-    failed = subprocess.run(broken, capture_output=True, text=True, check=False)
+    failed = run_command(broken)
     assert failed.returncode == 1
     assert "MemoryError" in failed.stderr
     assert (tmp_path / "run" / "config.yaml").is_file()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_command(command)
     assert done.returncode == 0, done.stderr
     assert "run holds a run that finished no step; this one takes its place" in done.stdout
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == ([0, 1] if algorithm == "grpo" else [1])
