@@ -605,8 +605,8 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def different_kinds(caught_by: Verified, fault: str, folder: Path) -> list[str]:
-    """What `verify` says is different with a fault; on a rank."""
+def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> list[str]:
+    """What `verify` says is different, with a fault or without one; on a rank."""
     from automodel_rl.config import ParallelConfig
     from automodel_rl.config.families import FAMILIES
     from automodel_rl.config.modules import ModulesConfig
@@ -636,18 +636,27 @@ def num_ranks(caught_by: Verified) -> int:
     return 3 if caught_by.modules is not None else ParallelConfig(**caught_by.sizes).world_size
 
 
-def _what_notices(name: str, pool: Any) -> str:
-    """What notices a fault, and how; empty if nothing does."""
-    fault = FAULTS[name]
-    if isinstance(fault.caught_by, str):
-        command = [sys.executable, "-m", "pytest", "-x", "-q", f"tests/{fault.caught_by}"]
-        done = subprocess.run(command, env={**os.environ, PLANTED: name}, capture_output=True, text=True, check=False)
-        if done.returncode not in (0, 1):  # pytest's codes of tests that pass and that fail
-            raise RuntimeError(f"{fault.caught_by} does not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return fault.caught_by if done.returncode else ""
+def _noticed_by_test(name: str, test: str) -> str:
+    """The test, if it fails with the fault; empty if it passes."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", f"tests/{test}"]
+    done = subprocess.run(command, env={**os.environ, PLANTED: name}, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):  # pytest's codes of tests that pass and that fail
+        raise RuntimeError(f"{test} does not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return test if done.returncode else ""
+
+
+def _noticed_by_verify(name: str, layout: Verified, pool: Any) -> str:
+    """What `verify` says is different with the fault; empty if nothing is."""
     with tempfile.TemporaryDirectory() as folder:
-        save_model(fault.caught_by, Path(folder))
-        kinds = pool(num_ranks(fault.caught_by)).run(different_kinds, fault.caught_by, name, Path(folder))[0]
+        save_model(layout, Path(folder))
+        ranks = pool(num_ranks(layout))
+        sound = ranks.run(different_kinds, layout, None, Path(folder))[0]
+        if sound:
+            raise RuntimeError(f"{layout} is different without a fault, in {sound}")
+        try:
+            kinds = ranks.run(different_kinds, layout, name, Path(folder))[0]
+        except AssertionError as failure:  # a rank raised: that is noticed, too
+            return f"verify, which fails: {str(failure).splitlines()[0][:100]}"
     return f"verify, in {kinds[0]}" + (f" and {len(kinds) - 1} more" if kinds[1:] else "") if kinds else ""
 
 
@@ -660,10 +669,8 @@ def main() -> None:
     pool, started, missed = RankPool(), time.monotonic(), []
     chosen = [name for name in FAULTS if only in name]
     for number, name in enumerate(chosen, start=1):
-        try:
-            noticed = _what_notices(name, pool)
-        except AssertionError as failure:  # a rank raised: that is noticed, too
-            noticed = f"verify, which fails: {str(failure).splitlines()[0][:100]}"
+        by = FAULTS[name].caught_by
+        noticed = _noticed_by_test(name, by) if isinstance(by, str) else _noticed_by_verify(name, by, pool)
         missed += [] if noticed else [name]
         seconds = time.monotonic() - started
         print(f"{number}/{len(chosen)} {seconds:.0f} s {name}: {noticed or 'NOT NOTICED'}", flush=True)

@@ -155,3 +155,12 @@ def test_a_first_step_in_float32_is_near_one_process(ranks: RankPool, tmp_path: 
     found = differences(ranks, tmp_path, Case(ParallelConfig(pp=pp), rows=(3,), dtype="float32"))
     assert found.first["loss"] < 1e-6, found
     assert found.first["gradient norm"] < 1e-5, found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=str)
+def test_the_auxiliary_loss_of_mixtures_equals_one_process(
+    ranks: RankPool, tmp_path: Path, sizes: dict, family: str
+) -> None:
+    save_tiny_model(tmp_path, family)
+    assert_equal(differences(ranks, tmp_path, Case(ParallelConfig(**sizes), (3, 2), aux_loss=0.1)), FLOAT64)
