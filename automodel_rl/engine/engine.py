@@ -99,7 +99,7 @@ class Engine:
         """One optimizer step over the global batch.
 
         Args:
-            batches: this data rank's rows; every data rank has equally many (see `pack`).
+            batches: this data rank's rows, on the host; every data rank has equally many (see `pack`).
             loss_fn: gives sums over a row; `PPLossAdapter` divides them by the counts of the global batch.
             readout: what the loss gets of every token.
 

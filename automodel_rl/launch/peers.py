@@ -10,7 +10,6 @@ The thread ends before its rank does: an interpreter that goes away under a thre
 import contextlib
 import datetime
 import faulthandler
-import math
 import os
 import socket
 import sys
@@ -43,11 +42,14 @@ TELL_SECONDS = 2.0
 FAREWELL_SECONDS = 3.0
 """How long the rank with the store waits for the others where it cannot know whether all has gone well."""
 
+LONGEST_FAREWELL_SECONDS = 600.0
+"""The same of a command's rank, whose watch notices what goes wrong but for the end of a whole machine."""
+
 FAREWELL_POLL_SECONDS = 0.02
 
-PARTS = ("batch", "checkpoint", "engine", "launch", "losses", "model", "parallel", "weight_sync")
+PARTS = ("batch", "checkpoint", "engine", "losses", "model", "parallel", "weight_sync")
 
-WAITING = ("/torch/", *(f"/automodel_rl/{part}/" for part in PARTS))
+WAITING = ("/torch/", "/automodel_rl/launch/peers.py", *(f"/automodel_rl/{part}/" for part in PARTS))
 """Where the main thread is while it waits for peers, or for a device that does."""
 
 STORE_SECONDS = 20.0
@@ -153,10 +155,12 @@ class _Watch:
     def _wait_for_others(self) -> None:
         """The store ends with this rank. A failure of another rank, or its hanging, is for the watch to notice."""
         left = [_key(f"left/{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
-        deadline = math.inf if is_guarded else time.monotonic() + FAREWELL_SECONDS
+        deadline = time.monotonic() + (LONGEST_FAREWELL_SECONDS if is_guarded else FAREWELL_SECONDS)
         with flight.phase("waiting for the other ranks to end"):
             while not self.store.check(left) and time.monotonic() < deadline:
                 time.sleep(FAREWELL_POLL_SECONDS)
+            if is_guarded and not self.store.check(left):
+                print("warning: not all ranks have said that they are done; this one is", file=sys.stderr, flush=True)
 
     def _run(self) -> None:
         host = socket.gethostname()

@@ -264,14 +264,20 @@ class ModelHandle:
         collective; then this rank is as before and the job is not."""
         try:
             yield
-        except BaseException:
-            for part in self.parts:
-                abandon_step(part)
-            for extras in self.extras:
-                extras.row_scope.clear()
-            if self._encoder is not None:
-                self._encoder.abandon_step()
+        except BaseException as error:
+            try:
+                self._abandon_step()
+            except Exception as more:  # a device that has failed, or a peer that has gone: what came first matters
+                error.add_note(f"the handle cannot be used any more: {type(more).__name__}: {more}")
             raise
+
+    def _abandon_step(self) -> None:
+        for extras in self.extras:
+            extras.row_scope.clear()
+        if self._encoder is not None:
+            self._encoder.abandon_step()
+        for part in self.parts:
+            abandon_step(part)
 
     def global_rows(self, batches: Sequence[PackedBatch]) -> GlobalRows:
         """How many rows there are and what losses divide by, over all data ranks. A collective.

@@ -177,7 +177,7 @@ class RunDirectory:
         """Whether a run may be at work here, also where locks cannot tell."""
         try:
             with (self.folder / LOCK_FILE).open("r+") as file:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # all ranks look at once, and must see the same
         except FileNotFoundError:
             return False
         except OSError:

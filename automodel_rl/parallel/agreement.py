@@ -20,6 +20,9 @@ from automodel_rl.parallel.layout import Layout
 GUEST = -1
 """In place of its data rank, what a rank without the language model says."""
 
+UNITS, ROUNDING = 10_000, 10
+"""Values of rows are compared in units of so small a part of them, and may differ by so many."""
+
 
 @dataclass(frozen=True)
 class GlobalRows:
@@ -44,13 +47,13 @@ def agree_on_rows(batches: Sequence[PackedBatch], vocab_size: int, layout: Layou
     """Looks whether all ranks have rows that fit the model and each other, and adds up what they hold. A collective.
 
     Args:
-        batches: this data rank's rows, on the host.
+        batches: this data rank's rows.
         vocab_size: of the model.
         layout: this rank's place.
 
     Raises:
-        InputError: on every rank, if a token id is outside the vocabulary on any, or data ranks have other numbers of
-            rows, or the ranks of one data rank have other rows.
+        InputError: on every rank, if rows are not on the host or a token id is outside the vocabulary on any, or data
+            ranks have other numbers of rows, or the ranks of one data rank have other rows.
     """
     problem = _problem(batches, vocab_size)
     counts = count(batches)
@@ -61,6 +64,7 @@ def agree_on_rows(batches: Sequence[PackedBatch], vocab_size: int, layout: Layou
             problem != "",
             len(batches),
             _fingerprint(batches),
+            _mixture(batches),
             *counts.values(),
         ]
     )
@@ -73,17 +77,19 @@ def agree_on_rows(batches: Sequence[PackedBatch], vocab_size: int, layout: Layou
     members = ranks[ranks[:, 0] != GUEST]
     data_ranks = members[members[:, 1] == 1]
     _refuse_other_rows(members, data_ranks)
-    totals = data_ranks[:, 5:].sum(0).tolist()
+    totals = data_ranks[:, 6:].sum(0).tolist()
     return GlobalRows(num_rows=int(data_ranks[0, 3]), counts=dict(zip(counts, totals, strict=True)))
 
 
 def _refuse_other_rows(members: torch.Tensor, data_ranks: torch.Tensor) -> None:
     """Args: what the ranks with the language model said, and of them the first of each data rank."""
-    for data_rank, *_, num_rows, fingerprint in data_ranks[:, :5].tolist():
+    for data_rank, *_, num_rows, fingerprint, mixture in data_ranks[:, :6].tolist():
         others = members[members[:, 0] == data_rank]
-        if not ((others[:, 3] == num_rows) & (others[:, 4] == fingerprint)).all():
+        same = (others[:, 3] == num_rows) & (others[:, 4] == fingerprint)
+        if not same.all() or ((others[:, 5] - mixture).abs() > ROUNDING).any():
+            what = "values in their rows" if same.all() else "rows"
             raise InputError(
-                f"the ranks of data rank {data_rank} have different rows: all pipeline, tensor and context-parallel "
+                f"the ranks of data rank {data_rank} have different {what}: all pipeline, tensor and context-parallel "
                 "ranks of a data rank need the same ones, in the same order"
             )
     if (data_ranks[:, 3] != data_ranks[0, 3]).any():
@@ -113,6 +119,8 @@ def raise_everywhere(failure: MicrobatchError | None, layout: Layout) -> None:
 def _problem(batches: Sequence[PackedBatch], vocab_size: int) -> str:
     """What is wrong with this rank's rows; empty if nothing is."""
     for number, batch in enumerate(batches):
+        if batch.input_ids.device.type != "cpu":
+            return f"row {number} is on {batch.input_ids.device}: leave rows on the host, the step moves them"
         for name, ids in (("input_ids", batch.input_ids), ("targets", batch.targets)):
             outside = (ids < 0) | (ids >= vocab_size)
             if name == "targets":
@@ -127,10 +135,22 @@ def _problem(batches: Sequence[PackedBatch], vocab_size: int) -> str:
 
 
 def _fingerprint(batches: Sequence[PackedBatch]) -> int:
-    """Of what must be the same on all ranks of a data rank."""
+    """Of the tokens, which must be the same on all ranks of a data rank."""
     found = 0
     for batch in batches:
-        found = zlib.crc32(repr((batch.lengths, batch.order, batch.is_empty)).encode(), found)
-        for tensor in (batch.input_ids, batch.loss_mask):
+        found = zlib.crc32(repr((batch.lengths, batch.order, batch.is_empty, sorted(batch.values))).encode(), found)
+        for tensor in (batch.input_ids, batch.targets, batch.loss_mask):
             found = zlib.crc32(tensor.contiguous().numpy().tobytes(), found)
     return found
+
+
+def _mixture(batches: Sequence[PackedBatch]) -> int:
+    """Of the rows' values, which must be the same but for rounding: their sum with other weights in every place,
+    relative to the sum of their sizes, in 1 / `UNITS`."""
+    total = size = 0.0
+    for batch in batches:
+        for name in sorted(batch.values):
+            values = batch.values[name].detach().to("cpu", torch.float64).nan_to_num()
+            total += float(values @ torch.arange(len(values), dtype=torch.float64).add(len(name)).cos())
+            size += float(values.abs().sum())
+    return round(UNITS * total / size) if size else 0

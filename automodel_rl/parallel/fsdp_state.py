@@ -1,6 +1,6 @@
 """The state of FSDP2 units in the middle of a step. The only file with torch's private names of FSDP.
 
-Checked with torch 2.11.0 and 2.13.0.
+Checked with torch 2.11.0 and 2.13.0; where 2.12 has other names it raises.
 """
 
 from typing import Any
@@ -41,7 +41,9 @@ def reset_fsdp(root: FSDPModule) -> None:
         return
     if state._device.type == "cuda":
         torch.cuda.synchronize(state._device)
-    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        assert name in vars(state._comm_ctx), f"FSDP of torch {torch.__version__} has no {name}"
+        setattr(state._comm_ctx, name, None)
     state._comm_ctx.post_forward_order.clear()
     for unit in state._state_ctx.all_states:
         unit._training_state = type(unit._training_state).IDLE

@@ -5,6 +5,7 @@ this way and is divided by the global number of tokens in `model/routers.py`.
 """
 
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import LocalRow, PackedBatch
-from automodel_rl.errors import MicrobatchError
+from automodel_rl.errors import MicrobatchError, first_in_chain
 from automodel_rl.launch.flight import microbatch
 from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
 from automodel_rl.parallel.collectives import AllGatherCP
@@ -69,6 +70,7 @@ class PPLossAdapter:
                 with microbatch("loss", self.stage, index):
                     return self._loss(TokenOutputs.from_columns(columns), self.batches[index])
             except MicrobatchError as failure:
+                traceback.clear_frames(first_in_chain(failure).__traceback__)  # else the loss's tensors stay
                 self.failure = failure
         return (columns * 0).sum()
 

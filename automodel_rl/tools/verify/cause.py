@@ -20,25 +20,25 @@ ALONE = {
 """What each kind means that is compared by itself."""
 
 
-def likeliest_cause(found: Differences, is_equal: Callable[[str, float], bool], parallel: ParallelConfig) -> str:
+def likeliest_cause(found: Differences, is_equal: Callable[[str, int, float], bool], parallel: ParallelConfig) -> str:
     """One line on where to look.
 
     Args:
         found: the differences.
-        is_equal: whether a difference of a kind counts as none.
+        is_equal: whether a difference of a kind in a step counts as none.
         parallel: the layout of the language model.
     """
     steps = sorted({step for by_step in found.found.values() for step in by_step} - {NO_STEP})
     for step in steps:
         names = {
-            kind: {name for name, difference in by_step.get(step, {}).items() if not is_equal(kind, difference)}
+            kind: {name for name, difference in by_step.get(step, {}).items() if not is_equal(kind, step, difference)}
             for kind, by_step in found.found.items()
         }
         different = {kind: of_kind for kind, of_kind in names.items() if of_kind}
         if different:
             return f"step {step}: {_cause(different, found, step, parallel)}"
     for kind, by_step in found.found.items():
-        if NO_STEP in by_step and not is_equal(kind, found.largest(kind, NO_STEP)):
+        if NO_STEP in by_step and not is_equal(kind, NO_STEP, found.largest(kind, NO_STEP)):
             return ALONE.get(kind, f"{kind} alone")
     return "rounding"
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from automodel_rl import (
     TokenSequence,
     sft_loss,
 )
-from automodel_rl.batch import empty_row, pack_row
+from automodel_rl.batch import empty_row, pack_row, set_values
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError, MicrobatchError, PeerError
 from automodel_rl.losses import Readout
@@ -167,6 +168,16 @@ def test_a_step_that_is_interrupted_anywhere_leaves_no_trace(tmp_path: Path, dty
         assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_handle_that_cannot_be_put_right_tells_what_came_first(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=1)
+    engine = make_engine(tmp_path, ParallelConfig())
+    broken = mock.patch("automodel_rl.model.handle.abandon_step", side_effect=RuntimeError("device-side assert"))
+    with broken, pytest.raises(MicrobatchError, match="loss of microbatch 1 on stage 0 failed: KeyError") as raised:
+        engine.train_step(rows_of(engine, 0), Failing(KeyError("planted")))
+    assert raised.value.__notes__ == ["the handle cannot be used any more: RuntimeError: device-side assert"] * 2
+
+
 def refusals(folder: Path, parallel: ParallelConfig, kind: str) -> list[str]:
     """What each way to use rows says of bad ones."""
     engine = make_engine(folder, parallel)
@@ -178,6 +189,9 @@ def refusals(folder: Path, parallel: ParallelConfig, kind: str) -> list[str]:
         rows = []
     elif kind == "other" and layout.pp_rank == 1:
         rows = rows_of(engine, 1)
+    elif kind == "values":  # as rewards that are drawn on every rank anew would be
+        noise = torch.Generator().manual_seed(layout.pp_rank)
+        rows = [set_values(row, "advantages", torch.randn(row.num_tokens, generator=noise)) for row in rows]
     elif kind.lstrip("-").isdecimal() and layout.data_rank == parallel.num_data_ranks - 1:
         ids = torch.tensor([5, int(kind), 7])
         rows[1] = pack_row([TokenSequence(ids, torch.ones(3, dtype=torch.bool))])
@@ -216,6 +230,7 @@ def test_token_ids_outside_the_vocabulary_are_refused_on_every_rank(
         ({"dp_shard": 2}, "none", "data ranks have [0, 3] rows: give every one equally many"),
         ({"pp": 2, "dp_shard": 2}, "fewer", "data ranks have [3, 1] rows: give every one equally many"),
         ({"pp": 2}, "other", "the ranks of data rank 0 have different rows"),
+        ({"pp": 2}, "values", "the ranks of data rank 0 have different values in their rows"),
     ],
 )
 def test_rows_that_do_not_fit_each_other_are_refused_on_every_rank(

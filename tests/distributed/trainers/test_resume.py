@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -227,6 +228,15 @@ def test_ranks_that_an_agent_starts_again_go_on_by_themselves(
     assert_same_weights(tmp_path / "whole" / "final", tmp_path / "run" / "final")
 
 
+@pytest.fixture
+def heeds_the_terminal() -> Iterator[None]:
+    """What is started does, also if these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heeds_the_terminal")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_whose_terminal_is_closed_saves_and_stops(config: Settings, tmp_path: Path, num_ranks: int) -> None:
     config |= {"length": {"steps": 4000}, "parallel": {"pp": num_ranks}, "checkpoint": {"every_steps": None}}

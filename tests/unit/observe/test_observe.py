@@ -1,8 +1,10 @@
 """Metrics, report and run directory."""
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,17 +116,31 @@ def test_a_config_of_somebody_in_the_folder_is_kept(tmp_path: Path) -> None:
         RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
 
 
-def test_a_run_in_its_first_step_is_not_begun_anew_while_it_is_at_work(tmp_path: Path) -> None:
-    lines = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
-    begin(tmp_path)
-    command = [sys.executable, "-c", lines, str(tmp_path / LOCK_FILE)]
+@contextlib.contextmanager
+def locked(file: Path, kind: str) -> Iterator[None]:
+    """Another process holds a lock on the file."""
+    lines = f"import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.{kind}); print(); input()"
+    command = [sys.executable, "-c", lines, str(file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(InputError, match="is at work there, in its first step"):
-            RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
+        yield
         other.kill()
+
+
+def test_a_run_in_its_first_step_is_not_begun_anew_while_it_is_at_work(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / LOCK_FILE).touch()
+    with locked(tmp_path / LOCK_FILE, "LOCK_EX"), pytest.raises(InputError, match="is at work there, in its first"):
+        RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
     assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
+
+
+def test_ranks_that_look_at_the_same_time_see_the_same(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / LOCK_FILE).touch()
+    with locked(tmp_path / LOCK_FILE, "LOCK_SH"):  # as another rank does while it looks
+        assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "with a checkpoint"])
