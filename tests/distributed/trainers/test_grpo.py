@@ -503,6 +503,7 @@ def test_a_run_with_engines_ahead_goes_on_with_the_prompts_it_had_not_trained_on
     let_engines_be_ahead(settings, 1)
     ranks(1).run(train, settings)
     before = [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)]
+    shutil.rmtree(tmp_path / "run" / "final")
     for step in (3, 4):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step}")
         (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").unlink()
