@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from automodel_rl.batch import IGNORED_TARGET, PackedBatch
 from automodel_rl.errors import InputError, MicrobatchError, PeerError
@@ -57,47 +58,58 @@ def agree_on_rows(batches: Sequence[PackedBatch], vocab_size: int, layout: Layou
     """
     problem = _problem(batches, vocab_size)
     counts = count(batches)
-    own = torch.tensor(
-        [
-            GUEST if layout.is_guest else layout.data_rank,
-            int(layout.is_first_of_data_rank),
-            problem != "",
-            len(batches),
-            _fingerprint(batches),
-            _mixture(batches),
-            *counts.values(),
-        ]
-    )
+    said: dict[str, int] = {
+        "data_rank": GUEST if layout.is_guest else layout.data_rank,
+        "is_first": int(layout.is_first_of_data_rank),
+        "problem": int(problem != ""),
+        "num_rows": len(batches),
+        "fingerprint": 0 if problem else _fingerprint(batches),
+        "mixture": 0 if problem else _mixture(batches),
+        **{str(name): number for name, number in counts.items()},
+    }
+    own = torch.tensor(list(said.values()))
     everyone = [torch.empty_like(own) for _ in range(layout.world_control.size())]
     dist.all_gather(everyone, own, group=layout.world_control)
-    ranks = torch.stack(everyone)
-    if ranks[:, 2].any():
+    of_ranks = dict(zip(said, torch.stack(everyone).unbind(1), strict=True))
+    if of_ranks["problem"].any():
         told = gather_objects(problem, layout.world_control)
         raise InputError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text))
-    members = ranks[ranks[:, 0] != GUEST]
-    data_ranks = members[members[:, 1] == 1]
-    _refuse_other_rows(members, data_ranks)
-    totals = data_ranks[:, 6:].sum(0).tolist()
-    return GlobalRows(num_rows=int(data_ranks[0, 3]), counts=dict(zip(counts, totals, strict=True)))
+    num_rows = _agreed_rows(of_ranks)
+    is_first = of_ranks["is_first"] == 1
+    return GlobalRows(num_rows, {name: int(of_ranks[name][is_first].sum()) for name in counts})
 
 
-def _refuse_other_rows(members: torch.Tensor, data_ranks: torch.Tensor) -> None:
-    """Args: what the ranks with the language model said, and of them the first of each data rank."""
-    for data_rank, *_, num_rows, fingerprint, mixture in data_ranks[:, :6].tolist():
-        others = members[members[:, 0] == data_rank]
-        same = (others[:, 3] == num_rows) & (others[:, 4] == fingerprint)
-        if not same.all() or ((others[:, 5] - mixture).abs() > ROUNDING).any():
-            what = "values in their rows" if same.all() else "rows"
+def _agreed_rows(of_ranks: dict[str, Tensor]) -> int:
+    """Rows of each data rank. Raises InputError where ranks have others than they should.
+
+    Args:
+        of_ranks: by name what every rank has said.
+    """
+    is_first, data_rank = of_ranks["is_first"] == 1, of_ranks["data_rank"]
+
+    def by_data_rank(name: str) -> Tensor:
+        """What the first rank of each data rank has said."""
+        return of_ranks[name][is_first][data_rank[is_first].argsort()]
+
+    for name, allowed, what in (
+        ("num_rows", 0, "rows"),
+        ("fingerprint", 0, "rows"),
+        ("mixture", ROUNDING, "values in their rows"),
+    ):
+        expected = by_data_rank(name)[data_rank.clamp_min(0)]
+        others = (data_rank != GUEST) & ((of_ranks[name] - expected).abs() > allowed)
+        if others.any():
             raise InputError(
-                f"the ranks of data rank {data_rank} have different {what}: all pipeline, tensor and context-parallel "
-                "ranks of a data rank need the same ones, in the same order"
+                f"the ranks of data rank {data_rank[others][0]} have different {what}: all pipeline, tensor and "
+                "context-parallel ranks of a data rank need the same ones, in the same order"
             )
-    if (data_ranks[:, 3] != data_ranks[0, 3]).any():
-        ordered = data_ranks[data_ranks[:, 0].argsort(), 3].tolist()
+    num_rows = by_data_rank("num_rows").tolist()
+    if len(set(num_rows)) > 1:
         raise InputError(
-            f"data ranks have {ordered} rows: give every one equally many, as pack(..., num_data_ranks={len(ordered)}, "
-            "data_rank=R) does"
+            f"data ranks have {num_rows} rows: give every one equally many, as pack(..., "
+            f"num_data_ranks={len(num_rows)}, data_rank=R) does"
         )
+    return num_rows[0]
 
 
 def raise_everywhere(failure: MicrobatchError | None, layout: Layout) -> None:
