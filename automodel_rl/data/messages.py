@@ -49,7 +49,7 @@ class Chat:
 
 
 def checked_messages(value: Any, column: str, where: str, role: str | None = None) -> list[Message]:
-    """Messages without keys that are null, which datasets give to all messages if one has them.
+    """Messages without keys that are null, which datasets give to all objects of a column if one has them.
 
     Args:
         value: of the column; a text is one message by `role`, where texts are allowed.
@@ -66,7 +66,7 @@ def checked_messages(value: Any, column: str, where: str, role: str | None = Non
         text = "" if role is None else "a text or "
         raise InputError(f"{where}: {column} must be {text}a list of objects with role and content")
     # A template may ask whether there is no content, so that stays.
-    messages = [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
+    messages = [{k: _without_nulls(v) for k, v in m.items() if v is not None or k == "content"} for m in value]
     for turn, message in enumerate(messages):
         _check_message(message, turn, where)
     return messages
@@ -102,7 +102,8 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def checked_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Tools of a record: a list of JSON schemas, or JSON of one; none where there are none.
+    """Tools of a record: a list of JSON schemas without keys that are null, or JSON of one as it is; none where there
+    are none.
 
     Raises:
         InputError: they are something else.
@@ -112,6 +113,8 @@ def checked_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
             value = json.loads(value)
         except ValueError as error:
             raise InputError(f"{where}: tools is a text and not JSON ({error}): give a list of JSON schemas") from None
+    else:
+        value = _without_nulls(value)
     if not value:
         return ()
     if not isinstance(value, list) or not all(_name(tool) for tool in value):
@@ -120,6 +123,13 @@ def checked_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
             f"{json.dumps(value, default=repr)[:80]}: change it, or name another column in columns: {{tools: NAME}}"
         )
     return tuple(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without keys that are null, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def function_of(tool: dict[str, Any]) -> dict[str, Any]:

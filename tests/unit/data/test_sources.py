@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.data import sources
@@ -163,6 +164,32 @@ def test_messages_that_are_none_are_refused_in_all_kinds_of_records(messages: li
 def test_keys_that_are_null_are_not_there() -> None:
     message = ANSWER | {"tool_calls": None, "weight": None, "reasoning_content": None}
     assert read_chat({"messages": [message]}, SourceConfig(path="x"), "x:1").messages == [ANSWER]
+
+
+def test_nulls_that_a_dataset_fills_in_are_not_there_at_any_depth(tmp_path: Path) -> None:
+    """The structs of a column share one schema, so every call has the arguments of all, and every tool."""
+    functions = [{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "search", "arguments": {"query": [None]}}]
+    calls = [{"type": "function", "function": function} for function in functions]
+    places = [{"city": {"type": "string"}}, {"query": {"type": "array"}}]
+    tools = [{"name": f["name"], "parameters": {"properties": p}} for f, p in zip(functions, places, strict=True)]
+    parts = [{"type": "text", "text": "b"}, {"type": "image", "path": "picture.png"}]
+    called = {"role": "assistant", "content": parts[:1], "tool_calls": calls}
+    record = {"messages": [called], "tools": tools}
+    other = {"messages": [{"role": "user", "content": parts}], "tools": []}
+    Dataset.from_list([record, other]).to_parquet(tmp_path / "train.parquet")
+    config = SourceConfig(path=str(tmp_path))
+    chat = read_chat(open_source(config)[0], config, "x:1")
+    assert open_source(config)[0]["tools"][0]["parameters"]["properties"]["query"] is None
+    assert chat.messages == [called]
+    assert [*chat.tools] == tools
+
+
+def test_nulls_in_json_text_stay() -> None:
+    schema = json.dumps([{"name": "f", "parameters": {"default": None}}])
+    call = {"function": {"name": "f", "arguments": '{"city": null}'}}
+    chat = read_chat({"messages": [{**ANSWER, "tool_calls": [call]}], "tools": schema}, SourceConfig(path="x"), "x:1")
+    assert chat.tools == ({"name": "f", "parameters": {"default": None}},)
+    assert chat.messages[0]["tool_calls"] == [call]
 
 
 def test_a_column_that_no_record_has_is_refused(tmp_path: Path) -> None:
