@@ -1,6 +1,7 @@
 """Chats: messages as records have them, the tools that the assistant may call, and which of its turns are trained."""
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -27,21 +28,20 @@ class Chat:
     tools: tuple[dict[str, Any], ...] = ()
     start: int = 0
 
-    @property
+    @functools.cached_property
     def turns(self) -> list[int]:
         """Places of the assistant's messages."""
         return [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
 
-    @property
+    @functools.cached_property
     def trained(self) -> list[int]:
         """Of the turns those that count: after the prompt, and without weight 0."""
         return [turn for turn in self.turns if turn >= self.start and self.messages[turn].get("weight") != 0]
 
-    @property
-    def kind(self) -> frozenset[Any]:
-        """Its roles and keys, which chat templates may pass over; chats of one kind differ in their texts."""
-        fields = ((m["role"], key, type(value), bool(value)) for m in self.messages for key, value in m.items())
-        return frozenset([*fields, bool(self.tools)])
+    @functools.cached_property
+    def last_of_user(self) -> int:
+        """Place of the user's last message; -1 without one."""
+        return max((place for place, message in enumerate(self.messages) if message["role"] == "user"), default=-1)
 
     def until(self, end: int) -> "Chat":
         """The messages before one."""

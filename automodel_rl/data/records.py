@@ -9,6 +9,7 @@ from typing import Any
 from automodel_rl.config import DPOConfig, GRPOConfig, RunConfig, SFTConfig, SourceConfig
 from automodel_rl.config.data import Column
 from automodel_rl.config.rollout import NEED_ANSWER
+from automodel_rl.data.kinds import kind_of
 from automodel_rl.data.messages import Chat, Message, checked_messages, checked_tools
 from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
@@ -162,7 +163,7 @@ def check_records(sources: Sequence[SourceConfig], read: Reader) -> list[tuple[C
         for number, record in enumerate(source):
             where = source.where(number)
             for chat, place in chats_of(read(record, config, where), where):
-                first.setdefault(chat.kind, (chat, place))
+                first.setdefault(kind_of(chat), (chat, place))
             missing = {column: name for column, name in missing.items() if name not in record}
         for column, name in missing.items():  # one that must be there is missed in the first record
             raise InputError(

@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.data.images import image_parts
+from automodel_rl.data.kinds import ARGUMENTS, END_THOUGHT, THOUGHTS, facts_of, says_more, thought_in
 from automodel_rl.data.messages import Chat, Message, function_of
 from automodel_rl.errors import InputError
 
@@ -18,17 +19,11 @@ GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "xyzzy"
 """A text that no template writes by itself."""
 
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of what the assistant thinks before it speaks."""
-
-BEGIN_THOUGHT, END_THOUGHT = "<think>", "</think>"
-"""Around thoughts that are part of the content."""
+MARK = re.compile(f"{PROBE}([0-9]+){PROBE}")
+"""What a numbered place is marked with."""
 
 LINKS = ("name", "tool_call_id")
 """Keys of a tool's message that say which call it answers, which its place says, too."""
-
-ARGUMENTS = "arguments"
-"""Key of what a tool is called with: JSON or an object."""
 
 REMEDY = "give data.chat_template a template that writes it, or remove it from the data"
 
@@ -74,6 +69,7 @@ class ChatTemplate:
         self.has_marks = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
         self.reads_parts_only = self._reads_parts_only()
         self.quotes_arguments = self._quotes_arguments()
+        self._accepted: set[Any] = set()
 
     def encode(self, chat: Chat, where: str, **options: Any) -> Any:
         """What the tokenizer gives for a chat.
@@ -99,35 +95,35 @@ class ChatTemplate:
     def check(self, chat: Chat, where: str, add_generation_prompt: bool = False) -> None:
         """Raises InputError if the template leaves out something of a chat that it can `encode`.
 
-        Everything is marked and the chat written once more; a mark that does not come out, and changes nothing if it
-        is the only one, belongs to something that the template does not read.
+        All texts are marked and the chat written once more. What does not come out is looked at by itself: if the text
+        changes with it, the template reads it. This costs more texts, so it is done once for all that is in the same
+        situation.
         """
         tree = self._tree(chat)
         leaves = [*_leaves(tree)]
-        marked = tree
-        for number, leaf in enumerate(leaves):
-            marked = _marked(marked, leaf, _mark(number))
-        text = self._text(marked, add_generation_prompt) or ""
-        missing = [leaf for number, leaf in enumerate(leaves) if _mark(number) not in text]
-        for leaf in missing:
-            if self._reads(tree, leaf, add_generation_prompt) or self._may_forget(chat, leaf):
+        marks = {leaf: _mark(number) for number, leaf in enumerate(leaves) if _takes_mark(tree, leaf)}
+        text = self._text(_marked(tree, marks), add_generation_prompt) or ""
+        found = {int(number) for number in MARK.findall(text)}
+        for leaf in (leaf for number, leaf in enumerate(leaves) if number not in found):
+            situation = (_situation(chat, leaf), add_generation_prompt)
+            if situation in self._accepted:
                 continue
-            raise InputError(f"{where}: the chat template leaves out {_label(chat, leaf)}: {REMEDY}")
+            if not (self._may_forget(chat, leaf) or self._reads(tree, leaf, add_generation_prompt)):
+                raise InputError(f"{where}: the chat template leaves out {_label(chat, leaf)}: {REMEDY}")
+            self._accepted.add(situation)
 
     def _may_forget(self, chat: Chat, leaf: Leaf) -> bool:
         """Whether this is a thought of a turn before the user's last, where templates write it no more: of a turn that
         is not trained, or says more, and whose thoughts the template writes while it is the last."""
-        if not leaf.is_thought or all(message["role"] != "user" for message in chat.messages[leaf.turn :]):
+        if not leaf.is_thought or leaf.turn not in chat.turns or leaf.turn > chat.last_of_user:
             return False
         if leaf.turn not in chat.trained:
             return True
-        message = chat.messages[leaf.turn]
-        says_more = bool(_spoken(message).strip() or message.get("tool_calls"))
-        return says_more and self._reads(self._tree(chat.until(leaf.turn + 1)), leaf)
+        return says_more(chat.messages[leaf.turn]) and self._reads(self._tree(chat.until(leaf.turn + 1)), leaf)
 
     def _reads(self, tree: Tree, leaf: Leaf, add_generation_prompt: bool = False) -> bool:
         """Whether the text differs if only this does."""
-        changed = self._text(_marked(tree, leaf, PROBE), add_generation_prompt)
+        changed = self._text(_marked(tree, {leaf: PROBE}), add_generation_prompt)
         return changed is None or changed != self._text(tree, add_generation_prompt)
 
     def _text(self, tree: Tree, add_generation_prompt: bool = False) -> str | None:
@@ -228,7 +224,7 @@ def _leaves_of_content(path: tuple[str | int, ...], content: Any, role: str) -> 
     }  # fmt: skip
     for place, text in texts.items():
         yield Leaf(place)
-        if role == "assistant" and _thought(text):
+        if role == "assistant" and thought_in(text):
             yield Leaf(place, before=END_THOUGHT)
 
 
@@ -244,42 +240,58 @@ def _function_path(tool: dict[str, Any]) -> tuple[str, ...]:
     return ("function",) if "function" in tool else ()
 
 
-def _thought(text: str) -> str:
-    """What is thought in a content, if it says so."""
-    thought, end, _ = text.partition(END_THOUGHT)
-    return thought.rpartition(BEGIN_THOUGHT)[2].strip() if end else ""
-
-
-def _spoken(message: Message) -> str:
-    """The text of a message without thoughts."""
-    content = _in_one(message).get("content")
-    return content.rpartition(END_THOUGHT)[2] if isinstance(content, str) else ""
+def _situation(chat: Chat, leaf: Leaf) -> tuple[Any, ...]:
+    """All that a template may go by when it writes or forgets something, but the texts. Of several places in a list
+    only the first may be treated otherwise."""
+    path = tuple(min(step, 1) if isinstance(step, int) else step for step in leaf.path)
+    if leaf.turn < 0:
+        return path
+    around = [
+        chat.messages[turn]["role"] for turn in range(leaf.turn - 1, leaf.turn + 2) if 0 <= turn < len(chat.messages)
+    ]
+    place = (leaf.turn > chat.last_of_user, leaf.turn in chat.trained, bool(chat.tools))
+    return (path, leaf.before, tuple(around), place, facts_of(chat, leaf.turn))
 
 
 def _mark(number: int) -> str:
     return f"{PROBE}{number}{PROBE}"
 
 
-def _marked(tree: Any, leaf: Leaf, mark: str) -> Any:
-    """A copy of the tree with a mark in one place."""
+def _at(tree: Any, path: Sequence[str | int]) -> Any:
+    """What is in one place."""
+    for step in path:
+        tree = tree[step]
+    return tree
 
-    def replaced(value: Any, path: tuple[str | int, ...]) -> Any:
-        if not path:
-            return _with_mark(value, leaf, mark)
-        key, *rest = path
-        copy: Any = {**value} if isinstance(value, dict) else [*value]
-        copy[key] = replaced(value[key], tuple(rest))
-        return copy
 
-    return replaced(tree, leaf.path)
+def _takes_mark(tree: Tree, leaf: Leaf) -> bool:
+    """Whether a mark can be added to it."""
+    value = _at(tree, leaf.path)
+    return isinstance(value, str) or (isinstance(value, dict) and leaf.path[-1] == ARGUMENTS)
+
+
+def _marked(tree: Tree, marks: dict[Leaf, str]) -> Tree:
+    """A copy of the tree with marks: more text, one more argument, and nothing in place of what takes no mark."""
+    copy: Tree = _copied(tree)
+    for leaf, mark in marks.items():
+        *path, key = leaf.path
+        holder = _at(copy, path)
+        holder[key] = _with_mark(holder[key], leaf, mark) if _takes_mark(copy, leaf) else None
+    return copy
+
+
+def _copied(value: Any) -> Any:
+    """Of objects and lists copies, and what they hold."""
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _with_mark(value: Any, leaf: Leaf, mark: str) -> Any:
-    """A text with the mark in it, arguments with one more, and nothing in place of anything else."""
-    if isinstance(value, str):
-        head, end, tail = value.partition(leaf.before) if leaf.before else (value, "", "")
-        return f"{head}{mark}{end}{tail}"
-    return {**value, mark: mark} if isinstance(value, dict) and leaf.path[-1] == ARGUMENTS else None
+    if isinstance(value, dict):
+        return {**value, mark: mark}
+    head, end, tail = value.partition(leaf.before) if leaf.before else (value, "", "")
+    return f"{head}{mark}{end}{tail}"
 
 
 def _label(chat: Chat, leaf: Leaf) -> str:

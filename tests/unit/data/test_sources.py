@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.data import sources
+from automodel_rl.data.kinds import kind_of
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import Reader, chats_of, check_records, read_chat, read_pair, read_prompt
 from automodel_rl.data.sources import JsonLines, open_source
@@ -208,3 +209,49 @@ def test_of_every_kind_of_chat_the_first_is_told(tmp_path: Path) -> None:
     )
     found = check_records([SourceConfig(path=str(path))], read_chat)
     assert [where for _, where in found] == [f"{path}:1", f"{path}:3", f"{path}:6"]
+
+
+THOUGHT = ANSWER | {"reasoning_content": "a"}
+SAID = ANSWER | {"content": "<think>a</think>b"}
+TEXT, PICTURE = {"type": "text", "text": "b"}, {"type": "image", "path": "p.png"}
+
+
+def calls(*functions: dict) -> dict:
+    return {"tool_calls": [*functions]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "others"),
+    [
+        ([QUESTION, ANSWER], [QUESTION, SAID]),
+        ([QUESTION, ANSWER], [QUESTION, ANSWER | {"content": [TEXT]}]),
+        ([QUESTION, ANSWER | {"content": [TEXT]}], [QUESTION, ANSWER | {"content": [TEXT | {"text": "a</think>b"}]}]),
+        ([QUESTION | {"content": [TEXT]}, ANSWER], [QUESTION | {"content": [TEXT, PICTURE]}, ANSWER]),
+        ([QUESTION, ANSWER, QUESTION, SAID], [QUESTION, SAID, QUESTION, ANSWER]),
+        ([QUESTION, ANSWER, QUESTION, THOUGHT], [QUESTION, THOUGHT, QUESTION, ANSWER]),
+        ([QUESTION, THOUGHT, QUESTION, ANSWER | {"weight": 0}], [QUESTION, THOUGHT | {"weight": 0}, QUESTION, ANSWER]),
+        ([QUESTION, SAID, QUESTION, SAID], [QUESTION, ANSWER | {"content": "a</think>"}, QUESTION, SAID]),
+        ([QUESTION, THOUGHT, QUESTION, ANSWER], [QUESTION, THOUGHT | {"content": ""}, QUESTION, ANSWER]),
+        ([ANSWER | calls({"name": "f"})], [ANSWER | calls({"name": "f", "arguments": {"a": 1}})]),
+        ([ANSWER | calls({"name": "f", "arguments": "{}"})], [ANSWER | calls({"name": "f", "arguments": {"a": 1}})]),
+        ([ANSWER | calls({"name": "f"})], [ANSWER | calls({"function": {"name": "f"}})]),
+        ([ANSWER | calls({"name": "f"})], [ANSWER | calls({"name": "f"}, {"name": "f"})]),
+    ],
+)  # fmt: skip
+def test_chats_that_a_template_may_treat_otherwise_are_of_two_kinds(messages: list[dict], others: list[dict]) -> None:
+    assert kind_of(Chat(messages)) != kind_of(Chat(others))
+
+
+def test_chats_that_differ_in_texts_and_lengths_are_of_one_kind() -> None:
+    exchange = [QUESTION, SAID, QUESTION, ANSWER | calls({"name": "f", "arguments": {"a": 1}})]
+    other = [QUESTION | {"content": "c"}, SAID, QUESTION, ANSWER | calls({"name": "g", "arguments": {"b": 2}})]
+    assert kind_of(Chat(exchange * 2)) == kind_of(Chat([*exchange, *other]))
+
+
+def test_a_thought_in_a_content_is_told_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(CHAT) + "\n" + json.dumps({"messages": [QUESTION, SAID]}) + "\n")
+    assert [where for _, where in check_records([SourceConfig(path=str(path))], read_chat)] == [
+        f"{path}:1",
+        f"{path}:2",
+    ]

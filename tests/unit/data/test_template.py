@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.messages import Chat
+from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
 from automodel_rl.quickstart.model import train_tokenizer
 from tests.unit.data import templates
@@ -127,6 +128,82 @@ def test_thoughts_of_earlier_turns_may_be_forgotten_where_the_template_writes_th
         trained(templates.QWEN3, *chat)
 
 
+SAID = {**ANSWER, "content": "<think>Oslo is north.</think>yes"}
+LOUD = templates.CHATML.replace("message['role'] +", "message['role'] + ('!' if message.loud else '') +")
+LOUD_USER = LOUD.replace("if message.loud", "if message.role == 'user' and message.loud")
+
+
+def loud(message: Message) -> Message:
+    return {**message, "loud": True}
+
+
+def with_renders_counted(template: str) -> tuple[ChatTemplate, list[int]]:
+    """A template that notes of every text that it writes how many messages are in it."""
+    tokenizer = tokenizer_of(template)
+    written, apply = [], tokenizer.apply_chat_template
+
+    def counted(messages: list[Message], **options: Any) -> Any:
+        written.append(len(messages))
+        return apply(messages, **options)
+
+    tokenizer.apply_chat_template = counted
+    checked = ChatTemplate(tokenizer, sees_images=False)
+    written.clear()
+    return checked, written
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (templates.MARKED_QWEN3, (QUESTION, SAID) * 60),
+        (templates.MARKED_QWEN3, (QUESTION, THOUGHT) * 60),
+        (
+            templates.MARKED_QWEN3,
+            (
+                QUESTION,
+                *(call({"city": "Oslo"}) | {"reasoning_content": "I look."}, RESULT) * 100,
+                ANSWER,
+                THANKS,
+                ANSWER,
+            ),
+        ),
+        (LOUD, (loud(QUESTION), loud(ANSWER)) * 60),
+    ],
+    ids=["thoughts in contents", "thoughts", "calls", "a key that is not a text"],
+)
+def test_the_cost_of_a_check_grows_with_the_chat_alone(template: str, messages: tuple[Message, ...]) -> None:
+    checked, written = with_renders_counted(template)
+    checked.check(Chat([*messages]), "d.jsonl:1")
+    assert sum(written) <= 10 * len(messages)
+    written.clear()
+    checked.check(Chat([*messages]), "d.jsonl:2")
+    assert written == [len(messages)]
+
+
+@pytest.mark.parametrize(
+    ("template", "accepted", "refused"),
+    [
+        (templates.MARKED_QWEN3, (THOUGHT, THANKS, ANSWER), ({**THOUGHT, "content": ""}, THANKS, ANSWER)),
+        (templates.MARKED_QWEN3, (THOUGHT, THANKS, ANSWER), ({**ANSWER, "thinking": "a"}, THANKS, ANSWER)),
+        (templates.R1, ({**SAID, "weight": 0}, THANKS, ANSWER), (SAID, THANKS, ANSWER)),
+        (templates.R1, ({**SAID, "weight": 0}, THANKS, ANSWER), (ANSWER, THANKS, SAID)),
+        (LOUD_USER, (loud(THANKS), ANSWER), (loud(ANSWER),)),
+    ],
+)
+def test_what_is_left_out_is_refused_after_something_like_it_was_accepted(
+    template: str, accepted: tuple[Message, ...], refused: tuple[Message, ...]
+) -> None:
+    checked = ChatTemplate(tokenizer_of(template), sees_images=False)
+    checked.check(Chat([QUESTION, *accepted]), "d.jsonl:1")
+    with pytest.raises(InputError, match="d.jsonl:2: the chat template leaves out"):
+        checked.check(Chat([QUESTION, *refused]), "d.jsonl:2")
+
+
+def test_thoughts_of_the_user_may_not_be_forgotten() -> None:
+    with pytest.raises(InputError, match="leaves out thinking of turn 0"):
+        written(templates.MARKED_QWEN3, {**QUESTION, "thinking": "a"}, ANSWER, THANKS, ANSWER)
+
+
 def test_thoughts_between_calls_are_trained() -> None:
     thoughtful = {**call({"city": "Oslo"}), "reasoning_content": "I look."}
     assert trained(templates.QWEN3, QUESTION, thoughtful, RESULT, ANSWER).count("I look.") == 1
@@ -175,8 +252,7 @@ def test_arguments_in_json_are_written_as_the_objects_they_stand_for(template: s
 
 
 def test_an_unknown_key_that_the_template_reads_is_accepted() -> None:
-    template = templates.CHATML.replace("message['role'] +", "message['role'] + ('!' if message.loud else '') +")
-    assert "user!" in written(template, {**QUESTION, "loud": True}, ANSWER)
+    assert "user!" in written(LOUD, {**QUESTION, "loud": True}, ANSWER)
     with pytest.raises(InputError, match="leaves out loud of turn 0"):
         written(templates.CHATML, {**QUESTION, "loud": True}, ANSWER)
 
