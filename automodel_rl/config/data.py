@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from automodel_rl.config.base import BatchSize, PathText, Positive, Section
 
@@ -19,8 +19,22 @@ class SourceConfig(Section):
     columns: dict[Column, str] = Field(default_factory=dict)
     """Names of the columns where they differ from the standard ones, e.g. {messages: conversation}."""
 
+    ignore: tuple[str, ...] = ()
+    """Keys of messages, and columns, that are passed over, e.g. [id, timestamp]. Reward functions get columns all the
+    same."""
+
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of the examples drawn, relative to the other sources; by default the number of its records."""
+
+    @field_validator("ignore")
+    @classmethod
+    def _messages_stay(cls, ignore: tuple[str, ...]) -> tuple[str, ...]:
+        needed = [name for name in ("role", "content") if name in ignore]
+        if needed:
+            raise ValueError(
+                f"ignore names {' and '.join(needed)}, and a message needs its role and content: leave it out"
+            )
+        return ignore
 
 
 class SourcesConfig(Section):

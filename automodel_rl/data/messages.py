@@ -101,9 +101,14 @@ def _check_part(part: Any, where: str) -> None:
         raise InputError(f"{where}: a part of type text has {part.get('text')!r:.40} for text: give a text")
 
 
-def checked_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+def checked_tools(value: Any, name: str, where: str) -> tuple[dict[str, Any], ...]:
     """Tools of a record: a list of JSON schemas without keys that are null, or JSON of one as it is; none where there
     are none.
+
+    Args:
+        value: of the column.
+        name: of the column in the data.
+        where: in the data, for messages of errors.
 
     Raises:
         InputError: they are something else.
@@ -120,7 +125,8 @@ def checked_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not all(_name(tool) for tool in value):
         raise InputError(
             f"{where}: tools must be a list of JSON schemas with a name, or JSON of one, not "
-            f"{json.dumps(value, default=repr)[:80]}: change it, or name another column in columns: {{tools: NAME}}"
+            f"{json.dumps(value, default=repr)[:80]}: change it, name another column in columns: {{tools: NAME}}, or "
+            f"pass it over with ignore: [{name}]"
         )
     return tuple(value)
 

@@ -1,6 +1,7 @@
 """What a record must hold: a chat, a pair of completions, or a prompt. Columns are named as in TRL."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ class Pair:
     rejected: Chat
 
 
+OF_MESSAGES: tuple[Column, ...] = ("messages", "prompt", "chosen", "rejected")
+"""Columns that hold messages."""
+
 Reader = Callable[[dict[str, Any], SourceConfig, str], Chat | Pair]
 """(record, its source's config, where it is) -> what the record holds."""
 
@@ -33,7 +37,7 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
     Raises:
         InputError: no messages, or none by the assistant.
     """
-    messages = checked_messages(_column(record, config, "messages", where), "messages", where)
+    messages = _messages(record, config, "messages", where)
     messages = _with_images(messages, record, config, where)
     chat = Chat(messages, _tools(record, config, where))
     if not chat.turns:
@@ -51,7 +55,7 @@ def _with_trained(chat: Chat, where: str) -> Chat:
 def _with_images(messages: list[Message], record: dict[str, Any], config: SourceConfig, where: str) -> list[Message]:
     """The messages with the path of its picture in every part of type image: of the column `images`, in order, or what
     the part has itself. Paths that are not whole begin at the data file's folder."""
-    images = record.get(config.columns.get("images", "images"))
+    images, name = _optional(record, config, "images")
     images = iter([] if images is None else images if isinstance(images, list) else [images])
 
     def named(part: dict[str, Any]) -> dict[str, Any]:
@@ -70,8 +74,8 @@ def _with_images(messages: list[Message], record: dict[str, Any], config: Source
     ]
     if next(images, None) is not None:
         raise InputError(
-            f"{where}: there are more images than parts of type image in messages: give one for each, or name another "
-            "column in columns: {images: NAME}"
+            f"{where}: there are more images than parts of type image in messages: give one for each, name another "
+            f"column in columns: {{images: NAME}}, or pass them over with ignore: [{name}]"
         )
     return found
 
@@ -104,12 +108,12 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
     Raises:
         InputError: one is missing, or a completion does not end with the assistant.
     """
-    prompt = checked_messages(_column(record, config, "prompt", where), "prompt", where, role="user")
+    prompt = _messages(record, config, "prompt", where, role="user")
     tools = _tools(record, config, where)
     columns: tuple[Column, Column] = ("chosen", "rejected")
     chats = []
     for name in columns:
-        messages = checked_messages(_column(record, config, name, where), name, where, role="assistant")
+        messages = _messages(record, config, name, where, role="assistant")
         if not messages or messages[-1]["role"] != "assistant":
             raise InputError(f"{where}: {name} must end with a turn of the assistant: add one or remove the record")
         chats.append(_with_trained(Chat([*prompt, *messages], tools, start=len(prompt)), f"{where}, {name}"))
@@ -122,14 +126,14 @@ def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Cha
     Raises:
         InputError: it is missing or empty, or the assistant spoke last.
     """
-    prompt = checked_messages(_column(record, config, "prompt", where), "prompt", where, role="user")
+    prompt = _messages(record, config, "prompt", where, role="user")
     if not prompt or prompt[-1]["role"] == "assistant":
         raise InputError(f"{where}: prompt must end with a turn that the assistant can answer")
     return Chat(prompt, _tools(record, config, where), start=len(prompt))
 
 
 def _tools(record: dict[str, Any], config: SourceConfig, where: str) -> tuple[dict[str, Any], ...]:
-    return checked_tools(record.get(config.columns.get("tools", "tools")), where)
+    return checked_tools(*_optional(record, config, "tools"), where)
 
 
 def read_example(record: dict[str, Any], config: SourceConfig) -> dict[str, Any]:
@@ -159,16 +163,22 @@ def check_records(sources: Sequence[SourceConfig], read: Reader) -> list[tuple[C
     first: dict[Any, tuple[Chat, str]] = {}
     for config in sources:
         source = open_source(config)
-        missing = dict(config.columns)
+        missing, unseen = dict(config.columns), {*config.ignore}
         for number, record in enumerate(source):
             where = source.where(number)
             for chat, place in chats_of(read(record, config, where), where):
                 first.setdefault(kind_of(chat), (chat, place))
             missing = {column: name for column, name in missing.items() if name not in record}
+            unseen = unseen - _names(record, config) if unseen else unseen
         for column, name in missing.items():  # one that must be there is missed in the first record
             raise InputError(
                 f"{config.path}: no record has the column {name!r}, which columns name for the {column}: name another, "
                 "or leave it out"
+            )
+        for name in sorted(unseen):
+            raise InputError(
+                f"{config.path}: no record has the column or key {name!r}, which ignore names: name another, or leave "
+                "it out"
             )
     return [*first.values()]
 
@@ -190,8 +200,33 @@ def _read_prompt_with_answer(reward: str, record: dict[str, Any], config: Source
     return read_prompt(record, config, where)
 
 
+def _messages(
+    record: dict[str, Any], config: SourceConfig, column: Column, where: str, role: str | None = None
+) -> list[Message]:
+    """Of a column, without the keys that are ignored."""
+    value = _column(record, config, column, where)
+    if isinstance(value, list):
+        value = [{k: v for k, v in m.items() if k not in config.ignore} if isinstance(m, dict) else m for m in value]
+    return checked_messages(value, column, where, role)
+
+
+def _names(record: dict[str, Any], config: SourceConfig) -> set[str]:
+    """Of its columns, and of the keys of its messages."""
+    values = (record.get(config.columns.get(column, column)) for column in OF_MESSAGES)
+    messages = itertools.chain.from_iterable(value for value in values if isinstance(value, list))
+    return {*record, *itertools.chain.from_iterable(m for m in messages if isinstance(m, dict))}
+
+
+def _optional(record: dict[str, Any], config: SourceConfig, column: Column) -> tuple[Any, str]:
+    """What a column has, None where it is not there or ignored, and its name in the data."""
+    name = config.columns.get(column, column)
+    return None if name in config.ignore else record.get(name), name
+
+
 def _column(record: dict[str, Any], config: SourceConfig, column: Column, where: str) -> Any:
     name = config.columns.get(column, column)
+    if name in config.ignore:
+        raise InputError(f"{where}: ignore names the column {name!r}, which is needed: leave it out")
     if name not in record:
         raise InputError(
             f"{where}: no column {name!r}, only {', '.join(record) or 'none'}: name the column of the {column} in "

@@ -26,6 +26,7 @@ LINKS = ("name", "tool_call_id")
 """Keys of a tool's message that say which call it answers, which its place says, too."""
 
 REMEDY = "give data.chat_template a template that writes it, or remove it from the data"
+"""Of what a template leaves out."""
 
 Tree = dict[str, Any]
 """`messages` and `tools` of a chat."""
@@ -109,7 +110,7 @@ class ChatTemplate:
             if situation in self._accepted:
                 continue
             if not (self._may_forget(chat, leaf) or self._reads(tree, leaf, add_generation_prompt)):
-                raise InputError(f"{where}: the chat template leaves out {_label(chat, leaf)}: {REMEDY}")
+                raise InputError(f"{where}: the chat template leaves out {_label(chat, leaf)}: {REMEDY}{_ignore(leaf)}")
             self._accepted.add(situation)
 
     def _may_forget(self, chat: Chat, leaf: Leaf) -> bool:
@@ -300,3 +301,9 @@ def _label(chat: Chat, leaf: Leaf) -> str:
     key = ".".join(str(step) for step in leaf.path[2:])
     what = f"what comes before {END_THOUGHT} in {key}" if leaf.before else key
     return f"{what} of turn {leaf.turn} (role {chat.messages[leaf.turn]['role']})"
+
+
+def _ignore(leaf: Leaf) -> str:
+    """The remedy more that there is for all but contents."""
+    name = "tools" if leaf.turn < 0 else leaf.path[2]
+    return "" if name == "content" else f", or pass it over with ignore: [{name}] of the source"

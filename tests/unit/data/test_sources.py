@@ -10,7 +10,7 @@ from automodel_rl.config import SourceConfig
 from automodel_rl.data import sources
 from automodel_rl.data.kinds import kind_of
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import Reader, chats_of, check_records, read_chat, read_pair, read_prompt
+from automodel_rl.data.records import Reader, chats_of, check_records, read_chat, read_example, read_pair, read_prompt
 from automodel_rl.data.sources import JsonLines, open_source
 from automodel_rl.errors import InputError
 
@@ -255,3 +255,49 @@ def test_a_thought_in_a_content_is_told_at_the_start(tmp_path: Path) -> None:
         f"{path}:1",
         f"{path}:2",
     ]
+
+
+STAMPED = [message | {"id": 1, "timestamp": "now"} for message in CHAT["messages"]]
+STAMPED_RECORDS: dict[Reader, dict] = {
+    read_chat: {"messages": STAMPED},
+    read_pair: {"prompt": STAMPED[:1], "chosen": STAMPED[1:], "rejected": "r"},
+    read_prompt: {"prompt": STAMPED[:1]},
+}
+
+
+@pytest.mark.parametrize("read", RECORDS, ids=lambda read: read.__name__)
+def test_keys_and_columns_that_a_source_ignores_are_passed_over(read: Reader, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(STAMPED_RECORDS[read] | {"tools": ["search", "calc"], "images": ["p.png"]}) + "\n")
+    config = SourceConfig(path=str(path), ignore=("id", "timestamp", "tools", "images"))
+    for chat, _ in check_records([config], read):
+        assert chat.tools == ()
+        assert chat.messages[0] == QUESTION
+    with pytest.raises(InputError, match=r"or pass it over with ignore: \[tools\]"):
+        check_records([SourceConfig(path=str(path), ignore=("images",))], read)
+
+
+def test_images_that_no_part_shows_may_be_ignored() -> None:
+    with pytest.raises(InputError, match=r"more images than parts .* or pass them over with ignore: \[images\]"):
+        read_chat(CHAT | {"images": ["p.png"]}, SourceConfig(path="x"), "x:1")
+    config = SourceConfig(path="x", columns={"images": "shots"})
+    with pytest.raises(InputError, match=r"or pass them over with ignore: \[shots\]"):
+        read_chat(CHAT | {"shots": ["p.png"]}, config, "x:1")
+
+
+def test_a_name_to_ignore_that_occurs_nowhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps(CHAT) + "\n" + json.dumps({"chat": 1, "messages": STAMPED}) + "\n")
+    check_records([SourceConfig(path=str(path), ignore=("id", "chat"))], read_chat)
+    with pytest.raises(InputError, match="d.jsonl: no record has the column or key 'ids', which ignore names"):
+        check_records([SourceConfig(path=str(path), ignore=("id", "ids"))], read_chat)
+
+
+def test_a_column_that_is_needed_cannot_be_ignored() -> None:
+    with pytest.raises(InputError, match="x:1: ignore names the column 'messages', which is needed: leave it out"):
+        read_chat(CHAT, SourceConfig(path="x", ignore=("messages",)), "x:1")
+
+
+def test_rewards_get_columns_that_are_ignored() -> None:
+    config = SourceConfig(path="x", ignore=("tools",))
+    assert read_example({"prompt": "p", "tools": ["calc"]}, config) == {"prompt": "p", "tools": ["calc"]}

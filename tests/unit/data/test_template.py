@@ -111,6 +111,20 @@ def test_what_the_template_leaves_out_is_named(template: str, messages: tuple[Me
     assert "give data.chat_template a template that writes it, or remove it" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("message", "tools", "remedy"),
+    [
+        ({**ANSWER, "id": 1}, (), "or pass it over with ignore: [id] of the source"),
+        (call({"city": "Oslo"}), (), "or pass it over with ignore: [tool_calls] of the source"),
+        (ANSWER, (TOOL,), "or pass it over with ignore: [tools] of the source"),
+    ],
+)
+def test_keys_that_are_left_out_may_be_ignored(message: Message, tools: tuple, remedy: str) -> None:
+    with pytest.raises(InputError) as caught:
+        written(templates.CHATML, QUESTION, message, tools=tools)
+    assert remedy in str(caught.value)
+
+
 def test_a_text_that_is_elsewhere_in_the_chat_does_not_hide_that_it_is_left_out() -> None:
     """The thought is a word that the answer has, too."""
     with pytest.raises(InputError, match="leaves out reasoning_content of turn 1"):
