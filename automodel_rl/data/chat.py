@@ -181,13 +181,21 @@ class ChatTokenizer:
             before = self._opening(chat.until(turn), where)
             through = self.template.encode(chat.until(turn + 1), where)["input_ids"]
             if ids[: len(before)] != before or ids[: len(through)] != through or len(before) >= len(through):
-                other = ", or use data.train_on=last" if turn != chat.turns[-1] and not chat.start else ""
+                other = _other_remedy(chat, turn)
                 raise InputError(
                     f"{where}: the tokens of assistant turn {turn} cannot be told from the chat template's output "
                     f"(it writes earlier turns differently once later ones follow): {MARKS_REMEDY}{other}"
                 )
             spans.append((len(before), len(through)))
         return spans
+
+
+def _other_remedy(chat: Chat, turn: int) -> str:
+    """Than marks, for a turn whose tokens cannot be told: not to train it, if it is not the last."""
+    if turn == chat.turns[-1]:
+        return ""
+    last_alone = "" if chat.start else ", use data.train_on=last"  # which is for chats without a prompt
+    return f"{last_alone}, or give turns before the last weight: 0"
 
 
 def _spans(mask: list[int]) -> list[Span]:

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from automodel_rl.batch import TokenSequence
+from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.messages import Chat
+from automodel_rl.data.records import chats_of, read_pair
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
 from automodel_rl.quickstart.model import train_tokenizer
@@ -140,6 +143,24 @@ def test_thoughts_of_earlier_turns_may_be_forgotten_where_the_template_writes_th
     assert trained(templates.MARKED_QWEN3, *chat).count("Oslo is north") == 1
     with pytest.raises(InputError, match="the tokens of assistant turn 1 cannot be told .* data.train_on=last"):
         trained(templates.QWEN3, *chat)
+
+
+def test_of_a_completion_with_several_turns_those_before_the_last_may_have_weight_0() -> None:
+    """Where the template has no marks and writes them differently once the user speaks again."""
+    config, chat = SourceConfig(path="x"), ChatTokenizer(tokenizer_of(templates.QWEN3), "all")
+
+    def tokenised(first: Message) -> list[TokenSequence]:
+        record = {"prompt": [QUESTION], "chosen": [first, THANKS, THOUGHT], "rejected": [first, THANKS, ANSWER]}
+        pair = read_pair(record, config, "d.jsonl:1")
+        return [chat(held, where) for held, where in chats_of(pair, "d.jsonl:1")]
+
+    with pytest.raises(InputError, match="the tokens of assistant turn 1 cannot be told .*") as caught:
+        tokenised(THOUGHT)
+    assert "or give turns before the last weight: 0" in str(caught.value)
+    assert "train_on" not in str(caught.value)
+    chosen, rejected = tokenised({**THOUGHT, "weight": 0})
+    assert chat.tokenizer.decode(chosen.input_ids[chosen.loss_mask]).count("Oslo is north.") == 1
+    assert chat.tokenizer.decode(rejected.input_ids[rejected.loss_mask]).count("yes") == 1
 
 
 SAID = {**ANSWER, "content": "<think>Oslo is north.</think>yes"}
