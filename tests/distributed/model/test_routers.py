@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from automodel_rl.batch import TokenSequence, pack_row
+from automodel_rl.batch import TokenSequence, empty_row, pack_row
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.model import MoEConfig
@@ -20,9 +20,10 @@ from tests.tiny import make_sequences, save_tiny_model
 
 
 def gradients_of_routers(folder: Path, moe: MoEConfig, memory: MemoryConfig) -> tuple[dict, dict, float]:
-    """Gradients of the gates and loads after one forward and backward of one row on one rank, and the load metric."""
+    """Gradients of the gates and loads after one forward and backward of one row, and of an empty one, which counts for
+    nothing, on one rank; and the load metric."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", moe=moe), memory=memory)
-    rows = [pack_row([sequence()])]
+    rows = [pack_row([sequence()]), empty_row()]
     handle.forward_backward(rows, sft_loss, Readout(), {"tokens": 10**9, "sequences": 1, "positions": len(sequence())})
     gates = {n: gather_whole(p.grad, handle.layout) for n, p in handle.named_parameters() if n.endswith("gate.weight")}
     loads = handle.extras[0].router_watch.loads
