@@ -52,6 +52,7 @@ from automodel_rl.parallel.agreement import GlobalRows, agree_on_rows, raise_eve
 from automodel_rl.parallel.bridge import Bridge
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.parallel.drivers import Driver, PipelineDriver, SequentialDriver
+from automodel_rl.parallel.fsdp_state import reset_fsdp
 from automodel_rl.parallel.gradients import TiedEmbedding, sum_partial_gradients
 from automodel_rl.parallel.host_collectives import gather_objects, tensor_from_last_stage
 from automodel_rl.parallel.last_stage import LogitsCapturer, LossTotals, OutputFn, PPLossAdapter, whole_rows
@@ -312,6 +313,10 @@ class ModelHandle:
             # In blocks, for a pipeline has receive buffers for all rows that it runs at once.
             for start in range(0, num_rows, block_sizes.forward_rows):
                 results += self._forward_block(batches[start : start + block_sizes.forward_rows], output_fn)
+        except BaseException:  # FSDP may be in the midst of a layer; gradients of a step before stay
+            for part in self.parts:
+                reset_fsdp(part)
+            raise
         finally:
             for part in self.parts:
                 release_gathered(part)

@@ -153,6 +153,15 @@ def interrupted(folder: Path) -> Iterator[Callable[[Engine], Any]]:
 
     yield in_reading
 
+    def in_a_layer_while_reading(engine: Engine) -> None:
+        hook = engine.handle.parts[0].model.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
+        try:
+            engine.logprobs(rows_of(engine, 5))
+        finally:
+            hook.remove()
+
+    yield in_a_layer_while_reading
+
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
