@@ -15,7 +15,10 @@ CHOOSE := for p in python3.11 python3.12 python3; do \
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: setup demo test check pages parity chaos exits fuzz faults format
+.PHONY: help setup demo test check pages parity chaos exits fuzz faults format
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 setup: .venv/installed
 
