@@ -116,6 +116,8 @@ def case_of(
         left_out.append("loss (sft's is compared)")
     case = Case(
         parallel,
+        # In the last step every stage has many microbatches in flight, all of one shape.
+        rows=(3, 1, max(4, 2 * parallel.num_stages + 1)),
         dtype=dtype,
         implementation=model.implementation,
         attention=attention,
