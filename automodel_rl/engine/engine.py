@@ -116,8 +116,8 @@ class Engine:
         if rows.num_rows == 0:
             self.step += 1
             return TrainOutput(0.0, 0.0, 0, lr, skipped=True, nothing_to_train=True)
+        totals = self.handle.forward_backward(batches, loss_fn, readout, rows.counts)
         with self.handle.abandoning_on_failure():
-            totals = self.handle.forward_backward(batches, loss_fn, readout, rows.counts)
             shared = share_totals(totals, self._square_norm(), self.handle.layout)
             loss, grad_norm = _mean_loss(shared, rows.counts), math.sqrt(shared.square_norm)
             is_finite = math.isfinite(loss) and math.isfinite(grad_norm)

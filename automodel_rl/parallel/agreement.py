@@ -162,7 +162,7 @@ def _mixture(batches: Sequence[PackedBatch]) -> int:
     total = size = 0.0
     for batch in batches:
         for name in sorted(batch.values):
-            values = batch.values[name].detach().to("cpu", torch.float64).nan_to_num()
+            values = batch.values[name].detach().to("cpu", torch.float64).nan_to_num(0.0, 0.0, 0.0)
             total += float(values @ torch.arange(len(values), dtype=torch.float64).add(len(name)).cos())
             size += float(values.abs().sum())
     return round(UNITS * total / size) if size else 0
