@@ -201,7 +201,7 @@ def _no_master_weights() -> Any:
     def compute_alone(model: Any) -> tuple[torch.dtype, torch.dtype]:
         return (getattr(torch, model.dtype),) * 2
 
-    return _both("model.handle.dtypes_of", "model.parallelise.dtypes_of", compute_alone)
+    return _everywhere(compute_alone, "model.handle.dtypes_of", "model.parallelise.dtypes_of")
 
 
 def _reduced_in_compute_dtype() -> Any:
@@ -210,12 +210,6 @@ def _reduced_in_compute_dtype() -> Any:
         return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=compute, cast_forward_inputs=False)
 
     return _patch("model.parallelise.mixed_precision", policy)
-
-
-@contextlib.contextmanager
-def _both(one: str, other: str, replacement: Any) -> Iterator[None]:
-    with _patch(one, replacement), _patch(other, replacement):
-        yield
 
 
 def _setting_ignored(**settings: Any) -> Any:
@@ -234,14 +228,15 @@ def _schedule_ignored(**settings: Any) -> Any:
     def rate(config: Any, *place: Any) -> float:
         return learning_rate(config.model_copy(update=settings), *place)
 
-    return _two(_patch("engine.engine.learning_rate", rate), _patch("tools.verify.comparison.learning_rate", rate))
+    return _everywhere(rate, "engine.engine.learning_rate", "tools.verify.comparison.learning_rate")
 
 
 @contextlib.contextmanager
-def _two(*contexts: Any) -> Iterator[None]:
+def _everywhere(replacement: Any, *targets: str) -> Iterator[None]:
+    """The same in all places that have imported it by name."""
     with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+        for target in targets:
+            stack.enter_context(_patch(target, replacement))
         yield
 
 
@@ -321,7 +316,7 @@ def _empty_rows_count() -> Any:
         row = empty_row(like)
         return dataclasses.replace(row, loss_mask=row.targets >= 0)
 
-    return _both("tools.verify.comparison.empty_row", "model.handle.empty_row", counting)
+    return _everywhere(counting, "tools.verify.comparison.empty_row", "model.handle.empty_row")
 
 
 def _rank_by_rank(where: str) -> Any:
@@ -500,7 +495,7 @@ FAULTS: dict[str, Fault] = {
         lambda: mock.patch("torch.nn.utils.clip_grads_with_norm_", return_value=None), Verified("qwen3")
     ),
     "weights gathered before the update are used after it": Fault(
-        lambda: _both("model.handle.release_gathered", "model.image_encoder.release_gathered", lambda part: None),
+        lambda: _everywhere(lambda part: None, "model.handle.release_gathered", "model.image_encoder.release_gathered"),
         Verified("qwen3"),
     ),
     "receive buffers shared by equal shapes (interleaved)": Fault(_buffers_by_shape, Verified("qwen3", INTERLEAVED)),
