@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from automodel_rl.errors import InputError, MicrobatchError
     from automodel_rl.losses import LossOutput, Readout, TokenOutputs, dpo_loss, grpo_loss, sft_loss
     from automodel_rl.model.handle import ModelHandle
-    from automodel_rl.parallel.agreement import GlobalRows
+    from automodel_rl.step.agreement import GlobalRows
+    from automodel_rl.step.runner import StepRunner
     from automodel_rl.trainers.dpo import DPOTrainer
     from automodel_rl.trainers.grpo import GRPOTrainer
     from automodel_rl.trainers.sft import SFTTrainer
@@ -84,7 +85,8 @@ _HOMES = {
     "grpo_loss": "losses",
     "sft_loss": "losses",
     "ModelHandle": "model.handle",
-    "GlobalRows": "parallel.agreement",
+    "StepRunner": "step.runner",
+    "GlobalRows": "step.agreement",
     "DPOTrainer": "trainers.dpo",
     "GRPOTrainer": "trainers.grpo",
     "SFTTrainer": "trainers.sft",
@@ -120,6 +122,7 @@ __all__ = [
     "Routes",
     "SFTConfig",
     "SFTTrainer",
+    "StepRunner",
     "TokenOutputs",
     "TokenSequence",
     "TrainOutput",

@@ -27,7 +27,7 @@ from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES, TEXT_FAMILIES
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.errors import InputError
-from automodel_rl.model.hf_read import describe_model, read_config
+from automodel_rl.hf.read import describe_model, read_config
 from automodel_rl.parallel.combinations import check_supported
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge

@@ -28,10 +28,10 @@ from workload import ROW_TOKENS, make_sequences, model_sizes, parse_layout, writ
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, pack, sft_loss
 from automodel_rl.batch import PackedBatch, Routes
+from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
-from automodel_rl.model.block_sizes import block_sizes
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.model.attention import choose_attention
 from automodel_rl.model.build import build_empty_model
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.parallel.layout import build_layout
+from automodel_rl.parallel.layout import Meshes, build_layout
 from automodel_rl.parallel.sharding import give_storage, local_tensor
 from automodel_rl.rollout.engine_process import EngineProcess
 from automodel_rl.rollout.make_engine import start_transformers
@@ -76,12 +76,11 @@ def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle
     from transformers import AutoConfig
 
     device = join_process_group(parallel.world_size)
-    layout = build_layout(parallel, device)
     config = AutoConfig.for_model(**sizes, bos_token_id=None, eos_token_id=None)
     attention = choose_attention("auto", False, device, torch.bfloat16)
     empty = build_empty_model(config, "transformers", torch.float32, attention, untie=parallel.pp > 1)
     model = ModelConfig(path="random", dtype="bfloat16")
-    handle = ModelHandle(empty, config, model, MemoryConfig(), layout, vision_layout=None, modules=None)
+    handle = ModelHandle(empty, Meshes(build_layout(parallel, device)), model, MemoryConfig())
     torch.manual_seed(dist.get_rank())
     for part in handle.parts:
         for parameter in part.parameters():

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, ParallelConfig, pack, sft_loss
-from automodel_rl.launch import peers
+from automodel_rl.launch import watchdog
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.process_group import join_process_group
@@ -34,7 +34,7 @@ MANNERS = ("interpreter", "guard")
 
 WORKS = ("groups of a model", "world", "world, destroyed by the caller")
 
-POLLS = (peers.POLL_SECONDS, 0.0005)
+POLLS = (watchdog.POLL_SECONDS, 0.0005)
 """Seconds between two looks of a rank at its peers; the second finds most ranks in the midst of one when they end."""
 
 LIMIT_SECONDS = 300.0
@@ -77,7 +77,7 @@ def draw_job(number: int, source: random.Random) -> Job:
 
 def do(job: Job, model: Path) -> None:
     """The work of a rank."""
-    peers.POLL_SECONDS = job.poll_seconds
+    watchdog.POLL_SECONDS = job.poll_seconds
     if job.work == "groups of a model":
         config = ModelConfig(path=str(model), dtype="float32")
         handle = ModelHandle.from_pretrained(config, ParallelConfig(dp_shard=2))

@@ -84,17 +84,17 @@ def _norm_of_last_stage() -> Any:
     def norm(parameters: list, layout: Any) -> Tensor:
         return local_square_norm(parameters, layout) * layout.has_last_stage
 
-    return _patch("engine.engine.local_square_norm", norm)
+    return _patch("step.runner.local_square_norm", norm)
 
 
 def _local_counts() -> Any:
     from automodel_rl.losses import count
-    from automodel_rl.parallel.agreement import GlobalRows, agree_on_rows
+    from automodel_rl.step.agreement import GlobalRows, agree_on_rows
 
     def agree(batches: list, *rest: Any) -> GlobalRows:
         return dataclasses.replace(agree_on_rows(batches, *rest), counts=count(batches))
 
-    return _patch("model.handle.agree_on_rows", agree)
+    return _patch("step.runner.agree_on_rows", agree)
 
 
 def _experts_twice() -> Any:
@@ -179,7 +179,7 @@ def _embeddings_a_row_off() -> Any:
 
 def _buffers_by_shape() -> Any:
     """Messages of microbatches of equal shape share a buffer."""
-    from automodel_rl.parallel.pipeline.stage import PackedStage
+    from automodel_rl.compat.pipelining import PackedStage
 
     bind, receive = PackedStage.bind, PackedStage._receive
     buffers: dict[Any, Any] = {}
@@ -281,7 +281,7 @@ def _first_block_again() -> Any:
 
 
 def _second_bucket_empty() -> Any:
-    from automodel_rl.model.hf_buckets import StageBuckets
+    from automodel_rl.hf.buckets import StageBuckets
 
     pack = StageBuckets.pack
 
@@ -294,7 +294,7 @@ def _second_bucket_empty() -> Any:
 
 
 def _no_auxiliary_loss() -> Any:
-    from automodel_rl.model.routers import _AddLoss
+    from automodel_rl.mixture.routers import _AddLoss
 
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         return gradients[0], torch.zeros_like(ctx.saved_tensors[0])
@@ -316,7 +316,7 @@ def _empty_rows_count() -> Any:
         row = empty_row(like)
         return dataclasses.replace(row, loss_mask=row.targets >= 0)
 
-    return _everywhere(counting, "tools.verify.comparison.empty_row", "model.handle.empty_row")
+    return _everywhere(counting, "tools.verify.comparison.empty_row", "step.runner.empty_row")
 
 
 def _rank_by_rank(where: str) -> Any:
@@ -329,7 +329,7 @@ def _positions_go_on() -> Any:
         made = local_row(row, *place)
         return dataclasses.replace(made, position_ids=torch.arange(made.num_tokens))
 
-    return _patch("model.local_rows.local_row", going_on)
+    return _patch("step.local_rows.local_row", going_on)
 
 
 def _window_too_wide() -> Any:
@@ -356,7 +356,7 @@ def _rows_restored_wrongly() -> Any:
         made = local_row(row, *place)
         return made if made.restore is None else dataclasses.replace(made, restore=made.restore.roll(1))
 
-    return _patch("model.local_rows.local_row", turned)
+    return _patch("step.local_rows.local_row", turned)
 
 
 def _keys_of_own_rank() -> Any:
@@ -411,12 +411,12 @@ def _temperature_ignored() -> Any:
 
 
 def _merged_without_scale() -> Any:
-    from automodel_rl.model.lora import merge
+    from automodel_rl.lora.layers import merge
 
     def unscaled(linear: Any, down: Tensor) -> Tensor:
         return merge(linear, down / linear.lora_scale)
 
-    return _patch("model.hf_sources.merge", unscaled)
+    return _patch("hf.sources.merge", unscaled)
 
 
 def _tied_weight_twice_in_the_norm() -> Any:
@@ -431,7 +431,7 @@ def _tied_weight_twice_in_the_norm() -> Any:
 
 def _live_weights_of_routers() -> Any:
     """Tokens go where they are sent, with the weights of the experts that the router would have taken."""
-    from automodel_rl.model.router_replay import Selection
+    from automodel_rl.mixture.router_replay import Selection
 
     inner = Selection.__torch_function__
 
@@ -445,9 +445,9 @@ def _live_weights_of_routers() -> Any:
 
 
 def _empty_rows_load() -> Any:
-    from automodel_rl.model.routers import _load
+    from automodel_rl.mixture.routers import _load
 
-    return _patch("model.routers._load", lambda chosen, is_real, n: _load(chosen, torch.ones_like(is_real), n))
+    return _patch("mixture.routers._load", lambda chosen, is_real, n: _load(chosen, torch.ones_like(is_real), n))
 
 
 INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
@@ -460,7 +460,7 @@ GRPO = "distributed/trainers/test_grpo.py"
 PRECISION = "distributed/model/test_precision.py"
 
 FAULTS: dict[str, Fault] = {
-    "documents see each other": Fault(lambda: _patch("model.local_rows.local_row", one_document), Verified("qwen3")),
+    "documents see each other": Fault(lambda: _patch("step.local_rows.local_row", one_document), Verified("qwen3")),
     "positions go on across sequences": Fault(_positions_go_on, Verified("qwen3")),
     "loss mask and values left on their tokens": Fault(
         lambda: _patch("batch.packed._to_predictor", lambda values: values), Verified("qwen3")
@@ -495,7 +495,7 @@ FAULTS: dict[str, Fault] = {
         lambda: mock.patch("torch.nn.utils.clip_grads_with_norm_", return_value=None), Verified("qwen3")
     ),
     "weights gathered before the update are used after it": Fault(
-        lambda: _everywhere(lambda part: None, "model.handle.release_gathered", "model.image_encoder.release_gathered"),
+        lambda: _everywhere(lambda part: None, "step.runner.release_gathered", "step.image_encoder.release_gathered"),
         Verified("qwen3"),
     ),
     "receive buffers shared by equal shapes (interleaved)": Fault(_buffers_by_shape, Verified("qwen3", INTERLEAVED)),
@@ -504,7 +504,7 @@ FAULTS: dict[str, Fault] = {
         Verified("qwen3", {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}, case={"rows": (3, 9)}),
     ),
     "experts' results in the order of experts": Fault(
-        lambda: _patch("model.experts._inverse", lambda order: order), Verified("qwen3_moe")
+        lambda: _patch("mixture.experts._inverse", lambda order: order), Verified("qwen3_moe")
     ),
     "expert gradients scaled twice": Fault(_experts_twice, Verified("qwen3_moe", {"cp": 2, "ep": 2})),
     "no gradients from experts of other ranks": Fault(
@@ -524,7 +524,7 @@ FAULTS: dict[str, Fault] = {
     "gradients of keys of this cp rank alone": Fault(_keys_of_own_rank, Verified("qwen3", {"cp": 2})),
     "softmax over this tp rank's vocabulary": Fault(_vocabulary_of_own_rank, Verified("qwen3", {"tp": 2})),
     "partial gradients of tp left alone": Fault(
-        lambda: _patch("model.handle.sum_partial_gradients", return_value=None), Verified("qwen3", {"tp": 2})
+        lambda: _patch("step.runner.sum_partial_gradients", return_value=None), Verified("qwen3", {"tp": 2})
     ),
     "mean over encoder ranks": Fault(lambda: _mean_over_two("model.vision"), Verified("llava", modules=ENCODERS)),
     "mean over ranks of the language model": Fault(
@@ -579,11 +579,11 @@ FAULTS: dict[str, Fault] = {
         f"{FAILED}::test_a_step_that_is_interrupted_anywhere_leaves_no_trace",
     ),
     "token ids not looked at": Fault(
-        lambda: _patch("parallel.agreement._problem", return_value=""),
+        lambda: _patch("step.agreement._problem", return_value=""),
         f"{FAILED}::test_token_ids_outside_the_vocabulary_are_refused_on_every_rank",
     ),
     "numbers of rows not compared": Fault(
-        lambda: _patch("parallel.agreement._agreed_rows", lambda of_ranks: int(of_ranks["num_rows"].max())),
+        lambda: _patch("step.agreement._agreed_rows", lambda of_ranks: int(of_ranks["num_rows"].max())),
         f"{FAILED}::test_rows_that_do_not_fit_each_other_are_refused_on_every_rank",
     ),
     "a step without a trained token": Fault(

@@ -25,7 +25,7 @@ API = ROOT / "automodel_rl" / "API.md"
 
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 GROUPS = {
-    "Models and training": ("ModelHandle", "Engine", "TrainOutput", "GlobalRows"),
+    "Models and training": ("ModelHandle", "Engine", "TrainOutput", "StepRunner", "GlobalRows"),
     "Packed batches": (
         *("TokenSequence", "PackedBatch", "pack", "unpack", "in_packed_order", "Image"),
         *("Routes", "RouterShape", "read_routes"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from automodel_rl.model.hf_buckets import Bucket, Chunk, Plan, TensorSpec
+from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
 from automodel_rl.weight_sync.receiver import Receiver
 
 

@@ -74,6 +74,7 @@ class LocalRow:
         routes: experts that its tokens are to go to, missing for pads; None, and routers choose by themselves.
         images: image tokens among them.
         rotary_positions: in time, height and width, int64 [3, t], for a model that turns by them; pads have 0.
+        index: its place among the rows of a step.
     """
 
     input_ids: Tensor
@@ -86,6 +87,7 @@ class LocalRow:
     routes: Routes | None = None
     images: ImageTokens = NO_IMAGES
     rotary_positions: Tensor | None = None
+    index: int = 0
 
     def to(self, device: torch.device) -> "LocalRow":
         """The same on `device`."""

@@ -33,7 +33,7 @@ from automodel_rl.engine.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import innermost
 from automodel_rl.files import publish_folder
-from automodel_rl.model.hf_read import stored_buffers
+from automodel_rl.hf.read import stored_buffers
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import own_group
 from automodel_rl.parallel.sharding import local_tensor

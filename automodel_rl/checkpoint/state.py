@@ -15,8 +15,8 @@ from automodel_rl.checkpoint.folder import CheckpointError
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.engine.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
+from automodel_rl.hf.read import EMBEDDING, stored_buffers
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.hf_read import EMBEDDING, stored_buffers
 from automodel_rl.parallel.host_collectives import gather_objects
 
 WEIGHT = re.compile(r"(\w+)\.model\.(.+)")

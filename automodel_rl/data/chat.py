@@ -17,7 +17,7 @@ from automodel_rl.data.images import ImageReader, image_parts
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
-from automodel_rl.model.hf_read import language_config, read_config, resolve_checkpoint
+from automodel_rl.hf.read import language_config, read_config, resolve_checkpoint
 
 OF_PROCESSOR = "chat_template.json"
 """Where transformers 4 put the chat template of a model with images."""

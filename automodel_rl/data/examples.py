@@ -9,10 +9,10 @@ from torch.utils.data import Dataset
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.draws import Draw
 from automodel_rl.data.images import cut
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import Reader, chats_of, read_chat, read_pair
+from automodel_rl.data.sampler import Draw
 from automodel_rl.data.sources import Sources
 from automodel_rl.errors import InputError
 

@@ -8,8 +8,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_rl.batch import PackedBatch, TokenSequence, pack
-from automodel_rl.data.draws import Draw, GlobalBatches
 from automodel_rl.data.examples import Example, ExampleDataset, checked
+from automodel_rl.data.sampler import Draw, GlobalBatches
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.host_collectives import gather_objects, interleave, tell_guests
 from automodel_rl.parallel.layout import Layout

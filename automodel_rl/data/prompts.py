@@ -7,8 +7,8 @@ from typing import Any
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.draws import Draw, GlobalBatches
 from automodel_rl.data.records import read_example, read_prompt
+from automodel_rl.data.sampler import Draw, GlobalBatches
 from automodel_rl.data.sources import Sources
 from automodel_rl.errors import InputError
 

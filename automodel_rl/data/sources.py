@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from automodel_rl.config import SourceConfig
-from automodel_rl.data.draws import Draw
+from automodel_rl.data.sampler import Draw
 from automodel_rl.errors import InputError
 
 MOST_FILES = 250_000

@@ -15,14 +15,12 @@ from automodel_rl.engine.kept_rows import keep_rows
 from automodel_rl.engine.offload import Offloaded
 from automodel_rl.engine.optimizer import MOMENTS, build_optimizer, learning_rate
 from automodel_rl.errors import TrainingDivergedError
-from automodel_rl.losses import Denominator, LossFn, Readout
+from automodel_rl.losses import LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import Head, read_targets, top_logits
-from automodel_rl.parallel.agreement import raise_everywhere
-from automodel_rl.parallel.gradients import local_square_norm
-from automodel_rl.parallel.host_collectives import GlobalTotals, share_totals
-from automodel_rl.parallel.last_stage import PPLossAdapter
 from automodel_rl.parallel.sharding import by_mesh
+from automodel_rl.step.runner import StepRunner
+from automodel_rl.step.totals import share_totals
 
 LOGPROBS = Readout()
 
@@ -83,7 +81,7 @@ class Engine:
     """
 
     def __init__(self, handle: ModelHandle, optimizer: OptimizerConfig | None = None, total_steps: int | None = None):
-        self.handle = handle
+        self.handle, self.runner = handle, StepRunner(handle)
         self.config = optimizer or OptimizerConfig(decay="constant")
         learning_rate(self.config, self.config.warmup_steps, total_steps)  # refuses a decay without an end
         self.total_steps = total_steps
@@ -111,26 +109,26 @@ class Engine:
             MicrobatchError: a forward, loss or backward has failed; of a loss on every rank. The weights are as before.
             TrainingDivergedError: too many steps in a row were not finite.
         """
-        rows = self.handle.global_rows(batches)
+        rows = self.runner.global_rows(batches)
         lr = learning_rate(self.config, self.step, self.total_steps)
         if rows.num_rows == 0:
             self.step += 1
             return TrainOutput(0.0, 0.0, 0, lr, skipped=True, nothing_to_train=True)
-        totals = self.handle.forward_backward(batches, loss_fn, readout, rows.counts)
-        with self.handle.abandoning_on_failure():
-            shared = share_totals(totals, self._square_norm(), self.handle.layout)
-            loss, grad_norm = _mean_loss(shared, rows.counts), math.sqrt(shared.square_norm)
+        totals = self.runner.forward_backward(batches, loss_fn, readout, rows.counts)
+        with self.runner.abandoning_on_failure():
+            shared = share_totals(totals, self.runner.square_norm(), self.handle.layout)
+            loss, grad_norm = shared.mean_loss(rows.counts), math.sqrt(shared.square_norm)
             is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
             is_nothing = rows.counts["tokens"] == 0 and grad_norm == 0.0
             skipped = not is_finite or is_nothing
             if not skipped:
                 self._update(lr, grad_norm)
-            routing = self.handle.balance_routers() if self.handle.is_mixture and not skipped else {}
+            routing = self.runner.balance_routers() if self.handle.is_mixture and not skipped else {}
         self.handle.zero_grad()
         self.step += 1
         if not is_nothing:
             self._count_not_finite(not is_finite, loss, grad_norm, batches)
-        metrics = {**_metrics(shared), **routing}
+        metrics = {**shared.mean_metrics, **routing}
         return TrainOutput(loss, grad_norm, rows.counts["tokens"], lr, skipped, is_nothing, metrics)
 
     def evaluate(
@@ -150,18 +148,11 @@ class Engine:
             InputError: on every rank, if the rows do not fit the model or each other.
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        counts = self.handle.global_rows(batches).counts
-        layout = self.handle.layout
-        columns = self.handle.forward(batches, read_targets(readout))
-        rows = [batch.to(layout.device) for batch in batches]
-        adapter = PPLossAdapter(loss_fn, rows, counts, stage=layout.parallel.num_stages - 1)
-        with torch.no_grad():
-            for index, of_row in enumerate(columns):
-                adapter(of_row, index)
-        raise_everywhere(adapter.failure, layout)
-        nothing = torch.zeros((), dtype=torch.float64, device=layout.device)
-        shared = share_totals(adapter.totals, nothing, layout)
-        return _mean_loss(shared, counts), _metrics(shared)
+        counts = self.runner.global_rows(batches).counts
+        totals = self.runner.evaluate(batches, loss_fn, readout, counts)
+        nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
+        shared = share_totals(totals, nothing, self.handle.layout)
+        return shared.mean_loss(counts), shared.mean_metrics
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of this data rank's tokens, equal on all its stages.
@@ -174,7 +165,7 @@ class Engine:
             For each sequence, in the order in which rows hold them, a tensor [n] aligned with its tokens, fp32 or
             float64; the first entry is 0.
         """
-        outputs = self.handle.forward(batches, read_targets(Readout(temperature)))
+        outputs = self.runner.forward(batches, read_targets(Readout(temperature)))
         return [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output[:, 0], batch)]
 
     def add_logprobs(self, batches: Sequence[PackedBatch], name: str, temperature: float = 1.0) -> list[PackedBatch]:
@@ -185,7 +176,7 @@ class Engine:
             name: in `values`, of a tensor [T] on the host, fp32 or float64, aligned with predicting positions.
             temperature: the logits are divided by it.
         """
-        outputs = self.handle.forward(batches, read_targets(Readout(temperature)))
+        outputs = self.runner.forward(batches, read_targets(Readout(temperature)))
         return [set_values(row, name, output[:, 0].cpu()) for row, output in zip(batches, outputs, strict=True)]
 
     def sequence_scores(self, batches: Sequence[PackedBatch]) -> Tensor:
@@ -197,7 +188,7 @@ class Engine:
         Returns:
             [N], fp32 or float64, in the order in which rows hold the sequences.
         """
-        outputs = self.handle.forward(batches, read_targets(LOGPROBS))
+        outputs = self.runner.forward(batches, read_targets(LOGPROBS))
         rows = [batch.to(self.handle.layout.device) for batch in batches]
         scores = (
             sum_by_sequence(torch.where(row.loss_mask, output[:, 0], 0.0), row)[: row.num_sequences]
@@ -222,7 +213,7 @@ class Engine:
             values, ids = top_logits(hidden, head, k)
             return torch.stack([values, ids.to(values.dtype)], dim=1)  # fp32 holds ids up to 2 ** 24
 
-        outputs = self.handle.forward(batches, both)
+        outputs = self.runner.forward(batches, both)
         pieces = [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output, batch)]
         return [(piece[:, 0], piece[:, 1].long()) for piece in pieces]
 
@@ -235,7 +226,7 @@ class Engine:
         Returns:
             int64 [N], in the order in which rows hold the sequences.
         """
-        outputs = self.handle.forward(batches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
+        outputs = self.runner.forward(batches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
         ends = [
             batch.cu_seqlens[1 : batch.num_sequences + 1].to(output.device) - 1
             for output, batch in zip(outputs, batches, strict=True)
@@ -255,14 +246,6 @@ class Engine:
             if self.handle.memory.offload_optimizer:
                 states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
                 self._offloaded = Offloaded(state[moment] for state in states for moment in MOMENTS)
-
-    def _square_norm(self) -> Tensor:
-        """This rank's part of the squared global gradient norm: of every module over its own ranks."""
-        norms = [
-            local_square_norm([parameter for _, parameter in self.handle.named_parameters(module)], module.layout)
-            for module in self.handle.modules
-        ]
-        return torch.stack(norms).sum()
 
     def _update(self, lr: float, grad_norm: float) -> None:
         if self.config.max_grad_norm is not None:
@@ -292,11 +275,3 @@ class Engine:
             f"{self.skipped_in_a_row} steps in a row were skipped, the last{kept} with loss {loss} and gradient norm "
             f"{grad_norm}: lower optimizer.lr, or look at the data of these steps"
         )
-
-
-def _mean_loss(totals: GlobalTotals, counts: dict[Denominator, int]) -> float:
-    return sum(total / max(counts[name], 1) for name, total in totals.sums.items())
-
-
-def _metrics(totals: GlobalTotals) -> dict[str, float]:
-    return {name: total / denominator for name, (total, denominator) in totals.metrics.items() if denominator}

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
+from automodel_rl.hf.read import persistent_tensors
+from automodel_rl.lora.layers import without_adapters
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.hf_read import persistent_tensors
-from automodel_rl.model.lora import without_adapters
 from automodel_rl.parallel.sharding import local_tensor
 
 

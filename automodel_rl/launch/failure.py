@@ -16,7 +16,7 @@ from automodel_rl.errors import (
     MicrobatchError,
     innermost,
 )
-from automodel_rl.launch import peers
+from automodel_rl.launch import watchdog
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.lifeline import hold_lifeline
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, leave_record, own_rank
@@ -29,16 +29,16 @@ def guard(work: Callable[[], None]) -> int:
     for peers that wait for this rank.
     """
     hold_lifeline()
-    peers.is_guarded = True
+    watchdog.is_guarded = True
     record = _run(work)
     code = EXIT_OK if record is None else record.exit_code
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if record is None or record.is_everywhere:
             _finish_threads()
         if record is None:
-            peers.leave()
+            watchdog.leave()
         else:
-            peers.report_failure(record)
+            watchdog.report_failure(record)
         _discard_notes(code)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -3,14 +3,12 @@
 import atexit
 import datetime
 import os
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout  # private; checked with torch 2.11 and 2.13
 
 from automodel_rl.errors import InputError
-from automodel_rl.launch import peers
+from automodel_rl.launch import watchdog
 from automodel_rl.launch.attempt import agree_on_attempt, is_started_by_agent
 from automodel_rl.launch.local import is_rank
 
@@ -51,12 +49,12 @@ def _initialise() -> None:
     if is_rank():
         store, rank, world_size = next(dist.rendezvous("env://", timeout=longest_wait()))
         if is_started_by_agent():
-            peers.attempt = agree_on_attempt(store, rank, world_size, longest_wait().total_seconds())
+            watchdog.attempt = agree_on_attempt(store, rank, world_size, longest_wait().total_seconds())
             # Else a new rank may find the address of one before.
-            store = dist.PrefixStore(peers.attempt, store)
+            store = dist.PrefixStore(watchdog.attempt, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=longest_wait())
         if world_size > 1:
-            peers.watch_peers(store)
+            watchdog.watch_peers(store)
     else:  # nobody launched us: a job of one rank, of which the environment shall not tell others
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(leave_process_group)
@@ -64,19 +62,13 @@ def _initialise() -> None:
 
 def longest_wait() -> datetime.timedelta:
     """Longest wait for a peer. Our own watch knows more of a rank that hangs than a collective does: it comes first."""
-    if peers.hang_seconds is None:
+    if watchdog.hang_seconds is None:
         return datetime.timedelta(days=365)
-    return datetime.timedelta(seconds=2 * peers.hang_seconds)
-
-
-def limit_waits(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Gives groups the longest wait in place of their backend's, which is another one."""
-    for group in groups:
-        _set_pg_timeout(longest_wait(), group)
+    return datetime.timedelta(seconds=2 * watchdog.hang_seconds)
 
 
 def leave_process_group() -> None:
     """Takes down the process group, if there is one, then ends what watches over the job, then lets go of the store."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    peers.leave()  # also where the caller has destroyed the group
+    watchdog.leave()  # also where the caller has destroyed the group

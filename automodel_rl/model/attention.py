@@ -21,11 +21,11 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from automodel_rl.batch import AttentionCall, LocalRow
+from automodel_rl.compat.versions import TORCH
 from automodel_rl.config.attention import ATTENTION, Attention
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.parallel.sharding import local_tensor
-from automodel_rl.parallel.torch_version import TORCH
 
 # Before torch 2.12 varlen_attn takes fewer KV heads than query heads without being told.
 _GQA: dict[str, Any] = {"enable_gqa": True} if TORCH >= (2, 12) else {}

@@ -8,12 +8,12 @@ from nemo_automodel.components.utils.model_utils import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from automodel_rl.config.families import VISION_FAMILIES
+from automodel_rl.compat.nemo import nemo_model
+from automodel_rl.config.families import FAMILIES, VISION_FAMILIES
 from automodel_rl.config.model import Implementation
+from automodel_rl.hf.read import language_config
+from automodel_rl.mixture.experts import EXPERTS, register_experts
 from automodel_rl.model.attention import register_attention
-from automodel_rl.model.experts import EXPERTS, register_experts
-from automodel_rl.model.hf_read import language_config
-from automodel_rl.model.nemo import nemo_model
 from automodel_rl.model.vision import VisionPart, split_modules
 
 
@@ -22,10 +22,12 @@ class EmptyModel:
     """A model in its modules, without storage.
 
     Attributes:
+        config: of the whole model.
         language: a causal language model, or what looks like one.
         vision: the encoder, None for a model that only reads text.
     """
 
+    config: PretrainedConfig
     language: Any
     vision: VisionPart | None
 
@@ -53,7 +55,9 @@ def build_empty_model(
     register_experts()
     with init_empty_weights():
         if implementation == "nemo_automodel":
-            model = nemo_model(config, dtype, attention)
+            nemo_class = FAMILIES[config.model_type].nemo_class
+            assert nemo_class is not None  # the table has refused other families
+            model = nemo_model(nemo_class, config, dtype, attention)
         elif config.model_type in VISION_FAMILIES:
             model = AutoModelForImageTextToText.from_config(
                 config, dtype=dtype, attn_implementation={"text_config": attention, "vision_config": "sdpa"}
@@ -66,5 +70,5 @@ def build_empty_model(
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
     if config.model_type not in VISION_FAMILIES:
-        return EmptyModel(model, None)
-    return EmptyModel(*split_modules(model, language_config(config)))
+        return EmptyModel(config, model, None)
+    return EmptyModel(config, *split_modules(model, language_config(config)))

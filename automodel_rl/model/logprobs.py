@@ -5,6 +5,7 @@ K what is read of a token.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import LocalRow
+from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
-from automodel_rl.model.block_sizes import block_sizes
 from automodel_rl.parallel.collectives import all_gather
-from automodel_rl.parallel.last_stage import OutputFn
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Head:
     def first_token(self) -> int:
         """Token id of the weight's first row."""
         return 0 if self.tp_group is None else self.tp_group.rank() * len(self.weight)
+
+
+OutputFn = Callable[[Tensor, Head, LocalRow], Tensor]
+"""(final hidden states [t, H], head, this rank's part of the row) -> result [t, ...]. It runs inside the last stage."""
 
 
 def read_targets(readout: Readout) -> OutputFn:

@@ -1,11 +1,11 @@
 """A part without storage, laid out over ranks. What wraps what is decided here, in this order:
 
 1. tensor parallelism cuts weights and sets the forwards of linear layers and embedding (parallel/tensor_parallel.py)
-2. expert parallelism cuts experts; their forward is ours by name (model/experts.py)
-3. adapters set the forwards of their linear layers (model/lora.py)
+2. expert parallelism cuts experts; their forward is ours by name (mixture/experts.py)
+3. adapters set the forwards of their linear layers (lora/layers.py)
 4. the part and its head get the packed forward (model/part_forward.py), norms the fused one (model/fused_norm.py)
-5. routers follow routes (model/router_replay.py) and are watched (model/routers.py), for the row that their layer's
-   forward notes (model/row_scope.py)
+5. routers follow routes (mixture/router_replay.py) and are watched (mixture/routers.py), for the row that their layer's
+   forward notes (mixture/row_scope.py)
 6. layers are compiled, then recomputed in the backward (model/activation_checkpointing.py)
 7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
 """
@@ -20,14 +20,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.lora.layers import install_adapters
+from automodel_rl.mixture.experts import experts_of
+from automodel_rl.mixture.router_replay import RouterReplay
+from automodel_rl.mixture.routers import RouterWatch, routers_of
+from automodel_rl.mixture.row_scope import RowScope
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
-from automodel_rl.model.experts import experts_of
 from automodel_rl.model.fused_norm import install_fused_norms
-from automodel_rl.model.lora import install_adapters
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
-from automodel_rl.model.router_replay import RouterReplay
-from automodel_rl.model.routers import RouterWatch, routers_of
-from automodel_rl.model.row_scope import RowScope
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_rl.batch import LocalRow
-from automodel_rl.model.logprobs import Head
-from automodel_rl.parallel.last_stage import OutputFn
+from automodel_rl.model.logprobs import Head, OutputFn
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import TensorParallel
 

@@ -13,6 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 
 from automodel_rl.batch import Image
+from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.config.memory import MemoryConfig
@@ -86,7 +87,7 @@ def choose_attention(part: VisionPart, device: torch.device, dtype: torch.dtype)
     if is_ragged and device.type == "cuda" and dtype == torch.bfloat16:
         AttentionInterface.register(VARLEN, varlen_attention)
         # Not when the model is built: transformers takes the name for that of a kernel on the hub.
-        part.model.visual.config._attn_implementation = VARLEN
+        set_attention(part.model.visual.config, VARLEN)
 
 
 def varlen_attention(

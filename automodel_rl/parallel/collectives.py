@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.parallel.torch_version import TORCH
+from automodel_rl.compat.versions import TORCH
 
 if TORCH >= (2, 13):  # new names for the same
     _all_gather_single, _reduce_scatter_single = dist.all_gather_single, dist.reduce_scatter_single

@@ -5,6 +5,7 @@ backward. So no gradient is rescaled anywhere but by clipping.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,13 @@ class TiedEmbedding:
         dist.all_reduce(total, group=self.group)
         for gradient in gradients:
             gradient.copy_(total)
+
+
+def tied_embedding(parts: Sequence[Any], layout: Layout) -> TiedEmbedding:
+    """The two copies of a tied embedding, as far as this rank's stages have them."""
+    embeddings = [part.model.embed_tokens.weight for part in parts if part.model.embed_tokens is not None]
+    heads = [part.lm_head.weight for part in parts if part.lm_head is not None]
+    return TiedEmbedding(next(iter(embeddings), None), next(iter(heads), None), layout)
 
 
 def local_square_norm(parameters: Iterable[nn.Parameter], layout: Layout) -> Tensor:

@@ -1,50 +1,15 @@
-"""A step's few numbers and objects over ranks, on the host: one device-to-host copy, then small gloo collectives."""
+"""A step's few numbers and objects over ranks, on the host, by small gloo collectives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.losses import Denominator
-from automodel_rl.parallel.last_stage import LossTotals
 from automodel_rl.parallel.layout import Layout
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class GlobalTotals:
-    """Sums over all data ranks, equal on every rank."""
-
-    sums: dict[Denominator, float]
-    metrics: dict[str, tuple[float, float]]
-    square_norm: float
-
-
-def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> GlobalTotals:
-    """Adds the last stages' totals over data ranks and the squared norms over all ranks, and tells every rank.
-
-    Args:
-        totals: of this rank; filled on last stages only.
-        square_norm: `local_square_norm` of this rank.
-    """
-    flat = [*totals.sums.values(), *(value for pair in totals.metrics.values() for value in pair)]
-    numbers = torch.stack([square_norm, *(value.double().to(square_norm.device) for value in flat)]).cpu()
-    norm = numbers[:1].clone()
-    dist.all_reduce(norm, group=layout.world_control)
-    mine = None
-    if layout.has_last_stage:
-        dist.all_reduce(numbers, group=layout.data_control)
-        values = iter(numbers[1:].tolist())
-        mine = (
-            {name: next(values) for name in totals.sums},
-            {name: (next(values), next(values)) for name in totals.metrics},
-        )
-    shared = tell_guests(from_last_stage(mine, layout), layout)
-    return GlobalTotals(sums=shared[0], metrics=shared[1], square_norm=norm.item())
 
 
 def from_last_stage(value: Any, layout: Layout) -> Any:

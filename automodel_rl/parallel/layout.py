@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from automodel_rl.compat.process_groups import limit_waits
 from automodel_rl.config import ParallelConfig
-from automodel_rl.launch.process_group import limit_waits, longest_wait
+from automodel_rl.config.modules import ModulesConfig, one_layout
+from automodel_rl.launch.process_group import longest_wait
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 
 DENSE_AXES = ("pp", "dp_replicate", "fsdp", "tp")
@@ -139,6 +141,39 @@ class Layout:
         return self.parallel.world_size // self.parallel.pp
 
 
+@dataclass(frozen=True)
+class Meshes:
+    """The layouts of a model's modules.
+
+    Attributes:
+        language: of the language model, of which this rank may be a guest.
+        vision: of the encoder; None for a model that reads text only.
+        modules: which ranks hold which module; None for a model of one module.
+    """
+
+    language: Layout
+    vision: Layout | None = None
+    modules: ModulesConfig | None = None
+
+
+def build_meshes(
+    parallel: ParallelConfig, modules: ModulesConfig | None, device: torch.device, *, has_encoder: bool
+) -> Meshes:
+    """Builds the meshes of all modules. A collective: every rank of the job calls it with the same sizes.
+
+    Args:
+        parallel: layout of the language model.
+        modules: ranks of each module; by default both are on all ranks.
+        device: where this rank computes.
+        has_encoder: the model has an encoder of images.
+    """
+    if not has_encoder:
+        return Meshes(build_layout(parallel, device))
+    modules = modules or one_layout(parallel)
+    language = build_layout(parallel, device, modules.language.ranks)
+    return Meshes(language, build_layout(modules.vision.parallel, device, modules.vision.ranks), modules)
+
+
 def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence[int] | None = None) -> Layout:
     """Builds meshes and groups. A collective: every rank of the job calls it with the same sizes.
 
@@ -180,7 +215,7 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
 def _mesh(device: torch.device, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)
     if dist.get_rank() in ranks:
-        limit_waits(mesh.get_all_groups())
+        limit_waits(mesh.get_all_groups(), longest_wait())
     return mesh
 
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from automodel_rl.compat.fsdp import drop_unsharded_gradients, reset_fsdp
 from automodel_rl.parallel.collectives import all_gather
-from automodel_rl.parallel.fsdp_state import drop_unsharded_gradients, reset_fsdp
 from automodel_rl.parallel.layout import Layout
 
 Box = tuple[slice, ...]

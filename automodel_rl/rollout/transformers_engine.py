@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, P
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
-from automodel_rl.model.hf_names import to_hf
-from automodel_rl.model.hf_read import describe_model, persistent_tensors
-from automodel_rl.model.lora import add_adapters, install_adapters, is_adapter
+from automodel_rl.hf.names import to_hf
+from automodel_rl.hf.read import describe_model, persistent_tensors
+from automodel_rl.lora.layers import add_adapters, install_adapters, is_adapter
+from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.part_forward import numbered_layers
-from automodel_rl.model.routers import routers_of
 from automodel_rl.parallel.combinations import needs_mathematics
 from automodel_rl.rollout.protocol import Completion, Request
 from automodel_rl.weight_sync.receiver import Receiver

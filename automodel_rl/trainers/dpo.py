@@ -8,9 +8,9 @@ from torch import Tensor
 from automodel_rl.batch import PackedBatch, add_values
 from automodel_rl.config import DPOConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.draws import Draw
 from automodel_rl.data.examples import PairDataset
 from automodel_rl.data.loader import PackedStep
+from automodel_rl.data.sampler import Draw
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import dpo_loss

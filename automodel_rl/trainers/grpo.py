@@ -14,8 +14,8 @@ from automodel_rl.data.prompts import PromptStream
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import InputError, RolloutError
+from automodel_rl.hf.read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.losses import LossFn, Readout, grpo_loss
-from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.observe.metrics import save_rollouts
 from automodel_rl.observe.report import Sample
 from automodel_rl.rollout.collect import RolloutCollector

@@ -11,8 +11,8 @@ from automodel_rl.data.examples import ExampleDataset
 from automodel_rl.data.loader import PackedLoader, PackedStep
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
+from automodel_rl.hf.read import describe_model
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.hf_read import describe_model
 from automodel_rl.observe.report import Sample
 from automodel_rl.trainers.samples import greedy_samples
 

@@ -20,14 +20,14 @@ from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.loader import PackedStep, StepSize
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.errors import InputError, JobEndedError, StoppedError
+from automodel_rl.hf.read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.import_path import import_function
 from automodel_rl.launch.flight import flight, flight_file
-from automodel_rl.launch.peers import set_hang_limit
 from automodel_rl.launch.stop_signal import StopSignal
+from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.losses import LossFn
 from automodel_rl.model.flops import peak_flops
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.observe.console import Progress
 from automodel_rl.observe.metrics import MetricsFile, read_metrics
 from automodel_rl.observe.report import Sample, write_report

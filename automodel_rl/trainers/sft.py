@@ -34,7 +34,7 @@ class SFTTrainer:
         self.config = config
         self.loss = choose_loss(config, sft_loss)
         directory, self.handle, self.tokenizer = open_run(config, resume)
-        images = ImageReader(self.handle.source, self.handle.whole_config) if self.handle.sees else None
+        images = ImageReader(self.handle.source, self.handle.whole_config) if self.handle.has_encoder else None
         chat = ChatTokenizer(self.tokenizer, config.data.train_on, images)
         self.data = PackedData(config, ChatDataset, chat, self.handle)
         self.validation = [row for step in self.data.every_record(config.data.validation) for row in step.batches]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.link import Address
 from automodel_rl.weight_sync.slots import wait_until
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from automodel_rl.errors import WeightSyncError, reason
-from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.hf.buckets import Plan
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.weight_sync.channel import Channel, JoinOrder, end_quietly, expect, greet, patience

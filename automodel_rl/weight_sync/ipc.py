@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, greet, patience
 from automodel_rl.weight_sync.shared_memory import SharedBuffer, share, unlink
 from automodel_rl.weight_sync.slots import Slot, Slots

@@ -1,14 +1,8 @@
-"""A process group of one sender and its receivers, which are no ranks of the sender's job: gloo, or NCCL on CUDA.
+"""A process group of one sender and its receivers, which are no ranks of the sender's job: gloo, or NCCL on CUDA."""
 
-torch.distributed knows one world to a process, and its `new_group` only groups within it. So the backends are built
-directly, on a store of their own. Their classes are not documented; checked with torch 2.11 and 2.13.
-"""
-
-import contextlib
 import datetime
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from automodel_rl.compat.process_groups import group_outside_of_jobs
 from automodel_rl.errors import WeightSyncError, innermost
 from automodel_rl.weight_sync.slots import in_time, wait_until
 
@@ -68,18 +63,9 @@ class Link:
             raise WeightSyncError(f"a process did not join the sync: {innermost(error)}") from None
 
     def _join(self, store: dist.Store, rank: int, size: int) -> Any:
-        is_cuda = self.device.type == "cuda"
-        group: Any
-        if is_cuda:
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
-            # Before packing, which would fill the device.
-            options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            # Its own limit ends the whole process; ours comes first.
-            options._timeout = datetime.timedelta(seconds=2 * self.seconds + 60)
-            with _watchdog_that_only_watches():
-                group = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            group = dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=self.seconds))
+        group = group_outside_of_jobs(store, rank, size, self.device, self.seconds)
         group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), 0).wait()  # NCCL connects now
         return group
 
@@ -120,21 +106,6 @@ class Link:
             box[0].abort()
         elif broken:  # gloo's last reference waits for what is under way
             threading.Thread(target=box.clear, daemon=True, name="weight-sync-link").start()
-
-
-@contextlib.contextmanager
-def _watchdog_that_only_watches() -> Iterator[None]:
-    """A group's watchdog ends the process when a peer is gone, unless this says otherwise when the group is made. A job
-    does not end with one of its engines."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 FAILED = "failed"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.transport import Committed, Transport

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.errors import InputError
+from automodel_rl.hf.buckets import Plan, Source, StageBuckets
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.hf_buckets import Plan, Source, StageBuckets
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.checksum import checksum
 from automodel_rl.weight_sync.receiver import in_turn
@@ -47,7 +47,7 @@ class Producer:
         adapters_alone: bool = False,
         reach: Reach,
     ):
-        if handle.sees:
+        if handle.has_encoder:
             raise InputError("weight sync: rollout engines have no encoder of images: use a model that reads text only")
         self.handle, self.dtype, self.adapters_alone = handle, dtype, adapters_alone
         self.layout = handle.layout

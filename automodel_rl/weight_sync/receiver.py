@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from automodel_rl.compat.tensors import copy_each
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.checksum import checksum
 
 
@@ -69,7 +70,7 @@ class Receiver:
         if bucket.chunks:
             elements = bucket.elements(buffer)
             stretches = [elements[chunk.offset : chunk.offset + chunk.count] for chunk in bucket.chunks]
-            torch._foreach_copy_(self._targets[sender, number], stretches)
+            copy_each(self._targets[sender, number], stretches)
 
     def commit(self, version: int) -> None:
         """All buckets are in place."""

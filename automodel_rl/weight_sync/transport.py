@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from automodel_rl.model.hf_buckets import Plan
+from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.producer import Reach
 from automodel_rl.weight_sync.slots import Slot, Slots
 

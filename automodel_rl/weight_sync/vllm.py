@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.hf.buckets import Plan
 from automodel_rl.launch.local import free_port
-from automodel_rl.model.hf_buckets import Plan
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, patience

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ParallelConfig
-from automodel_rl.parallel.torch_version import TORCH
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from automodel_rl.compat.pipelining import planned_actions
 from automodel_rl.config import ParallelConfig
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, fill_up_to
-from automodel_rl.parallel.pipeline.stage import planned_actions
 
 
 @dataclass(frozen=True)

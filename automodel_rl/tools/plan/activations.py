@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from automodel_rl.compat.modules import apply_gate
+from automodel_rl.compat.tensors import TorchDispatchMode, tree_leaves
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
@@ -179,6 +179,6 @@ def _experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> T
     order = torch.empty(experts.numel(), dtype=torch.int64, device=META)
     slots = hidden[order]
     up, down = (w[0] if module.is_transposed else w[0].t() for w in (module.gate_up_proj, module.down_proj))
-    outputs = module._apply_gate(slots @ up) @ down
+    outputs = apply_gate(module, slots @ up) @ down
     weighted = outputs * weights.flatten()[order, None]
     return weighted[order].view(*experts.shape, -1).sum(1).to(hidden.dtype)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from automodel_rl.config import GRPOConfig, ModulesConfig, ParallelConfig, RunConfig
 from automodel_rl.config.modules import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
-from automodel_rl.model.hf_read import describe_model, language_config, read_config, resolve_checkpoint
+from automodel_rl.hf.read import describe_model, language_config, read_config, resolve_checkpoint
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.combinations import check_supported
 from automodel_rl.tools.plan.alternatives import GIB, nearest_that_fit, with_layout

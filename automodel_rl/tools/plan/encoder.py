@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForImageTextToText, PretrainedConfig
 
+from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ModelConfig, ModulesConfig
 from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.hf.read import language_config
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
-from automodel_rl.model.hf_read import language_config
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.model.vision import VisionPart, encoder_layers, freeze, split_modules
 from automodel_rl.tools.plan.activations import META, LiveBytes, attention_stand_in, stand_in_norms
@@ -96,7 +97,7 @@ def _kept(part: VisionPart, patches: int, memory: MemoryConfig, dtype: torch.dty
     """Bytes that the encoder's layers keep of so many patches until their backward, as if tp split nothing."""
     layers = encoder_layers(part)
     layer: Any = layers[0]
-    part.config.vision_config._attn_implementation = STAND_IN
+    set_attention(part.config.vision_config, STAND_IN)
     vision = part.config.vision_config.to_dict()
     width, heads = vision["hidden_size"], vision.get("num_heads") or vision["num_attention_heads"]
     stand_in_norms(layer)

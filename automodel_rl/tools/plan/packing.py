@@ -6,7 +6,7 @@ from pathlib import Path
 
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
-from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
+from automodel_rl.hf.read import describe_model, read_config, resolve_checkpoint
 
 AnyConfig = SFTConfig | DPOConfig | GRPOConfig
 
@@ -41,8 +41,8 @@ def measure_packing(config: AnyConfig) -> Packing:
     if not all(Path(source.path).is_file() for source in config.data.train):
         return Packing(count, None)
     from automodel_rl.data.chat import open_chat_tokenizer
-    from automodel_rl.data.draws import GlobalBatches
     from automodel_rl.data.examples import ChatDataset, PairDataset, checked
+    from automodel_rl.data.sampler import GlobalBatches
 
     kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
     context = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False))).context

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
-from automodel_rl.model.lora import add_adapters
+from automodel_rl.lora.layers import add_adapters
 from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -15,8 +15,8 @@ from automodel_rl.config.attention import ATTENTION
 from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import Dtype
 from automodel_rl.errors import VerificationError
+from automodel_rl.hf.read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.launch.process_group import join_process_group
-from automodel_rl.model.hf_read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.tools.verify.cause import likeliest_cause
 from automodel_rl.tools.verify.comparison import NO_STEP, Case, Differences, compare

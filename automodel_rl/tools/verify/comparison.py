@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import PackedBatch, TokenSequence, empty_row, pack_row
+from automodel_rl.block_sizes import small_blocks
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.attention import Attention
 from automodel_rl.config.memory import MemoryConfig
@@ -19,7 +20,6 @@ from automodel_rl.engine import Engine
 from automodel_rl.engine.optimizer import learning_rate
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import Readout, count, sft_loss
-from automodel_rl.model.block_sizes import small_blocks
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import gather_whole
@@ -153,7 +153,7 @@ def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
     if check is not None:
         found.note("choices of experts", check.num_wrong if check.num_right or not handle.router_layers else math.inf)
     found.note("reference log-probabilities", swap.largest_difference())
-    _compare_export(handle, scratch, found)
+    _compare_export(engine, scratch, found)
     for step in range(case.training.total_steps or 0):  # the rate falls after the last step that is trained, too
         rate, right = learning_rate(engine.config, step, engine.total_steps), case.training.rate(step)
         found.note("learning rate", abs(rate - right) / right)
@@ -200,7 +200,7 @@ def _rows_of(step: int, rank: int, num_rows: int, handle: ModelHandle, replay: b
         seed, like = 1000 * step + 100 * rank, 0 if step else m - m % 2
         row = make_sequences(1 + (like + rank) % 3, seed + like, vocab)
         rows.append(row if m == like else [_of_same_length(s, seed + 10 * m + n, vocab) for n, s in enumerate(row)])
-    if handle.sees:
+    if handle.has_encoder:
         rows = [
             [with_images(s, handle.whole_config, 7 * m + 5 * rank + n + step) for n, s in enumerate(row)]
             for m, row in enumerate(rows)
@@ -235,7 +235,7 @@ def _compare_step(
     everywhere = [row for rank in of_ranks for row in rank if row]
     loss = expected.backward(everywhere)
     found.note("evaluated loss", abs(engine.evaluate(rows, sft_loss)[0] - loss) / abs(loss), step)
-    _compare_gradients(step, handle, rows, everywhere, expected, found)
+    _compare_gradients(step, engine, rows, everywhere, expected, found)
     rate = expected.training.rate(expected.num_steps)
     output = engine.train_step(rows, sft_loss)
     norm = expected.step()
@@ -250,15 +250,16 @@ def _compare_step(
 
 def _compare_gradients(
     step: int,
-    handle: ModelHandle,
+    engine: Engine,
     rows: list[PackedBatch],
     everywhere: list[list[TokenSequence]],
     expected: OneProcess,
     found: Differences,
 ) -> None:
+    handle = engine.handle
     # Not by the engine, whose counts are under test, too.
     counts = count([pack_row([sequence for row in everywhere for sequence in row])])
-    handle.forward_backward(rows, sft_loss, Readout(), counts)
+    engine.runner.forward_backward(rows, sft_loss, Readout(), counts)
     right = expected.gradients()
     for module in handle.modules:
         for name, parameter in module.every_parameter():
@@ -295,10 +296,11 @@ class _SwapCheck:
         return max((_largest(actual, right) for actual, right in pairs), default=0.0)
 
 
-def _compare_export(handle: ModelHandle, scratch: Path, found: Differences) -> None:
+def _compare_export(engine: Engine, scratch: Path, found: Differences) -> None:
     """The exported checkpoint, opened with transformers, against the log-probabilities of the trained model."""
+    handle = engine.handle
     handle.save_pretrained(scratch / "exported")
-    actual = Engine(handle).logprobs(_one_row(handle, seed=8))
+    actual = engine.logprobs(_one_row(handle, seed=8))
     opened = OneProcess(scratch / "exported", handle.dtype, Training(), handle.layout.device)
     with torch.no_grad():
         for sequence, logprobs in zip(_two_sequences(handle, seed=8), actual, strict=bool(actual)):
@@ -312,7 +314,9 @@ def _one_row(handle: ModelHandle, seed: int) -> list[PackedBatch]:
 
 def _two_sequences(handle: ModelHandle, seed: int) -> list[TokenSequence]:
     sequences = make_sequences(2, seed, handle.config.vocab_size)
-    return [with_images(s, handle.whole_config, 1 + n) for n, s in enumerate(sequences)] if handle.sees else sequences
+    if not handle.has_encoder:
+        return sequences
+    return [with_images(s, handle.whole_config, 1 + n) for n, s in enumerate(sequences)]
 
 
 def _largest(actual: Tensor, expected: Tensor) -> float:

@@ -68,7 +68,7 @@ def routed(router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Te
         if router.norm_topk_prob:
             weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
         return logits, weights * router.routed_scaling_factor, chosen
-    if "bias" in router._parameters:  # gpt-oss: a softmax over the chosen alone
+    if "bias" in dict(router.named_parameters(recurse=False)):  # gpt-oss: a softmax over the chosen alone
         logits = hidden @ router.weight.T + router.bias
         return logits, logits.gather(1, chosen).softmax(1), chosen
     logits = hidden @ router.weight.T

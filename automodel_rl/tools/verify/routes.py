@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from automodel_rl.batch import RouterShape, Routes, TokenSequence
 from automodel_rl.batch.routes import MISSING
+from automodel_rl.mixture.row_scope import RowScope
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.row_scope import RowScope
 
 NUM_ROUTES = 97
 """Different routes; a prime, so that ids, positions and layers all matter."""

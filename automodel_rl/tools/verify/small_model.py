@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.families import VISION_FAMILIES
-from automodel_rl.model.hf_read import language_config
+from automodel_rl.hf.read import language_config
 
 HEAD_DIM = 8
 WINDOW = 6

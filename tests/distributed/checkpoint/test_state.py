@@ -8,15 +8,15 @@ from torch import Tensor
 
 from automodel_rl.batch import pack, pack_row
 from automodel_rl.checkpoint.load import load_checkpoint
+from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
+from automodel_rl.hf.read import persistent_tensors
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.hf_read import persistent_tensors
 from automodel_rl.parallel.sharding import gather_whole, local_tensor
-from automodel_rl.parallel.torch_version import TORCH
 from tests.checkpoints import begin_checkpoint, save_checkpoint
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from automodel_rl import Engine, LossOutput, ModelHandle, OptimizerConfig, PackedBatch, ParallelConfig, TokenOutputs
 from automodel_rl import sft_loss as plain_sft_loss
 from automodel_rl.batch import pack_row
+from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError, TrainingDivergedError
-from automodel_rl.model.block_sizes import block_sizes
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.rank_pool import RankPool
@@ -41,7 +41,7 @@ def train_and_save(folder: Path, parallel: ParallelConfig) -> tuple[list[torch.T
         engine.train_step(rows_of(engine), plain_sft_loss)
     engine.handle.save_pretrained(folder / "final")
     rows = rows_of(engine)
-    return engine.logprobs(rows), engine.handle.forward(rows, lambda hidden, head, _: hidden @ head.weight.t())
+    return engine.logprobs(rows), engine.runner.forward(rows, lambda hidden, head, _: hidden @ head.weight.t())
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

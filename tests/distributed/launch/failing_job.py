@@ -18,8 +18,8 @@ from automodel_rl.config import ModelConfig
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.flight import flight, flight_file
 from automodel_rl.launch.local import is_rank, run_local_ranks
-from automodel_rl.launch.peers import set_hang_limit
 from automodel_rl.launch.quiet import quiet_libraries
+from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.losses import LossOutput, TokenOutputs
 from tests.tiny import make_sequences
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_rl.launch import peers
+from automodel_rl.launch import watchdog
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.process_group import join_process_group, leave_process_group
 from tests.rank_pool import RankPool
@@ -63,11 +63,11 @@ def test_a_group_that_its_user_destroyed_leaves_no_watch_to_the_next_one(ranks: 
 def leave_after_the_store() -> list[str]:
     """What this rank does, in order. The second rank waits until the first is leaving, and then needs the store."""
     join_process_group(2)
-    assert peers._watch is not None
-    store, done = peers._watch.store, []
-    with mock.patch.object(peers, "is_guarded", True):
+    assert watchdog._watch is not None
+    store, done = watchdog._watch.store, []
+    with mock.patch.object(watchdog, "is_guarded", True):
         if dist.get_rank() == 1:
-            store.wait([peers._key("left/0")])
+            store.wait([watchdog._key("left/0")])
             store.set("late", "1")
             done.append("used the store")
         leave_process_group()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from automodel_rl.batch import pack_row
+from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.engine import Engine
@@ -14,7 +15,6 @@ from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.part_forward import layers_of
 from automodel_rl.parallel.sharding import local_tensor
-from automodel_rl.parallel.torch_version import TORCH
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 

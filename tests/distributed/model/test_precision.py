@@ -11,6 +11,7 @@ from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig
 from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.parallel.sharding import gather_whole, local_tensor
+from automodel_rl.step.runner import StepRunner
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
@@ -27,7 +28,7 @@ def load(folder: Path, parallel: ParallelConfig) -> ModelHandle:
 
 
 def gradients(handle: ModelHandle, batches: list[PackedBatch], counts: dict) -> dict[str, Tensor]:
-    handle.forward_backward(batches, sft_loss, Readout(), counts)
+    StepRunner(handle).forward_backward(batches, sft_loss, Readout(), counts)
     found = {name: gather_whole(p.grad, handle.layout).cpu().clone() for name, p in handle.named_parameters()}
     handle.zero_grad()
     return found
@@ -37,13 +38,13 @@ def summed(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
     """Gradients over all rows."""
     handle = load(folder, parallel)
     batches = rows(handle.layout.data_rank, parallel.num_data_ranks)
-    return gradients(handle, batches, handle.global_rows(batches).counts)
+    return gradients(handle, batches, StepRunner(handle).global_rows(batches).counts)
 
 
 def one_by_one(folder: Path) -> dict[str, Tensor]:
     """Gradients of every row by itself, added up in float64."""
     handle = load(folder, ParallelConfig())
-    counts = handle.global_rows(rows()).counts
+    counts = StepRunner(handle).global_rows(rows()).counts
     of_rows = [gradients(handle, [row], counts) for row in rows()]
     return {name: sum(of_row[name].double() for of_row in of_rows) for name in of_rows[0]}
 

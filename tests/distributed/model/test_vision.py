@@ -11,6 +11,7 @@ from torch import Tensor
 
 from automodel_rl.batch import Image, TokenSequence, pack_row
 from automodel_rl.checkpoint.load import load_checkpoint
+from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.config.modules import ModulesConfig
@@ -18,9 +19,8 @@ from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.parallel.bridge import Bridge
 from automodel_rl.parallel.sharding import gather_whole
-from automodel_rl.parallel.torch_version import TORCH
+from automodel_rl.step.bridge import Bridge
 from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
 from automodel_rl.tools.verify.images import with_images

@@ -15,9 +15,9 @@ from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig, ModulesConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.engine import Engine
+from automodel_rl.hf.read import read_config
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.hf_read import read_config
 from automodel_rl.parallel.pipeline.timeline import simulate
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.tools.plan.command import plan

@@ -16,7 +16,7 @@ from automodel_rl.data.images import ImageReader, cut
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import read_chat
 from automodel_rl.errors import InputError
-from automodel_rl.model.hf_read import read_config
+from automodel_rl.hf.read import read_config
 from tests.vision import make_vision_workspace
 
 

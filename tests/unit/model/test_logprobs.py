@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import LocalRow, TokenSequence, local_row, pack_row
+from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
-from automodel_rl.model.block_sizes import block_sizes
 from automodel_rl.model.logprobs import Head, target_readout, top_logits
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.model.hf_buckets import Bucket, Chunk, Plan, TensorSpec
+from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
 from automodel_rl.weight_sync.receiver import Receiver, in_turn
 from tests.weights import plan_of, receive
 

@@ -1,0 +1,59 @@
+"""The state of FSDP2 units in the middle of a step. The only file with torch's private names of FSDP.
+
+Checked with torch 2.11.0 and 2.13.0; where 2.12 has other names it raises.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from automodel_rl.compat.versions import TORCH
+
+HAS_RESET = TORCH >= (2, 13)
+"""Since torch 2.13 FSDP can reset itself after a step that has failed."""
+
+
+def drop_unsharded_gradients(unit: FSDPModule) -> None:
+    """Forgets gradients of whole weights that wait to be reduced.
+
+    Args:
+        unit: of FSDP.
+    """
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    for parameter in group.fsdp_params if group is not None else ():
+        parameter.unsharded_accumulated_grad = None
+        if "_unsharded_param" in vars(parameter):  # made when it is gathered for the first time
+            parameter._unsharded_param.grad = None
+
+
+def reset_fsdp(root: FSDPModule) -> None:
+    """Ends what the units of a model are in the middle of, and shards their weights.
+
+    Args:
+        root: the model, wrapped by FSDP.
+    """
+    state: Any = root._get_fsdp_state()
+    if state._is_root is None:  # it has not computed anything yet
+        return
+    if HAS_RESET:
+        root.reset_iter_state()
+        return
+    if state._device.type == "cuda":
+        torch.cuda.synchronize(state._device)
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        assert name in vars(state._comm_ctx), f"FSDP of torch {torch.__version__} has no {name}"
+        setattr(state._comm_ctx, name, None)
+    state._comm_ctx.post_forward_order.clear()
+    for unit in state._state_ctx.all_states:
+        unit._training_state = type(unit._training_state).IDLE
+        group = unit._fsdp_param_group
+        if group is None:
+            continue
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        group._training_state = type(group._training_state).IDLE
+        group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False

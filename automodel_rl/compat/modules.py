@@ -1,0 +1,29 @@
+"""Private parts of transformers' configs and modules."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+
+def set_attention(config: PretrainedConfig, name: str) -> None:
+    """Chooses the attention function of a model that is already built.
+
+    Args:
+        config: of the modules with attention.
+        name: of a function that is registered with transformers.
+    """
+    config._attn_implementation = name
+
+
+def apply_gate(experts: Any, gate_up: Tensor) -> Tensor:
+    """Activation and gate of a mixture's experts, as their own class computes them.
+
+    Args:
+        experts: transformers' module.
+        gate_up: [s, 2 * intermediate size].
+
+    Returns:
+        [s, intermediate size].
+    """
+    return experts._apply_gate(gate_up)

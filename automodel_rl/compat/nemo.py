@@ -1,0 +1,84 @@
+"""nemo_automodel: its model classes, and AutoPipeline, which splits a model.
+
+Checked with nemo_automodel 0.7.0 and transformers 5.18.0.
+"""
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from nemo_automodel.components.distributed.pipelining import AutoPipeline
+from nemo_automodel.components.models.common import BackendConfig
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
+
+from automodel_rl.compat.modules import set_attention
+
+
+def nemo_model(class_path: tuple[str, str], config: PretrainedConfig, dtype: torch.dtype, attention: str) -> Any:
+    """A model of nemo_automodel's own class, with transformers' attention interface.
+
+    Args:
+        class_path: module and name of the class.
+        config: of the checkpoint; its dtype and attention are set.
+        dtype: of the parameters.
+        attention: name of a registered attention function.
+    """
+    module, name = class_path
+    config.dtype = dtype
+    set_attention(config, attention)
+    backend = BackendConfig(attn="sdpa", linear="torch", rms_norm="torch")
+    return getattr(importlib.import_module(module), name)(config, backend=backend).to(dtype)
+
+
+def split_into_stages(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    schedule: str,
+    modules_of_stages: list[list[str]],
+    num_microbatches: int,
+) -> list[tuple[int, Any]]:
+    """Splits an empty model, and returns this rank's stages: the index and the part of each.
+
+    AutoPipeline's own schedule is built but never run: it decides on which rank a stage lies.
+
+    Args:
+        model: on the meta device.
+        mesh: with the axis `pp`.
+        device: of this rank.
+        schedule: by torch's name.
+        modules_of_stages: names of the modules of every stage.
+        num_microbatches: some number that the schedule can run.
+    """
+    pipeline = AutoPipeline(
+        world_mesh=mesh,
+        pp_schedule=schedule,
+        pp_batch_size=num_microbatches,
+        module_fqns_per_model_part=modules_of_stages,
+        patch_inner_model=False,
+        patch_causal_lm_model=False,
+        device=device,
+    )
+    with _only_errors_logged():
+        built = pipeline.build(model, loss_fn=_never_called)
+    return [(stage.stage_index, stage.submod) for stage in built.info.stages]
+
+
+def _never_called(*_: object) -> None:
+    raise AssertionError("AutoPipeline's own schedule must not run")
+
+
+@contextlib.contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """Silences remarks of libraries that read like problems."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)

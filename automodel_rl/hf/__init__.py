@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: names of their tensors, reading, writing, and tensors in packed buckets."""

@@ -1,0 +1,363 @@
+"""A stage's tensors under their Hugging Face names, in packed buffers: cast on each rank, gathered in buckets.
+
+A bucket is filled by one collective for each mesh axis that cuts its tensors, however many they are. It holds stretches
+of whole tensors, back to back and of one dtype, and `Plan` says which: whoever reads a bucket needs nothing else.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automodel_rl.block_sizes import block_sizes
+from automodel_rl.compat.tensors import copy_each
+from automodel_rl.hf.names import pieces
+from automodel_rl.parallel.collectives import all_gather
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.sharding import Box, boxes_of_ranks, local_box, local_tensor, sharded_axes
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A whole tensor of a checkpoint.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: of the whole.
+        dtype: that it is sent in.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stretch of a tensor in a bucket, in elements.
+
+    Attributes:
+        tensor: its place in `Plan.tensors`.
+        start: where the stretch begins in the flattened tensor.
+        count: its length.
+        offset: where it begins in the bucket.
+    """
+
+    tensor: int
+    start: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a filled buffer holds, from its first byte on.
+
+    Attributes:
+        dtype: of all its chunks.
+        numel: elements in it.
+        chunks: in the order of their offsets, without gaps.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def elements(self, buffer: Tensor) -> Tensor:
+        """The filled part of a buffer (uint8) in the bucket's dtype, [numel]."""
+        return buffer[: self.num_bytes].view(self.dtype)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sender sends, bucket after bucket: together every tensor exactly once."""
+
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def largest_bucket(self) -> int:
+        """Bytes that a buffer must have."""
+        return max((bucket.num_bytes for bucket in self.buckets), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the model on this rank.
+
+    Attributes:
+        name: in the model.
+        tensor: the parameter or buffer, of which this rank holds a shard or all.
+        dtype: that it is sent in.
+        read: gives this rank's shard, of any dtype.
+    """
+
+    name: str
+    tensor: Tensor
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, dtype: torch.dtype) -> "Source":
+        """A tensor that is sent as it is."""
+        return cls(name, tensor, dtype, functools.partial(local_tensor, tensor))
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A box of a source that is a stretch of memory, and where it lies in its bucket."""
+
+    source: int
+    box: Box
+    offset: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _sizes(self.box)
+
+    def within(self, elements: Tensor) -> Tensor:
+        """Its part of a bucket's elements."""
+        return elements[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
+
+
+@dataclass
+class _OpenBucket:
+    """A bucket that regions are still added to.
+
+    Attributes:
+        axes: mesh axes that cut its tensors.
+        dtype: of all of them.
+        numel: elements so far.
+        regions, chunks: what they are.
+    """
+
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    numel: int = 0
+    regions: list[_Region] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+_Share = list[tuple[_Region, Box]]
+"""What a rank holds of a bucket: boxes within regions, which it sends one behind the other."""
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """How a bucket is filled from the shards of a stage's ranks.
+
+    Attributes:
+        axes: mesh axes that cut its tensors.
+        shares: of every rank along the axes.
+        own: sources, and the boxes of this rank's shards that it sends, in order.
+    """
+
+    axes: tuple[str, ...]
+    shares: list[_Share]
+    own: list[tuple[int, Box]]
+
+
+class StageBuckets:
+    """Packs the tensors of this rank's stages. Every rank of the stage has one of the same tensors.
+
+    Args:
+        sources: this rank's, in an order that all ranks of the stage share.
+        family: the model's, for names.
+        layout: this rank's place.
+        most_bytes: of a bucket. A tensor that is larger takes several, or with `whole` one of its own size.
+        whole: never cut a tensor of the checkpoint.
+
+    Attributes:
+        plan: what the buckets hold.
+    """
+
+    def __init__(self, sources: Sequence[Source], family: str, layout: Layout, most_bytes: int, *, whole: bool = False):
+        self.sources, self.layout, self.most_bytes, self.whole = list(sources), layout, most_bytes, whole
+        self._boxes = [boxes_of_ranks(source.tensor) for source in self.sources]
+        self._own_boxes = [local_box(source.tensor) for source in self.sources]
+        tensors: list[TensorSpec] = []
+        closed: list[_OpenBucket] = []
+        open_: dict[tuple[tuple[str, ...], torch.dtype], _OpenBucket] = {}
+        for number, source in enumerate(self.sources):
+            names = _Names(source, family, first=len(tensors))
+            tensors += names.specs
+            closed += self._place(number, source, names, open_)
+        full = sorted([*closed, *open_.values()], key=lambda bucket: bucket.regions[0].source)
+        self._gatherings = [_Gathering(b.axes, self._shares(b.regions), self._own(b.regions)) for b in full]
+        self.plan = Plan(tuple(tensors), tuple(Bucket(b.dtype, b.numel, tuple(b.chunks)) for b in full))
+
+    def reread(self, sources: Sequence[Source]) -> None:
+        """Reads the same tensors from new sources from here on."""
+        self.sources = list(sources)
+
+    def targets(self, number: int, buffer: Tensor) -> list[Tensor]:
+        """Where in a buffer `pack` writes a bucket; may be kept as long as the buffer.
+
+        Args:
+            number: of the bucket.
+            buffer: uint8, of at least `plan.largest_bucket` bytes, on the layout's device.
+        """
+        whole = self.plan.buckets[number].elements(buffer)
+        return [
+            region.within(whole)[_relative(box, region.box)]
+            for share in self._gatherings[number].shares
+            for region, box in share
+        ]
+
+    @torch.no_grad()
+    def pack(self, number: int, targets: list[Tensor]) -> None:
+        """Fills a buffer with a bucket, on all ranks of the stage. A collective of theirs where tensors are cut.
+
+        Args:
+            number: of the bucket; every rank packs all buckets in order.
+            targets: of this bucket in the buffer.
+        """
+        gathering, bucket = self._gatherings[number], self.plan.buckets[number]
+        own = list(self._own_shards(gathering))
+        if not gathering.axes:
+            copy_each(targets, own)
+            return
+        longest = max(sum(math.prod(_sizes(box)) for _, box in share) for share in gathering.shares)
+        gathered = torch.zeros(longest, dtype=bucket.dtype, device=self.layout.device)
+        copy_each(_stretches(gathered, [shard.shape for shard in own]), own)
+        for axis in reversed(gathering.axes):
+            gathered = all_gather(gathered, self.layout.group_of(axis))
+        ranks = gathered.view(len(gathering.shares), longest)
+        sent = [
+            stretch
+            for rank, share in zip(ranks, gathering.shares, strict=True)
+            for stretch in _stretches(rank, [_sizes(box) for _, box in share])
+        ]
+        copy_each(targets, sent)
+
+    def _place(
+        self, number: int, source: Source, names: "_Names", open_: dict[Any, _OpenBucket]
+    ) -> Iterator[_OpenBucket]:
+        """Adds a source to the open bucket of its kind; gives those that are full and leaves others in `open_`."""
+        kind = sharded_axes(source.tensor), source.dtype
+        capacity = self.most_bytes // source.dtype.itemsize
+        shape = tuple(source.tensor.shape) or (1,)
+        cut = 0 if self.whole else _cut_dim(shape, capacity)
+        rest, unit = [slice(0, size) for size in shape[cut + 1 :]], math.prod(shape[cut + 1 :])
+        least = shape[0] if self.whole and not names.by_expert else 1
+        for lead in itertools.product(*map(range, shape[:cut])):
+            start = 0
+            while start < shape[cut]:
+                bucket = open_.setdefault(kind, _OpenBucket(*kind))
+                room = (capacity - bucket.numel) // unit
+                if room < least and bucket.regions:
+                    yield open_.pop(kind)
+                    continue
+                stop = min(shape[cut], start + max(room, least))
+                box = (*(slice(i, i + 1) for i in lead), slice(start, stop), *rest)
+                region = _Region(number, box if source.tensor.ndim else (), bucket.numel)
+                bucket.regions.append(region)
+                bucket.chunks += names.chunks(region.box, bucket.numel)
+                bucket.numel += math.prod(region.shape)
+                start = stop
+
+    def _shares(self, regions: Sequence[_Region]) -> list[_Share]:
+        """What every rank along the axes holds of a bucket's regions."""
+        num_ranks = len(self._boxes[regions[0].source])
+        return [
+            [
+                (region, met)
+                for region in regions
+                if (met := _overlap(region.box, self._boxes[region.source][rank])) is not None
+            ]
+            for rank in range(num_ranks)
+        ]
+
+    def _own(self, regions: Sequence[_Region]) -> list[tuple[int, Box]]:
+        """Sources, and the boxes within this rank's shards of them that it sends."""
+        met = [(region.source, _overlap(region.box, self._own_boxes[region.source])) for region in regions]
+        return [(source, _relative(box, self._own_boxes[source])) for source, box in met if box is not None]
+
+    def _own_shards(self, gathering: _Gathering) -> Iterator[Tensor]:
+        """What this rank sends of a bucket. Each source is read once, for reading may be work, as merging is."""
+        for source, group in itertools.groupby(gathering.own, key=lambda pair: pair[0]):
+            shard = self.sources[source].read().detach()
+            yield from (shard[box] for _, box in group)
+
+
+class _Names:
+    """The checkpoint's tensors that a source is made of: stretches of its memory, in order."""
+
+    def __init__(self, source: Source, family: str, first: int):
+        self.shape = tuple(source.tensor.shape)
+        found = list(pieces(source.name, self.shape, family))
+        self.by_expert = any(piece.expert is not None for piece in found)
+        self.specs = [TensorSpec(piece.name, piece.shape, source.dtype) for piece in found]
+        self.first = first
+        self.ends = list(itertools.accumulate(math.prod(piece.shape) for piece in found))
+
+    def chunks(self, box: Box, offset: int) -> Iterator[Chunk]:
+        """What lies in a box of the source that is a stretch of memory, which begins at `offset` of a bucket."""
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        start = sum(part.start * stride for part, stride in zip(box, strides, strict=True))
+        stop = start + math.prod(_sizes(box))
+        begin = 0
+        for number, end in enumerate(self.ends):
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                yield Chunk(self.first + number, low - begin, high - low, offset + low - start)
+            begin = end
+
+
+def whole_tensors(sources: Iterable[Source], family: str, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of this rank's stages, on all of the stage's ranks. A collective of theirs."""
+    buckets = StageBuckets(list(sources), family, layout, block_sizes.bucket_bytes, whole=True)
+    for number, bucket in enumerate(buckets.plan.buckets):
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=layout.device)
+        buckets.pack(number, buckets.targets(number, buffer))
+        for chunk in bucket.chunks:
+            spec = buckets.plan.tensors[chunk.tensor]
+            yield spec.name, bucket.elements(buffer)[chunk.offset : chunk.offset + chunk.count].view(spec.shape)
+
+
+def _cut_dim(shape: Sequence[int], capacity: int) -> int:
+    """The dim to cut a tensor along, index by index of the dims before, so that one index of it fits into a bucket."""
+    fitting = (dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= capacity)
+    return next(fitting, len(shape) - 1)
+
+
+def _stretches(elements: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+    """Tensors of these shapes, one behind the other in memory."""
+    shapes = list(shapes)
+    ends = itertools.accumulate(map(math.prod, shapes))
+    return [elements[end - math.prod(shape) : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in box)
+
+
+def _overlap(one: Box, other: Box) -> Box | None:
+    """Where two boxes of a tensor meet."""
+    met = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return met if all(part.start < part.stop for part in met) else None
+
+
+def _relative(box: Box, outer: Box) -> Box:
+    """A box in terms of one that holds it."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))

@@ -1,0 +1,251 @@
+"""A Hugging Face checkpoint on disk: finding it, describing it, checking it, and reading this rank's shards of it."""
+
+import contextlib
+import copy
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig
+
+from automodel_rl.config.families import FAMILIES, VISION_FAMILIES
+from automodel_rl.errors import InputError
+from automodel_rl.hf.names import Piece, pieces
+from automodel_rl.hf.weight_files import open_tensors, weight_files
+from automodel_rl.lora.layers import initialise, is_adapter
+from automodel_rl.model.flops import layer_windows
+from automodel_rl.parallel.combinations import ModelDescription
+from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
+
+DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
+"""Files of a checkpoint besides its weights."""
+
+TIED_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def resolve_checkpoint(path: str, with_weights: bool = True) -> Path:
+    """The local folder of a checkpoint; a hub id is downloaded (or found in the cache) first.
+
+    Args:
+        path: a folder or a hub id.
+        with_weights: download them, too.
+
+    Raises:
+        InputError: there is no such checkpoint.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        try:
+            folder = Path(
+                snapshot_download(path, allow_patterns=DESCRIPTIONS + (["*.safetensors"] if with_weights else []))
+            )
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise InputError(
+                f"model.path={path}: not a folder, and no such model could be fetched from the hub "
+                f"({type(error).__name__}): give the folder of a Hugging Face checkpoint"
+            ) from None
+    if not (folder / "config.json").is_file():
+        raise InputError(f"model.path={path}: has no config.json: give the folder of a Hugging Face checkpoint")
+    return folder
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The model config of a checkpoint.
+
+    Raises:
+        InputError: config.json is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # config classes check their fields with errors of their own
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"model.path={folder}: config.json is not a model config of transformers ({reason})") from None
+
+
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the language model, which for most models is the model's."""
+    if config.model_type not in VISION_FAMILIES:
+        return config
+    language = copy.deepcopy(config.text_config)
+    language.tie_word_embeddings = config.tie_word_embeddings
+    return language
+
+
+def describe_model(config: PretrainedConfig) -> ModelDescription:
+    """What the table of supported combinations needs to know; of a family that it does not know, its name."""
+    vision = config.model_type if config.model_type in VISION_FAMILIES else None
+    if vision is not None:
+        described, encoder = describe_model(language_config(config)), config.vision_config.to_dict()
+        return dataclasses.replace(
+            described,
+            noise=described.noise | {f"vision_config.{name}": size for name, size in _noise(encoder).items()},
+            vision=vision,
+            encoder=encoder["model_type"],
+            vision_heads=encoder.get("num_attention_heads") or encoder.get("num_heads") or 1,
+        )
+    if config.model_type not in FAMILIES:  # its config may have other fields
+        return ModelDescription(family=config.model_type, num_layers=0)
+    values = config.to_dict()
+    return ModelDescription(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        noise=_noise(values),
+        rope_types=tuple(kind.get("rope_type") or "default" for kind in _rotary_kinds(values)),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        mlp_size=values.get("intermediate_size") or 0,
+        num_experts=_num_experts(values),
+        has_softcap=values.get("attn_logit_softcapping") is not None,
+        has_windows=any(layer_windows(config)),
+        is_bidirectional=bool(values.get("use_bidirectional_attention")),
+        is_quantized=values.get("quantization_config") is not None,
+        context=_context(values),
+    )
+
+
+def _context(values: dict[str, Any]) -> int | None:
+    """Longest sequence, with what scaled rotary embeddings add."""
+    context = values.get("max_position_embeddings")
+    if context is None:
+        return None
+    scaled = [
+        int(kind["original_max_position_embeddings"] * kind["factor"])
+        for kind in _rotary_kinds(values)
+        if kind.get("original_max_position_embeddings") and kind.get("factor")
+    ]
+    return max([context, *scaled])
+
+
+def _rotary_kinds(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of rotary embeddings, of each kind of layers where these differ."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    by_layer_type = [kind for kind in rope.values() if isinstance(kind, dict)]
+    return by_layer_type or [rope]
+
+
+NOISE = re.compile("dropout|pdrop|jitter")
+"""In a config's keys, what makes computation random while a model trains."""
+
+
+def _noise(values: dict[str, Any]) -> dict[str, float]:
+    """What of a config is random in training and above 0, but for heads that a language model does not have."""
+    return {
+        name: float(size)
+        for name, size in values.items()
+        if NOISE.search(name) and not name.startswith("classifier") and isinstance(size, int | float) and size > 0
+    }
+
+
+def _num_experts(values: dict[str, Any]) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((values[name] for name in names if values.get(name)), 0)
+
+
+class Checkpoint:
+    """The tensors of a checkpoint, by name; only what is asked for is read.
+
+    Args:
+        folder: of the checkpoint.
+        family: the `model_type` of the whole model.
+        pickled: names of pickled weight files that may be read.
+
+    Attributes:
+        family: how its tensors are named, a key of `FAMILIES`.
+
+    Raises:
+        InputError: no weights, or a damaged file.
+    """
+
+    def __init__(self, folder: Path, family: str, pickled: Sequence[str] = ()):
+        self.folder, self.family = folder, family
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in weight_files(folder, pickled):
+            with open_tensors(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    self._files[name] = file
+                    self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        for other, known in FAMILIES.items():
+            if known.names_in_files_of == family and any(name.startswith(known.tell_tale) for name in self._files):
+                self.family = other
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return [*self._files]
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, on the host."""
+        with open_tensors(self._files[name]) as tensors:
+            return tensors.get_tensor(name)
+
+    def check(self, model: Any) -> None:
+        """Compares the tensors with those of a model, or of a module of one, by name and shape.
+
+        Raises:
+            InputError: a tensor is missing or has another shape, or a head differs from the embedding it is tied to.
+        """
+        is_tied = model.config.tie_word_embeddings and TIED_HEAD in dict(model.named_parameters(remove_duplicate=False))
+        for name, tensor in persistent_tensors(model):
+            if (name == TIED_HEAD and is_tied) or is_adapter(name):
+                continue
+            for piece in pieces(name, tuple(tensor.shape), self.family):
+                self._check_piece(piece, type(model).__name__)
+        head, embedding = (next(pieces(name, (1, 1), self.family)).name for name in (TIED_HEAD, EMBEDDING))
+        if is_tied and head in self._files:
+            with open_tensors(self._files[head]) as heads, open_tensors(self._files[embedding]) as embeddings:
+                same = torch.equal(heads.get_tensor(head), embeddings.get_tensor(embedding))
+            if not same:
+                raise InputError(
+                    f"{self.folder}: config.json ties {head} to {embedding} but the weights differ: "
+                    "set tie_word_embeddings to false in config.json, or remove the head from the weights"
+                )
+
+    def _check_piece(self, piece: Piece, needed_by: str) -> None:
+        if piece.name not in self._shapes:
+            raise InputError(f"{self.folder}: the checkpoint has no tensor {piece.name}, which {needed_by} needs")
+        if self._shapes[piece.name] != piece.shape:
+            raise InputError(
+                f"{self.folder}: {piece.name} has shape {self._shapes[piece.name]} in the weights but {piece.shape} "
+                "by config.json"
+            )
+
+    def fill(self, part: Any, device: torch.device) -> None:
+        """Gives a part storage on `device` and fills it; of each tensor only this rank's shard is read."""
+        for parameter in part.parameters():
+            give_storage(parameter, device)
+        part.to(device)  # buffers; and FSDP takes notice of the new storage
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            readers = {file: stack.enter_context(open_tensors(file)) for file in set(self._files.values())}
+            for name, tensor in persistent_tensors(part):
+                if is_adapter(name):
+                    initialise(name, tensor)
+                    continue
+                stored = EMBEDDING if name == TIED_HEAD and part.config.tie_word_embeddings else name
+                local, box = local_tensor(tensor), local_box(tensor)
+                for piece in pieces(stored, tuple(tensor.shape), self.family):
+                    overlap = piece.overlap(box) if box else ((), ())
+                    if overlap is not None:
+                        source = readers[self._files[piece.name]]
+                        values = source.get_slice(piece.name)[overlap[0]] if box else source.get_tensor(piece.name)
+                        local[overlap[1]].copy_(values)
+
+
+def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that checkpoints hold, by name."""
+    yield from module.named_parameters()
+    yield from stored_buffers(module)
+
+
+def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that checkpoints hold, by name: not rotary frequencies and the like."""
+    stored = module.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)

@@ -1,0 +1,63 @@
+"""What a rank holds of a Hugging Face checkpoint's tensors: adapters merged, adapters alone, or gradients."""
+
+import functools
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_rl.hf.buckets import Source, whole_tensors
+from automodel_rl.hf.read import stored_buffers
+from automodel_rl.lora.layers import adapted_weights, is_adapter, merge
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.sharding import local_tensor
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def merged_sources(named: Named, parts: list[Any], dtype: torch.dtype, family: str, layout: Layout) -> list[Source]:
+    """Parameters with adapters merged in fp32, and stored buffers. A collective of each stage's ranks.
+
+    Args:
+        named: parameters, a tied one once.
+        parts: that they are of.
+        dtype: of parameters; buffers keep theirs.
+        family: how tensors are named in files.
+        layout: of the module.
+    """
+    adapted = {weight: linear for part in parts for weight, linear in adapted_weights(part)}
+    downs = _whole_downs(adapted.values(), family, layout)
+    sources = []
+    for name, parameter in named:
+        if parameter in adapted:
+            linear = adapted[parameter]
+            sources.append(Source(name, parameter, dtype, functools.partial(merge, linear, downs[linear])))
+        elif not is_adapter(name):
+            sources.append(Source.of(name, parameter, dtype))
+    buffers = [named_buffer for part in parts for named_buffer in stored_buffers(part)]
+    return sources + [Source.of(name, buffer, buffer.dtype) for name, buffer in buffers]
+
+
+def adapters_alone(named: Named, dtype: torch.dtype) -> list[Source]:
+    """The adapters, in a dtype that they are sent in."""
+    return [Source.of(name, parameter, dtype) for name, parameter in named if is_adapter(name)]
+
+
+def gradient_sources(named: Named) -> list[Source]:
+    """The gradients of parameters, in their dtypes."""
+    return [Source(name, p, p.dtype, functools.partial(_gradient, p)) for name, p in named]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's shard; 0 where it took no part."""
+    gradient = parameter.grad
+    return torch.zeros_like(local_tensor(parameter)) if gradient is None else local_tensor(gradient)
+
+
+def _whole_downs(linears: Collection[Any], family: str, layout: Layout) -> dict[Any, Tensor]:
+    """All of each adapter's `lora_A`."""
+    weights = {str(number): linear.lora_A.weight for number, linear in enumerate(linears)}
+    sources = [Source.of(name, weight, weight.dtype) for name, weight in weights.items()]
+    whole = dict(whole_tensors(sources, family, layout))
+    return {linear: whole[str(number)] for number, linear in enumerate(linears)}

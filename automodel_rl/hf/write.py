@@ -1,0 +1,135 @@
+"""Writing a model in parts as one Hugging Face checkpoint: every stage writes its own tensors, rank 0 the rest."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from automodel_rl.files import complete_folder
+from automodel_rl.hf.names import INDEX, SINGLE
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.layout import Layout
+
+KEPT_FILES = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+
+FILE_BYTES = 4 * 2**30
+"""Largest size of a weight file."""
+
+
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The tensors of one of a model's modules.
+
+    Attributes:
+        name: of the module.
+        layout: this rank's place among its ranks.
+        named_tensors: this rank's stage of it, as whole tensors; iterating is a collective of the stage's ranks.
+    """
+
+    name: str
+    layout: Layout
+    named_tensors: Iterable[tuple[str, Tensor]]
+
+
+def save_hf_checkpoint(
+    folder: Path,
+    modules: Iterable[ModuleTensors],
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: Path,
+    world: dist.ProcessGroup,
+) -> None:
+    """Writes a checkpoint that transformers opens. A collective.
+
+    Args:
+        folder: replaced if it exists; on a file system that all ranks share.
+        modules: those that this rank has parts of.
+        config: saved as config.json.
+        tokenizer: saved along, if given.
+        source: the checkpoint it comes from, whose generation settings and image processor are kept.
+        world: all ranks.
+    """
+    with complete_folder(folder, world) as unfinished:
+        own = []
+        for module in modules:
+            stage = f"{module.name}-{module.layout.pp_rank}"
+            for number, tensors in enumerate(_files(module.named_tensors, keep=module.layout.writes_for_stage)):
+                name = f"{stage}-{number}.safetensors"
+                save_file(tensors, unfinished / name, {"format": "pt"})
+                own.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
+        files = sorted(file for of_rank in gather_objects(own, world) for file in of_rank)
+        if dist.get_rank() == 0:
+            _name_files(unfinished, files)
+            write_description(unfinished, config, tokenizer, source)
+
+
+def write_weights(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes all tensors of a model, from one process."""
+    files = []
+    for number, tensors in enumerate(_files(named_tensors, keep=True)):
+        name = f"{number:05d}.safetensors"
+        save_file(tensors, folder / name, {"format": "pt"})
+        files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
+    _name_files(folder, files)
+
+
+def write_description(
+    folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, source: Path
+) -> None:
+    """Writes what a checkpoint holds besides weights.
+
+    Args:
+        folder: of the checkpoint.
+        config: saved as config.json.
+        tokenizer: saved along, if given.
+        source: the checkpoint it comes from, whose generation settings and image processor are kept.
+    """
+    config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for name in KEPT_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+
+
+def _files(named_tensors: Iterable[tuple[str, Tensor]], keep: bool) -> Iterator[dict[str, Tensor]]:
+    """The tensors of one file after the other, on the host; nothing on ranks that only help to gather them."""
+    tensors: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in named_tensors:
+        if not keep:
+            continue
+        if tensors and size + tensor.nbytes > FILE_BYTES:
+            yield tensors
+            tensors, size = {}, 0
+        tensors[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    if tensors:
+        yield tensors
+
+
+def _name_files(folder: Path, files: list[tuple[str, dict[str, int]]]) -> None:
+    """Renames the stages' files to Hugging Face's names and writes the index, if there is more than one file."""
+    if len(files) == 1:
+        (folder / files[0][0]).rename(folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (name, sizes) in enumerate(files, start=1):
+        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (folder / name).rename(folder / final)
+        weight_map |= dict.fromkeys(sizes, final)
+    total = sum(size for _, sizes in files for size in sizes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))

@@ -1,0 +1,1 @@
+"""Low-rank adapters: on linear layers, and in PEFT's files."""

@@ -1,0 +1,98 @@
+"""Experts of a mixture over tokens sorted by expert, with or without expert parallelism.
+
+Registered with transformers' ExpertsInterface, it takes the place of the loop in every mixture's experts module;
+routers stay the models' own. With expert parallelism a rank holds a slice of the experts, and tokens travel to them and
+back.
+
+Shape letters: n tokens, K experts of a token, s = n * K slots, E experts of the model, e of this rank, H hidden.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from automodel_rl.compat.modules import apply_gate
+from automodel_rl.parallel.collectives import AllToAll
+from automodel_rl.parallel.sharding import local_tensor
+
+EXPERTS = "automodel_rl"
+"""Name under which transformers knows the function."""
+
+
+def register_experts() -> None:
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
+
+
+def experts_of(part: nn.Module) -> list[Any]:
+    """The experts modules of a part: those whose forward goes through the interface."""
+    return [module for name, module in part.named_modules() if name.endswith(".experts")]
+
+
+def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_nK: Tensor) -> Tensor:
+    """Weighted sum of each token's experts.
+
+    Args:
+        module: transformers' experts module, with `ep_group` set (None without expert parallelism).
+        hidden_nH: tokens.
+        experts_nK: ids of the chosen experts.
+        weights_nK: their weights.
+
+    Returns:
+        [n, H] in the dtype of `hidden_nH`.
+    """
+    expert_s, order = experts_nK.flatten().sort(stable=True)
+    slots_sH = hidden_nH[order // experts_nK.shape[1]]
+    # Not bincount: the host would wait for the device, in every layer, to learn the largest id.
+    bounds = torch.searchsorted(expert_s, torch.arange(module.num_experts + 1, device=expert_s.device))
+    counts_E = bounds.diff()
+    if module.ep_group is None:
+        outputs_sH = _run(module, slots_sH, counts_E)
+    else:
+        outputs_sH = _run_elsewhere(module, slots_sH, counts_E, module.ep_group)
+    weighted_sH = outputs_sH * weights_nK.flatten()[order, None]
+    return weighted_sH[_inverse(order)].view(*experts_nK.shape, -1).sum(1).to(hidden_nH.dtype)
+
+
+def _run_elsewhere(module: Any, slots_sH: Tensor, counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sends every slot to the rank of its expert, runs this rank's experts on what came, and sends results back.
+
+    The number of slots for each rank depends on the data, so the host waits for it: once a layer.
+    """
+    counts_re = torch.empty_like(counts_E)  # slots from every rank for every expert of this one
+    dist.all_to_all_single(counts_re, counts_E, group=group)
+    size = group.size()
+    sent, received = torch.stack([counts_E.view(size, -1).sum(1), counts_re.view(size, -1).sum(1)]).tolist()
+    arrived_H = AllToAll.apply(slots_sH, sent, received, group)
+    expert_ids = torch.arange(len(counts_E) // size, device=counts_E.device).repeat(size)
+    by_expert = expert_ids.repeat_interleave(counts_re, output_size=sum(received)).argsort(stable=True)
+    outputs_H = _run(module, arrived_H[by_expert], counts_re.view(size, -1).sum(0))
+    return AllToAll.apply(outputs_H[_inverse(by_expert)], received, sent, group)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes another one."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:
+    """This rank's experts, each on its stretch of the slots."""
+    hidden = _grouped_linear(slots_sH, module, "gate_up_proj", counts_e)
+    return _grouped_linear(apply_gate(module, hidden), module, "down_proj", counts_e)
+
+
+def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) -> Tensor:
+    weight = local_tensor(getattr(module, name))
+    weight = weight if module.is_transposed else weight.transpose(1, 2)  # [e, in, out]
+    if inputs.is_cuda and inputs.dtype == torch.bfloat16:
+        output = F.grouped_mm(inputs, weight, offs=counts_e.cumsum(0, dtype=torch.int32))
+    else:
+        stretches = inputs.split(counts_e.tolist())
+        output = torch.cat([stretch @ matrix for stretch, matrix in zip(stretches, weight, strict=True)])
+    if not module.has_bias:
+        return output
+    bias = local_tensor(getattr(module, f"{name}_bias"))
+    return output + bias.repeat_interleave(counts_e, dim=0, output_size=len(inputs))

@@ -1,0 +1,154 @@
+"""Router replay: tokens go to the experts that a rollout engine chose for them, and routers still learn.
+
+R3 (arXiv:2510.11370). Engine and trainer compute the same scores but for rounding, and near a tie that sends a token to
+another expert, after which their probabilities differ by more than rounding. So the choice is the engine's, while its
+weights are those that the router gives the chosen experts now: gradients go through them as ever.
+
+A router of transformers or of nemo_automodel chooses by one `torch.topk` over scores of all experts, and takes weights
+from what it returns or at the places it returns. Only that call is answered differently, so everything else, such as
+normalising weights, scaling them, or a bias and groups that only matter for choosing, stays the model's own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from automodel_rl.batch.routes import MISSING
+from automodel_rl.mixture.routers import sum_over_stage
+from automodel_rl.mixture.row_scope import RowScope
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.layout import Layout
+
+DIFFERS = "replay/differs"
+"""Share of the tokens with a route that the router itself would have sent elsewhere."""
+
+
+class RouterReplay:
+    """The routers of a part, which follow the routes of the row that their layer computes, where it has some.
+
+    Args:
+        routers: by layer; they return a tuple.
+        num_experts: of a layer.
+        scope: of the layers.
+    """
+
+    def __init__(self, routers: dict[int, Any], num_experts: int, scope: RowScope):
+        self.num_experts, self.scope, self.layers = num_experts, scope, tuple(routers)
+        self._noted: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        for number, router in routers.items():
+            router.forward = _Replayed(self, number, router, router.forward)
+
+    def start_step(self) -> None:
+        self._noted = {}
+
+    @torch.no_grad()
+    def note(self, number: int, live: Tensor, target: Tensor, is_known: Tensor) -> None:
+        """Keeps which tokens of a row a layer's router would have sent elsewhere, for `differing`.
+
+        Args:
+            number: of the layer.
+            live, target: experts [t, K] of every token, by the router and by its route.
+            is_known: which tokens have a route, bool [t, 1].
+        """
+        row = self.scope.row
+        assert row is not None
+        if (number, row.index) in self._noted:  # a recomputation counts nothing twice
+            return
+        differs = (live[:, :, None] != target[:, None]).all(2).any(1)
+        self._noted[number, row.index] = differs, is_known[:, 0], row.is_real
+
+    def differing(self) -> dict[int, Tensor]:
+        """By layer, of the step's tokens with a route those that the router would have sent elsewhere, and all of them;
+        counted in training since the last call, float32 [2]."""
+        counts = {number: torch.zeros(2) for number in self.layers}
+        for number in self.layers:
+            noted = [kept for (layer, _), kept in self._noted.items() if layer == number]
+            if noted:
+                differs, is_known, is_real = (torch.cat(column) for column in zip(*noted, strict=True))
+                is_routed = is_known & is_real
+                counts[number] = torch.stack([(differs & is_routed).sum(), is_routed.sum()]).float()
+        self._noted = {}
+        return counts
+
+
+def replay_metrics(replays: list[RouterReplay], layout: Layout) -> dict[str, float]:
+    """`DIFFERS` of every layer and over all of them, equal on every rank; nothing where no token had a route. A
+    collective."""
+    own = sum_over_stage({n: counts for replay in replays for n, counts in replay.differing().items()}, layout)
+    stages = gather_objects({number: counts.tolist() for number, counts in own.items()}, layout.pp_control)
+    counts = {number: pair for stage in stages for number, pair in stage.items() if pair[1]}
+    if not counts:
+        return {}
+    differing, routed = (sum(column) for column in zip(*counts.values(), strict=True))
+    return {
+        DIFFERS: differing / routed,
+        **{f"{DIFFERS}_layer_{n}": counts[n][0] / counts[n][1] for n in sorted(counts)},
+    }
+
+
+class _Replayed:
+    """The forward of a router. An object, so that deep copies of a part follow routes, too."""
+
+    def __init__(self, replay: RouterReplay, number: int, router: nn.Module, inner: Callable[..., Any]):
+        self.replay, self.number, self.router, self.inner = replay, number, router, inner
+
+    @torch.compiler.disable  # what it notes of layers and rows would be compiled anew for each of them
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        row = self.replay.scope.row
+        if row is None or row.routes is None:
+            return self.inner(*args, **kwargs)
+        target = row.routes.of(self.number).long()
+        is_known = target[:, :1] != MISSING
+
+        def choose(live: Tensor) -> Tensor:
+            return torch.where(is_known, target, live)
+
+        with Selection(choose, target.shape, self.replay.num_experts) as selection:
+            result = self.inner(*args, **kwargs)
+        if self.router.training and torch.is_grad_enabled():
+            self.replay.note(self.number, selection.live, target, is_known)
+        return result
+
+
+class Selection(TorchFunctionMode):
+    """Within it a router takes other experts than those with the largest scores.
+
+    Args:
+        choose: from the experts [t, K] that the router would take to those that it takes.
+        shape: (t, K).
+        num_experts: of which it chooses.
+
+    Raises:
+        RuntimeError: at the end, unless experts were chosen exactly once.
+    """
+
+    def __init__(self, choose: Callable[[Tensor], Tensor], shape: torch.Size, num_experts: int):
+        super().__init__()
+        self.choose, self.shape, self.num_experts = choose, shape, num_experts
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        if args[0].shape[-1] != self.num_experts or result[1].shape != self.shape:  # of groups of experts
+            return result
+        self.found.append(result[1])
+        chosen = self.choose(result[1])
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and len(self.found) != 1:
+            raise RuntimeError(
+                f"a router was to choose {self.shape[1]} experts for each of {self.shape[0]} tokens once, and did so "
+                f"{len(self.found)} times: its routes cannot be followed"
+            )
+
+    @property
+    def live(self) -> Tensor:
+        """What the router would have taken, [t, K]."""
+        return self.found[0]

@@ -1,0 +1,152 @@
+"""Training the routers of a mixture: how experts are loaded, the auxiliary loss, and DeepSeek's bias.
+
+Routers are the models' own modules, which return logits, weights and ids of the chosen experts; here they are only
+watched. Pads and empty rows count for nothing. Tokens that follow a route (mixture/router_replay.py) count where the
+route sends them.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from automodel_rl.batch import RouterShape
+from automodel_rl.config.families import Family
+from automodel_rl.config.model import MoEConfig
+from automodel_rl.mixture.row_scope import RowScope
+from automodel_rl.parallel.layout import Layout
+
+LOAD_METRIC = "moe/load_max"
+"""The largest load of an expert relative to the mean, averaged over layers; 1 is even."""
+
+
+def routers_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
+    """The routers of those layers that have one, by the layer's number.
+
+    Args:
+        layers: decoder layers by number.
+        family: which module is the router.
+    """
+    mixtures = {number: layer for number, layer in layers.items() if "experts" in dict(layer.mlp.named_children())}
+    return {number: getattr(layer.mlp, family.router) for number, layer in mixtures.items()}
+
+
+def router_shape(num_layers: int, routers: dict[int, Any]) -> RouterShape | None:
+    """What routes of a model look like, None if it has no routers.
+
+    Args:
+        num_layers: of the whole model.
+        routers: all of them.
+    """
+    if not routers:
+        return None
+    router = next(iter(routers.values()))
+    return RouterShape(num_layers, tuple(sorted(routers)), router.num_experts, router.top_k)
+
+
+class RouterWatch:
+    """Watches the routers of a part while it trains.
+
+    Args:
+        routers: by layer.
+        scope: of the layers.
+        config: weight of the auxiliary loss and rate of the bias.
+    """
+
+    def __init__(self, routers: dict[int, Any], scope: RowScope, config: MoEConfig):
+        self.config, self.routers, self.scope = config, routers, scope
+        self.loads: dict[int, Tensor] = {}
+        self.num_tokens = 1
+        self._counted: set[tuple[int, int]] = set()
+        for number, router in routers.items():
+            router.register_forward_hook(functools.partial(self._seen, number))
+
+    def start_step(self, num_tokens: int) -> None:
+        """Args: num_tokens, of the global batch, which the auxiliary loss is divided by."""
+        self.num_tokens = max(num_tokens, 1)
+        self.loads, self._counted = {}, set()
+
+    @torch.compiler.disable  # what it notes of layers and rows would be compiled anew for each of them
+    def _seen(self, number: int, module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        """What a router says, as its forward hook."""
+        if not (module.training and torch.is_grad_enabled()):
+            return output
+        row = self.scope.row
+        assert row is not None
+        logits, weights, chosen = output
+        load = _load(chosen, row.is_real, logits.shape[-1])
+        if (number, row.index) not in self._counted:  # a recomputation counts nothing twice
+            self._counted.add((number, row.index))
+            self.loads[number] = self.loads.get(number, 0) + load
+        if self.config.aux_loss:
+            loss = _load_balancing(logits, load, row.is_real) * (self.config.aux_loss / self.num_tokens)
+            weights = _AddLoss.apply(weights, loss)
+        return logits, weights, chosen
+
+    @torch.no_grad()
+    def update_biases(self, loads: dict[int, Tensor]) -> None:
+        """Raises the biases of experts with less load than the mean, lowers the others'.
+
+        Args:
+            loads: by layer, over all ranks.
+        """
+        for number, router in self.routers.items():
+            load = loads[number].to(router.e_score_correction_bias.device)
+            router.e_score_correction_bias += self.config.bias_update_rate * (load.mean() - load).sign()
+
+
+def global_loads(watches: list[RouterWatch], layout: Layout) -> dict[int, Tensor]:
+    """Tokens of every expert by layer, over all ranks of this rank's stages, on the host. A collective of the stage."""
+    return sum_over_stage({number: load for watch in watches for number, load in watch.loads.items()}, layout)
+
+
+def sum_over_stage(by_layer: dict[int, Tensor], layout: Layout) -> dict[int, Tensor]:
+    """Sums over all ranks of this rank's stages, float64 on the host. A collective of the stage.
+
+    Args:
+        by_layer: of every layer the same shape; every rank has the same layers.
+        layout: this rank's place.
+    """
+    if not by_layer:
+        return {}
+    total = torch.stack(list(by_layer.values())).double().cpu()
+    dist.all_reduce(total, group=layout.stage_control)
+    return dict(zip(by_layer, total, strict=True))
+
+
+def load_metric(loads: dict[int, Tensor], layout: Layout) -> dict[str, float]:
+    """`LOAD_METRIC` over the layers of all stages, equal on every rank. A collective."""
+    ratios = [(load.max() / load.mean().clamp_min(1e-9)).item() for load in loads.values()]
+    total = torch.tensor([sum(ratios), len(ratios)], dtype=torch.float64)
+    dist.all_reduce(total, group=layout.pp_control)
+    return {LOAD_METRIC: (total[0] / total[1]).item()} if total[1] else {}
+
+
+def _load(chosen: Tensor, is_real: Tensor, num_experts: int) -> Tensor:
+    """Real tokens of every expert, [E]."""
+    counts = is_real[:, None].expand_as(chosen).flatten().float()
+    return torch.zeros(num_experts, device=chosen.device).index_add_(0, chosen.flatten(), counts)
+
+
+def _load_balancing(logits: Tensor, load: Tensor, is_real: Tensor) -> Tensor:
+    """E * sum over experts of their share of choices and their mean probability, times the real tokens of the row."""
+    real = is_real.float()[:, None]
+    accurate = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    probability = (accurate.softmax(-1) * real).sum(0)  # summed over tokens: the mean, times their number
+    return logits.shape[-1] * (load / load.sum().clamp_min(1) * probability).sum()
+
+
+class _AddLoss(torch.autograd.Function):
+    """Passes a tensor through, and gives a scalar a gradient of one: it is added to the loss of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(loss)

@@ -1,0 +1,38 @@
+"""Splits a model without storage into the stages of this rank."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_rl.compat.nemo import split_into_stages
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.pipeline.schedules import SCHEDULES, fill_up_to
+from automodel_rl.parallel.pipeline.split import layers_per_stage, modules_of_stages
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage on this rank; without a pipeline there is one, with the whole model.
+
+    Attributes:
+        index: from 0, over all ranks.
+        part: its layers, with embedding and head where it has them.
+    """
+
+    index: int
+    part: Any
+
+
+def split_model(model: Any, layout: Layout) -> list[Stage]:
+    """This rank's stages of a language model, first stage first; none for a guest."""
+    if layout.is_guest:
+        return []
+    parallel = layout.parallel
+    if parallel.pp == 1:
+        return [Stage(0, model)]
+    layers = layers_per_stage(model.config.num_hidden_layers, parallel)
+    # Of schedules with V placement nemo_automodel knows this one only; where stages lie is the same for all of them.
+    schedule = "ZBVZeroBubble" if SCHEDULES[parallel.schedule].is_v else parallel.schedule
+    num_microbatches = fill_up_to(len(layers), parallel)
+    names = modules_of_stages(layers)
+    stages = split_into_stages(model, layout.mesh, layout.device, schedule, names, num_microbatches)
+    return [Stage(index, part) for index, part in stages]

@@ -1,0 +1,1 @@
+"""Running a step: microbatches through a model on any layout, forward and backward."""

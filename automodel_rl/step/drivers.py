@@ -1,0 +1,113 @@
+"""The two ways to run a list of packed rows: one after the other, or through a pipeline schedule. One interface."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from automodel_rl.batch import LocalRow
+from automodel_rl.compat.pipelining import PackedStage, Schedule, StageGroups, run_schedule
+from automodel_rl.launch.flight import microbatch
+from automodel_rl.model.logprobs import OutputFn
+from automodel_rl.model.split import Stage
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.pipeline.schedules import fill_up_to
+from automodel_rl.parallel.sharding import reduce_gradients
+from automodel_rl.step.outputs import LogitsCapturer, PPLossAdapter
+
+
+class Driver(Protocol):
+    """Runs rows through the parts of this rank. A part is called as `part(input, row=row, output_fn=f)`."""
+
+    def fill_up_to(self, num_rows: int) -> int:
+        """The smallest number of rows, at least the one given, that it can run."""
+        ...
+
+    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
+        """Forward, loss and backward of every row. The adapter gets what `output_fn` makes of last hidden states."""
+        ...
+
+    def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
+        """Forward of every row, without gradients."""
+        ...
+
+
+class SequentialDriver:
+    """A model in one part: rows one after the other, gradients reduced once, with the last row.
+
+    Args:
+        part: wrapped by FSDP, as every layout's parts are.
+    """
+
+    def __init__(self, part: Any):
+        self.part = part
+
+    def fill_up_to(self, num_rows: int) -> int:
+        return num_rows
+
+    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
+        for index, row in enumerate(rows):
+            reduce_gradients(self.part, index == len(rows) - 1)
+            loss = adapter(self._forward(row, output_fn, index), index)
+            with microbatch("backward", 0, index):
+                loss.backward()
+
+    @torch.no_grad()
+    def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
+        for index, row in enumerate(rows):
+            self._forward(row, capturer, index)
+
+    def _forward(self, row: LocalRow, output_fn: OutputFn, index: int) -> Tensor:
+        with microbatch("forward", 0, index):
+            return self.part(row.input_ids[None], row=row, output_fn=output_fn)
+
+
+class PipelineDriver:
+    """The stages of this rank under stock schedules, with a different token count in every microbatch.
+
+    Args:
+        stages: of this rank, first stage first.
+        layout: this rank's place.
+        hidden_size: H of the boundary activations [1, t, H].
+        dtype: of the boundary activations.
+    """
+
+    def __init__(self, stages: Sequence[Stage], layout: Layout, hidden_size: int, dtype: torch.dtype):
+        self.parallel = layout.parallel
+        self.schedule_class = get_schedule_class(layout.parallel.schedule)
+        self.hidden_size, self.dtype = hidden_size, dtype
+        self._schedules: dict[int, Schedule] = {}
+        # Under sequence parallelism the tp ranks send each their share of the tokens.
+        self.boundary_ranks = layout.parallel.tp if layout.parallel.sequence_parallel else 1
+        groups = StageGroups(layout.device, layout.pp_group, layout.message_groups)
+        num_stages = layout.parallel.num_stages
+        self.stages = [PackedStage(stage.part, stage.index, num_stages, groups) for stage in stages]
+
+    def fill_up_to(self, num_rows: int) -> int:
+        return fill_up_to(num_rows, self.parallel)
+
+    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
+        self._run(rows, output_fn, adapter.targets)
+
+    def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
+        self._run(rows, capturer, None)
+
+    def _run(self, rows: Sequence[LocalRow], output_fn: OutputFn, targets: Any) -> None:
+        run_schedule(
+            self._schedule(len(rows)),
+            shapes=[(1, row.num_tokens // self.boundary_ranks, self.hidden_size) for row in rows],
+            dtype=self.dtype,
+            inputs=[row.input_ids[None] for row in rows],
+            keywords=[{"row": row, "output_fn": output_fn} for row in rows],
+            targets=targets,
+        )
+
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        if num_microbatches not in self._schedules:
+            stages = self.stages[0] if issubclass(self.schedule_class, PipelineScheduleSingle) else self.stages
+            self._schedules[num_microbatches] = self.schedule_class(
+                stages, num_microbatches, loss_fn=lambda output, target: target(output), scale_grads=False
+            )
+        return self._schedules[num_microbatches]

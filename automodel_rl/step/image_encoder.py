@@ -1,0 +1,180 @@
+"""Runs the encoder beside the language model's pipeline: images of a step in, embeddings for its rows out, and back.
+
+All rows of a step are encoded before the language model's first forward, and the encoder's backward runs after its last
+one: a schedule knows nothing of it. Each row's embeddings are a leaf, whose gradient the schedule leaves behind.
+
+A step without any image leaves the encoder without gradients, so that its optimizer does nothing, as in one process.
+Where only this rank has no image it encodes a blank one, which counts for nothing, to join its peers' collectives.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import Image, PackedBatch
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.vision import VisionPart, blank_image
+from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
+from automodel_rl.step.bridge import Bridge
+
+READERS = 8
+"""Threads that read pictures on each rank with the encoder."""
+
+Place = tuple[int, int]
+"""A row of a lane, and an image in it."""
+
+
+class ImageEncoder:
+    """Embeds the images of all rows, on the ranks that have the encoder, for those with a first stage.
+
+    Every method is a collective of all ranks of the job.
+
+    Args:
+        part: the encoder, None on ranks without it.
+        bridge: to the language model.
+        blank: what an encoder without images encodes, so that it joins its peers' collectives.
+        like: a tensor [0, H] of the embeddings' dtype, on the device.
+        trains: whether embeddings have a use for gradients; the same on all ranks.
+    """
+
+    def __init__(self, part: VisionPart | None, bridge: Bridge, blank: Image, like: Tensor, trains: bool):
+        self.part, self.bridge, self.blank, self.like, self.trains = part, bridge, blank, like, trains
+        self._images: dict[int, list[tuple[Image, ...]]] = {}
+        self._shares: dict[int, list[list[Place]]] = {}
+        self._encoded: list[tuple[int, Tensor]] = []
+
+    def forward(self, batches: Sequence[PackedBatch], train: bool) -> list[Tensor]:
+        """Embeddings of every row of this rank, [m, H] each, m may be 0; nothing on ranks without a first stage.
+
+        Args:
+            batches: this data rank's rows.
+            train: keep what `backward` needs.
+        """
+        self._images = self.bridge.exchange([row.images for row in batches])
+        self._shares = {lane: self._dealt(lane) for lane in self.bridge.lanes}
+        self._encoded = []
+        if self.part is not None and self.bridge.any_encoder(any(map(any, self._images.values()))):
+            with torch.set_grad_enabled(train and self.trains):
+                self._encoded = self._encode(self.part)
+        flat = {
+            lane: torch.cat([self.like, *(chunk.detach() for number, chunk in self._encoded if number == lane)])
+            for lane in self.bridge.serves
+        }
+        received = self.bridge.to_language(flat, self._sizes(), self.like)
+        if self.bridge.reads is None:
+            return []
+        pieces: dict[Place, Tensor] = {}
+        for tensor, places in zip(received, self._shares[self.bridge.reads], strict=True):
+            counts = [self._image(self.bridge.reads, place).num_tokens for place in places]
+            pieces |= dict(zip(places, tensor.split(counts), strict=True))
+        leaves = [
+            torch.cat([self.like, *(pieces[row, number] for number in range(len(images)))])
+            for row, images in enumerate(self._images[self.bridge.reads])
+        ]
+        return [leaf.requires_grad_(train and self.trains) for leaf in leaves]
+
+    def backward(self, leaves: list[Tensor]) -> None:
+        """Takes the gradients of what `forward` returned through the encoder."""
+        if not self.trains:
+            self._release()
+            return
+        gradients: list[Tensor] = []
+        if self.bridge.reads is not None:
+            lane = self.bridge.reads
+            pieces: dict[Place, Tensor] = {}
+            for row, (leaf, images) in enumerate(zip(leaves, self._images[lane], strict=True)):
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                split = gradient.split([image.num_tokens for image in images]) if images else ()
+                pieces |= {(row, number): piece for number, piece in enumerate(split)}
+            gradients = [torch.cat([self.like, *(pieces[p] for p in places)]) for places in self._shares[lane]]
+        left = self.bridge.to_encoder(gradients, self._sizes(), self.like)
+        for number, (lane, chunk) in enumerate(self._encoded):
+            assert self.part is not None
+            reduce_gradients(self.part, number == len(self._encoded) - 1)
+            gradient = torch.zeros_like(chunk)
+            if lane in left:  # a blank image counts for nothing
+                gradient, left[lane] = left[lane].split([len(chunk), len(left[lane]) - len(chunk)])
+            chunk.backward(gradient)
+        self._encoded, self._images = [], {}
+
+    def abandon_step(self) -> None:
+        """Lets go of what is kept for a backward that will not come."""
+        self._encoded, self._images = [], {}
+
+    def _release(self) -> None:
+        """Lets go of weights that a forward without backward has gathered."""
+        self.abandon_step()
+        if self.part is not None:
+            release_gathered(self.part)
+
+    def _encode(self, part: VisionPart) -> list[tuple[int, Tensor]]:
+        """The lane and the embeddings of every row that has images for this rank, in order."""
+        rows: dict[tuple[int, int], list[Image]] = {}
+        for lane in self.bridge.serves:
+            assert self.bridge.share is not None
+            for place in self._shares[lane][self.bridge.share]:
+                rows.setdefault((lane, place[0]), []).append(self._image(lane, place))
+        rows = rows or {(-1, 0): [self.blank]}
+        # Pictures of later rows are read while the device encodes those of earlier ones.
+        with ThreadPoolExecutor(READERS) as pool:
+            pixels = pool.map(Image.load, itertools.chain(*rows.values()))
+            return [
+                (lane, self._run(part, images, list(itertools.islice(pixels, len(images)))))
+                for (lane, _), images in rows.items()
+            ]
+
+    def _run(self, part: VisionPart, images: Sequence[Image], loaded: Sequence[Tensor]) -> Tensor:
+        pixels = [tensor.to(self.like) for tensor in loaded]
+        embeddings = part(pixels, [image.grid for image in images])
+        expected = sum(image.num_tokens for image in images)
+        if embeddings.shape != (expected, self.like.shape[1]):
+            raise ValueError(
+                f"{len(images)} images with grids {[image.grid for image in images]} have {expected} tokens in their "
+                f"sequences, but the encoder makes {len(embeddings)} embeddings of them: use the model's own image "
+                "processor, and as many tokens as it says"
+            )
+        return embeddings
+
+    def _image(self, lane: int, place: Place) -> Image:
+        return self._images[lane][place[0]][place[1]]
+
+    def _dealt(self, lane: int) -> list[list[Place]]:
+        """A lane's images dealt to the encoder lanes that serve it: the largest first, each to the one with least."""
+        images = {
+            (row, number): math.prod(image.grid)
+            for row, of_row in enumerate(self._images[lane] or ())
+            for number, image in enumerate(of_row)
+        }
+        shares: list[list[Place]] = [[] for _ in self.bridge.lanes[lane].writers]
+        load = [0] * len(shares)
+        for place in sorted(images, key=lambda p: (-images[p], p)):
+            least = load.index(min(load))
+            shares[least].append(place)
+            load[least] += images[place]
+        return [sorted(share) for share in shares]
+
+    def _sizes(self) -> dict[int, list[int]]:
+        """By lane, how many tokens each encoder lane that serves it makes."""
+        return {
+            lane: [sum(self._image(lane, place).num_tokens for place in share) for share in shares]
+            for lane, shares in self._shares.items()
+        }
+
+
+def make_image_encoder(handle: ModelHandle) -> ImageEncoder | None:
+    """The encoder of a vision-language model, on all ranks of the job; None for a model that reads text only."""
+    vision, modules = handle.meshes.vision, handle.meshes.modules
+    if vision is None or modules is None:
+        return None
+    part = next((module.parts[0] for module in handle.modules if module.name == "vision"), None)
+    return ImageEncoder(
+        part,
+        Bridge(vision, handle.layout, modules.vision.ranks, modules.language.ranks),
+        blank_image(handle.whole_config),
+        like=torch.empty(0, handle.config.hidden_size, dtype=handle.dtype, device=handle.layout.device),
+        trains=not {"vision", "projector"} <= {*handle.model.frozen},
+    )

@@ -1,0 +1,39 @@
+"""This rank's tokens of a step's rows, on its device: cut over cp and tp, with routes of its layers and embeddings of
+images."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from automodel_rl.batch import LocalRow, PackedBatch, local_row, multimodal_positions
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.vision import rotary_merge
+
+
+def local_rows(batches: Sequence[PackedBatch], embeddings: Sequence[Tensor], handle: ModelHandle) -> list[LocalRow]:
+    """This rank's part of every row.
+
+    Args:
+        batches: this data rank's rows.
+        embeddings: of the images of every row; none on ranks without a use for them.
+        handle: the model; the layers of this rank decide which routes are needed.
+    """
+    layout = handle.layout
+    sequence_parallel = layout.parallel.sequence_parallel
+    multiple = layout.parallel.tp if sequence_parallel else 1
+    merge = rotary_merge(handle.whole_config)
+    rows = []
+    for number, batch in enumerate(batches):
+        positions = None if merge is None else multimodal_positions(batch.images, batch.lengths, merge)
+        if batch.routes is not None:
+            batch = dataclasses.replace(batch, routes=batch.routes.select(handle.router_layers))
+        row = local_row(batch, layout.parallel.cp, layout.cp_rank, multiple, positions)
+        if embeddings:
+            tokens = dataclasses.replace(row.images, embeddings=embeddings[number])
+            if sequence_parallel:  # between blocks a rank has its share of the tokens
+                share = row.num_tokens // layout.parallel.tp
+                tokens = tokens.within(layout.tp_rank * share, (layout.tp_rank + 1) * share)
+            row = dataclasses.replace(row, images=tokens)
+        rows.append(dataclasses.replace(row, index=number).to(layout.device))
+    return rows

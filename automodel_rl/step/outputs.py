@@ -1,0 +1,113 @@
+"""What becomes of the last stage's results: a loss, divided by global counts, or outputs that are kept.
+
+The division here is the only one by counts of the global batch, but for the routers' auxiliary loss, which never comes
+this way and is divided by the global number of tokens in `mixture/routers.py`.
+"""
+
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_rl.batch import LocalRow, PackedBatch
+from automodel_rl.errors import MicrobatchError, first_in_chain
+from automodel_rl.launch.flight import microbatch
+from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
+from automodel_rl.model.logprobs import OutputFn
+from automodel_rl.parallel.collectives import AllGatherCP
+from automodel_rl.step.totals import LossTotals
+
+
+class PPLossAdapter:
+    """Runs a loss on every microbatch and gives a schedule the scalar to differentiate.
+
+    The scalar is the microbatch's part of the global loss: each sum divided by its global count. The undivided sums
+    collect in `totals`, on the rank with the last stage.
+
+    A loss that raises is not called again, and the schedule goes on with 0 in its place: if it stopped here, ranks with
+    other stages or other rows would wait in vain. Whoever runs the schedule raises `failure` when it is done.
+
+    Args:
+        loss_fn: the loss.
+        batches: the rows of the step.
+        counts: global denominators, of all data ranks.
+        stage: index of the last stage, for error messages.
+
+    Attributes:
+        failure: of the first microbatch whose loss has raised, if one has.
+    """
+
+    def __init__(self, loss_fn: LossFn, batches: Sequence[PackedBatch], counts: dict[Denominator, int], stage: int = 0):
+        self.loss_fn, self.batches, self.counts, self.stage = loss_fn, batches, counts, stage
+        self.totals = LossTotals()
+        self.failure: MicrobatchError | None = None
+
+    def __call__(self, columns: Tensor, index: int) -> Tensor:
+        """The loss of microbatch `index`, of whose targets `columns` [T, K] were read."""
+        if self.failure is None:
+            try:
+                with microbatch("loss", self.stage, index):
+                    return self._loss(TokenOutputs.from_columns(columns), self.batches[index])
+            except MicrobatchError as failure:
+                traceback.clear_frames(first_in_chain(failure).__traceback__)  # else the loss's tensors stay
+                self.failure = failure
+        return (columns * 0).sum()
+
+    def _loss(self, outputs: TokenOutputs, batch: PackedBatch) -> Tensor:
+        output = self.loss_fn(outputs, batch)
+        if not isinstance(output, LossOutput):
+            raise TypeError(
+                f"the loss returned a {type(output).__name__}: return a LossOutput, as in "
+                "LossOutput(sums={'tokens': total})"
+            )
+        unknown = [name for name in output.sums if name not in self.counts]
+        if unknown or not output.sums:
+            given = repr(unknown[0]) if unknown else "nothing"
+            raise ValueError(f"the loss gave sums over {given}: name what divides them, {', '.join(self.counts)}")
+        # A global batch may hold nothing that counts; its sums are then 0 and stay so.
+        loss = torch.stack([total / max(self.counts[name], 1) for name, total in output.sums.items()]).sum()
+        self.totals.add(output)
+        return loss
+
+    @property
+    def targets(self) -> list[Callable[[Tensor], Tensor]]:
+        """One function per microbatch from what is read of its targets to the loss: a schedule's targets."""
+        return [functools.partial(self.__call__, index=index) for index in range(len(self.batches))]
+
+
+class LogitsCapturer:
+    """Keeps what an output function makes of every microbatch in a forward-only step, on the rank with the last stage.
+
+    Args:
+        output_fn: what is kept of hidden states and head weight; it should work in chunks, so that [T, V] never exists.
+    """
+
+    def __init__(self, output_fn: OutputFn):
+        self.output_fn = output_fn
+        self.outputs: list[Tensor] = []
+
+    def __call__(self, hidden: Tensor, head: Any, row: LocalRow) -> Tensor:
+        output = self.output_fn(hidden, head, row)
+        self.outputs.append(output)
+        return output.new_zeros((), dtype=torch.float32)  # the schedule needs a tensor; nobody reads it
+
+
+def whole_rows(output_fn: OutputFn, cp_group: dist.ProcessGroup | None) -> OutputFn:
+    """The same function with results of the whole row [T, ...], in its order and without pads, on every cp rank.
+
+    Losses thus always see whole sequences, and all cp ranks compute the same ones (hence backward="slice").
+    """
+
+    def whole(hidden: Tensor, head: Any, row: LocalRow) -> Tensor:
+        output = output_fn(hidden, head, row)
+        if row.restore is None:
+            return output
+        if cp_group is not None:
+            output = AllGatherCP.apply(output, cp_group, "slice")
+        return output.index_select(0, row.restore)
+
+    return whole

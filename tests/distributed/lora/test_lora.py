@@ -1,0 +1,132 @@
+"""Adapters against PEFT on plain transformers, in float64."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from automodel_rl.batch import pack_row
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.families import TEXT_FAMILIES
+from automodel_rl.config.model import LoraConfig
+from automodel_rl.engine import Engine
+from automodel_rl.lora.layers import is_adapter
+from automodel_rl.losses import sft_loss
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.tools.verify.one_process import OneProcess, Training
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_model
+
+STEPS = 3
+
+
+def sequences_of(step: int, data_rank: int, row: int) -> list:
+    return make_sequences(1 + (row + data_rank) % 3, 100 * step + 10 * data_rank + row)
+
+
+def train(folder: Path, parallel: ParallelConfig) -> list[float]:
+    """Trains adapters and writes them before and after; the losses."""
+    model = ModelConfig(path=str(folder), dtype="float64", lora=LoraConfig(rank=4, alpha=8.0))
+    handle = ModelHandle.from_pretrained(model, parallel)
+    engine = Engine(handle, OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant"))
+    handle.save_pretrained(folder / "initial")
+    losses = []
+    for step in range(STEPS):
+        rows = [pack_row(sequences_of(step, handle.layout.data_rank, row)) for row in range(3)]
+        losses.append(engine.train_step(rows, sft_loss).loss)
+    handle.save_pretrained(folder / "trained")
+    return losses
+
+
+def train_with_peft(folder: Path, data_ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    reference = OneProcess(folder, torch.float64, Training(lr=1e-2), torch.device("cpu"))
+    reference.model = PeftModel.from_pretrained(reference.model, folder / "initial", is_trainable=True)
+    trained = [p for p in reference.model.parameters() if p.requires_grad]
+    reference.optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        everyone = [s for rank in range(data_ranks) for row in range(3) for s in sequences_of(step, rank, row)]
+        losses.append(reference.backward([everyone]))
+        reference.step()
+    named = reference.model.named_parameters()
+    return losses, {n.replace(".default", ""): p.detach() for n, p in named if p.requires_grad}
+
+
+DENSE_LAYERS = {"mlp_only_layers": [0, 2]}
+"""A mixture in which some layers have no experts."""
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "sizes"),
+    [
+        ("qwen3", {}, {}),
+        ("qwen3", {}, {"pp": 2}),
+        ("qwen3", {}, {"cp": 2}),
+        ("llama", {}, {"pp": 2, "dp_shard": 2}),
+        ("qwen3_moe", {}, {"cp": 2, "ep": 2}),
+        ("qwen3_moe", DENSE_LAYERS, {"pp": 2}),
+    ],
+)
+def test_training_and_files_are_those_of_peft(
+    ranks: RankPool, tmp_path: Path, family: str, model: dict, sizes: dict
+) -> None:
+    save_tiny_model(tmp_path, family, **model)
+    parallel = ParallelConfig(**sizes)
+    losses = ranks(parallel.world_size).run(train, tmp_path, parallel)[0]
+    expected_losses, expected = train_with_peft(tmp_path, parallel.num_data_ranks)
+    assert losses == pytest.approx(expected_losses, rel=1e-9)
+    saved = load_file(tmp_path / "trained" / "adapter_model.safetensors")
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-8)
+
+
+def save_lively_adapters(folder: Path, lora: LoraConfig) -> list[Tensor]:
+    """Writes adapters that change what the model computes; its log-probabilities."""
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=lora))
+    engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in handle.named_parameters():
+        if is_adapter(name):
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+    handle.save_pretrained(folder / "adapters")
+    return engine.logprobs([pack_row(make_sequences(3, seed=0))])
+
+
+@torch.no_grad()
+def logprobs_with_peft(folder: Path, adapters: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """Of the same sequences, before and after peft has read the adapters; whatever it warns of is an error."""
+    reference = OneProcess(folder, torch.float64, Training(lr=1e-2), torch.device("cpu"))
+    sequences = make_sequences(3, seed=0)
+    before = [reference.logprobs(sequence) for sequence in sequences]
+    with warnings.catch_warnings(action="error"):
+        reference.model = PeftModel.from_pretrained(reference.model, adapters)
+    return before, [reference.logprobs(sequence) for sequence in sequences]
+
+
+DOWN_ALONE = LoraConfig(targets=("down_proj",))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "lora"),
+    [
+        *((family, {}, LoraConfig()) for family in TEXT_FAMILIES),
+        ("qwen3_moe", DENSE_LAYERS, LoraConfig()),
+        ("qwen3_moe", DENSE_LAYERS, DOWN_ALONE),
+    ],
+    ids=[*TEXT_FAMILIES, "qwen3_moe with dense layers", "down_proj of dense layers"],
+)
+def test_peft_computes_with_the_files_what_was_trained(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict, lora: LoraConfig
+) -> None:
+    save_tiny_model(tmp_path, family, **sizes)
+    (ours,) = ranks(1).run(save_lively_adapters, tmp_path, lora)
+    before, after = logprobs_with_peft(tmp_path, tmp_path / "adapters")
+    tolerance = 1e-5 if TEXT_FAMILIES[family].computes_in_fp32 else 1e-9
+    for actual, expected, untouched in zip(ours, after, before, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+        assert (expected - untouched).abs().max() > 0.01

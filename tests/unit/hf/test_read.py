@@ -1,0 +1,210 @@
+"""Checkpoints on disk: what is wrong with them is known before anything is built."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, MambaConfig, PretrainedConfig, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import LoraConfig
+from automodel_rl.errors import InputError
+from automodel_rl.hf.names import to_hf
+from automodel_rl.hf.read import (
+    Checkpoint,
+    describe_model,
+    persistent_tensors,
+    read_config,
+    resolve_checkpoint,
+)
+from automodel_rl.lora.layers import add_adapters
+from automodel_rl.model.build import build_empty_model
+from automodel_rl.model.flops import StepFlops
+from automodel_rl.model.fused_norm import plain_norms
+from automodel_rl.parallel.combinations import check_supported
+from tests.tiny import FAMILIES, save_tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path, num_layers=2, dtype=torch.float32)
+    return tmp_path
+
+
+def check(folder: Path) -> None:
+    config = read_config(folder)
+    empty = build_empty_model(config, "transformers", torch.float32, "automodel_rl_sdpa", untie=False).language
+    Checkpoint(folder, config.model_type).check(empty)
+
+
+def test_an_intact_checkpoint_passes(folder: Path) -> None:
+    check(folder)
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"no weights: expected model.safetensors"):
+        check(folder)
+
+
+def test_a_truncated_file_is_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"model.safetensors: damaged or incomplete safetensors file"):
+        check(folder)
+
+
+def test_a_missing_shard_is_refused(folder: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"names model-00001-of-00002.safetensors, which is not there"):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "the checkpoint has no tensor model.norm.weight"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}),
+            r"model.norm.weight has shape \(3,\) in the weights but \(32,\) by config.json",
+        ),
+    ],
+)
+def test_missing_and_misshapen_tensors(folder: Path, change, message: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputError, match=message):
+        check(folder)
+
+
+def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no config.json"):
+        resolve_checkpoint(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config.json is not a model config of transformers"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "num_experts"), [("mixtral", 4), ("deepseek_v3", 8), ("gpt_oss", 4), ("qwen3", 0)])
+def test_the_description_counts_experts(tmp_path: Path, family: str, num_experts: int) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
+    assert describe_model(read_config(tmp_path)).num_experts == num_experts
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
+    config = read_config(tmp_path)
+    model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False).language
+    Checkpoint(tmp_path, family).fill(model, torch.device("cpu"))
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, attn_implementation="eager"
+    ).state_dict()
+    actual = model.state_dict()
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_names_and_tensors_of_files_come_back(tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
+    stored = load_file(tmp_path / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    exported = dict(piece for name, t in persistent_tensors(model) for piece in to_hf(name, t.detach(), family))
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(exported[name].to(tensor.dtype), tensor), name
+
+
+def test_flops_count_attention_within_each_sequence(folder: Path) -> None:
+    empty = build_empty_model(read_config(folder), "transformers", torch.float32, "automodel_rl_sdpa", untie=False)
+    flops = StepFlops(empty.language)
+    attention, mlp, head = 32 * 8 * (2 * 4 + 2 * 2), 3 * 32 * 64, 128 * 32
+    per_token = 6 * (2 * (attention + mlp) + head)
+    assert flops(10) == per_token * 10 + 12 * 2 * 4 * 8 * 55
+    assert flops(10) > 2 * flops(5)
+
+
+@pytest.mark.parametrize("config", [GPT2Config(), MambaConfig(), Gemma3Config()], ids=lambda c: c.model_type)
+def test_models_of_other_families_are_refused_and_not_looked_into(config: PretrainedConfig) -> None:
+    with pytest.raises(InputError, match=f"a '{config.model_type}' model .* is not supported: use one of llama"):
+        check_supported(describe_model(config), ModelConfig(path="m"), ParallelConfig(), MemoryConfig())
+
+
+def test_frozen_weights_cost_no_weight_gradients(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    whole = StepFlops(model).per_token
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert StepFlops(model).per_token == pytest.approx(whole * 4 / 6)
+
+
+def test_norms_of_torch_are_fused_already() -> None:
+    part = nn.ModuleList([nn.RMSNorm(4), Qwen3RMSNorm(4)])
+    assert list(plain_norms(part)) == [part[1]]
+
+
+def test_the_head_has_no_adapter(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(InputError, match="model.lora.targets: lm_head cannot have"):
+        add_adapters(model, LoraConfig(targets=("q_proj", "lm_head")))
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e6}, 40960),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}, 131072),
+    ],
+)
+def test_the_context_counts_scaled_rotary_embeddings(rope: dict, context: int) -> None:
+    config = Qwen3Config(max_position_embeddings=40960, rope_parameters=rope)
+    assert describe_model(config).context == context
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llama", "attention_dropout"),
+        ("mixtral", "router_jitter_noise"),
+        ("qwen3", "residual_dropout"),
+        ("qwen2", "resid_pdrop"),
+        ("llama", "embd_pdrop"),
+    ],
+)
+def test_whatever_makes_training_random_is_refused_by_its_key(family: str, key: str) -> None:
+    config_class, sizes = FAMILIES[family]
+    for size, refused in ((0.1, True), (0.0, False)):
+        description = describe_model(
+            config_class(**{**sizes, "num_hidden_layers": 2, key: size, "classifier_dropout": 1})
+        )
+        assert description.noise == ({key: size} if refused else {})
+    noisy = describe_model(config_class(**{**sizes, "num_hidden_layers": 2, key: 0.1}))
+    with pytest.raises(InputError, match=f"config.json has {key}=0.1, and training here is not random"):
+        check_supported(noisy, ModelConfig(path="m"), ParallelConfig(), MemoryConfig())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused(kind: str) -> None:
+    factors = (
+        {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0} if kind == "longrope" else {"factor": 2.0}
+    )
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 8, **factors}
+    config_class, sizes = FAMILIES["llama"]
+    config = config_class(**sizes, num_hidden_layers=2, max_position_embeddings=16, rope_parameters=rope)
+    with pytest.raises(InputError, match=f"config.json has rope_type={kind}"):
+        check_supported(describe_model(config), ModelConfig(path="m"), ParallelConfig(), MemoryConfig())
+
+
+def test_rotary_kinds_are_found_in_every_kind_of_layers() -> None:
+    config_class, sizes = FAMILIES["gemma3_text"]
+    config = config_class(**sizes, num_hidden_layers=2)
+    assert describe_model(config).rope_types == ("default", "default")
