@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from automodel_rl.batch import (
+        DataShare,
         Image,
         PackedBatch,
         RouterShape,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from automodel_rl.trainers.sft import SFTTrainer
 
 _HOMES = {
+    "DataShare": "batch",
     "Image": "batch",
     "PackedBatch": "batch",
     "RouterShape": "batch",
@@ -97,6 +99,7 @@ __all__ = [
     "DPOConfig",
     "DPOLossConfig",
     "DPOTrainer",
+    "DataShare",
     "Engine",
     "GRPOConfig",
     "GRPOTrainer",

@@ -70,8 +70,7 @@ def train(layout: str, folder: Path, data: list[list[TokenSequence]], row: int) 
         batches = pack(
             sequences,
             row,
-            num_data_ranks=parallel.num_data_ranks,
-            data_rank=handle.layout.data_rank,
+            share=handle.layout.data_share,
             cost=handle.flops,
         )
         losses.append(engine.train_step(batches, sft_loss).loss)

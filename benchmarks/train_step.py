@@ -117,8 +117,7 @@ def rows_of(
     return pack(
         sequences,
         row,
-        num_data_ranks=parallel.num_data_ranks,
-        data_rank=handle.layout.data_rank,
+        share=handle.layout.data_share,
         min_rows=parallel.pp if len(sequences) > 1 else 1,
         cost=handle.flops,
     )

@@ -183,8 +183,7 @@ def measure(modules: ModulesConfig, memory: MemoryConfig, folder: Path, options:
             rows = pack(
                 sequences,
                 options.row_tokens,
-                num_data_ranks=layout.parallel.num_data_ranks,
-                data_rank=layout.data_rank,
+                share=layout.data_share,
                 min_rows=layout.parallel.pp,
                 cost=handle.flops,
             )

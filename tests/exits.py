@@ -83,7 +83,7 @@ def do(job: Job, model: Path) -> None:
         handle = ModelHandle.from_pretrained(config, ParallelConfig(dp_shard=2))
         engine = Engine(handle, OptimizerConfig(decay="constant"))
         sequences = make_sequences(4, seed=0)
-        engine.train_step(pack(sequences, 64, num_data_ranks=2, data_rank=handle.layout.data_rank), sft_loss)
+        engine.train_step(pack(sequences, 64, share=handle.layout.data_share), sft_loss)
         if job.keeps:
             kept.append(engine)
     else:

@@ -27,7 +27,7 @@ SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 GROUPS = {
     "Models and training": ("ModelHandle", "Engine", "TrainOutput", "StepRunner", "GlobalRows"),
     "Packed batches": (
-        *("TokenSequence", "PackedBatch", "pack", "unpack", "in_packed_order", "Image"),
+        *("TokenSequence", "PackedBatch", "pack", "DataShare", "unpack", "in_packed_order", "Image"),
         *("Routes", "RouterShape", "read_routes"),
     ),
     "Losses": ("Readout", "TokenOutputs", "LossOutput", "sft_loss", "dpo_loss", "grpo_loss"),

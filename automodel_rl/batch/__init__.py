@@ -1,6 +1,6 @@
 """Packed microbatches: pure tensors and lists, no process groups."""
 
-from automodel_rl.batch.bins import assign_bins, pack, share_bins
+from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
 from automodel_rl.batch.images import Image, ImageTokens, multimodal_positions
 from automodel_rl.batch.local_row import AttentionCall, LocalRow, local_row
 from automodel_rl.batch.packed import (
@@ -21,6 +21,7 @@ from automodel_rl.batch.routes import RouterShape, Routes, join_routes, read_rou
 __all__ = [
     "IGNORED_TARGET",
     "AttentionCall",
+    "DataShare",
     "Image",
     "ImageTokens",
     "LocalRow",

@@ -3,12 +3,35 @@
 import bisect
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from automodel_rl.batch.packed import PackedBatch, TokenSequence, check_sequences, empty_row, pack_row
 from automodel_rl.errors import InputError
 
 Bin = list[int]
 """Places of the sequences of one row."""
+
+
+@dataclass(frozen=True)
+class DataShare:
+    """The share of one data rank in a global batch.
+
+    Attributes:
+        rank: the data rank.
+        count: number of data ranks.
+
+    Example:
+        >>> list(range(10))[DataShare(rank=1, count=4).places]
+        [1, 5, 9]
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def places(self) -> slice:
+        """Places of the share in a list that is dealt to the data ranks in turn."""
+        return slice(self.rank, None, self.count)
 
 
 def assign_bins(lengths: Sequence[int], capacity: int, *, min_count: int = 1, multiple: int = 1) -> list[Bin]:
@@ -95,8 +118,7 @@ def pack(
     sequences: Sequence[TokenSequence],
     capacity: int,
     *,
-    num_data_ranks: int = 1,
-    data_rank: int = 0,
+    share: DataShare | None = None,
     min_rows: int = 1,
     together: int = 1,
     cost: Callable[[int], float] = float,
@@ -109,7 +131,7 @@ def pack(
     Args:
         sequences: the global batch.
         capacity: most tokens of a row.
-        num_data_ranks, data_rank: over how many ranks the rows are dealt, and whose are returned.
+        share: of which data rank the rows are returned; by default there is one.
         min_rows: fewest rows of each data rank; with as many as stages, every stage of a pipeline has work.
         together: so many consecutive sequences, such as the two of a pair, share a row and stay next to each other.
         cost: work of a sequence by its length, by which data ranks are balanced.
@@ -125,6 +147,7 @@ def pack(
         >>> [row.lengths for row in rows]
         [(6, 3)]
     """
+    share = share or DataShare()
     if len(sequences) % together:
         raise ValueError(f"{len(sequences)} sequences are not whole groups of {together}")
     check_sequences(sequences, range(len(sequences)))
@@ -136,9 +159,9 @@ def pack(
                 f"{_name_of(place, together)} {length} tokens but a row holds {capacity}: truncate, drop, or raise the "
                 "capacity"
             )
-    bins = assign_bins(lengths, capacity, min_count=min_rows * num_data_ranks, multiple=num_data_ranks)
+    bins = assign_bins(lengths, capacity, min_count=min_rows * share.count, multiple=share.count)
     costs = [sum(cost(len(sequence)) for group in b for sequence in groups[group]) for b in bins]
-    mine = [bins[place] for place in share_bins(costs, num_data_ranks)[data_rank]]
+    mine = [bins[place] for place in share_bins(costs, share.count)[share.rank]]
     like = pack_row([sequences[0]]) if sequences else None
     places = [[group * together + i for group in b for i in range(together)] for b in mine]
     return [pack_row([sequences[i] for i in p], order=p) if p else empty_row(like) for p in places]

@@ -9,7 +9,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_rl.batch import PackedBatch, TokenSequence, pack
 from automodel_rl.data.examples import Example, ExampleDataset, checked
-from automodel_rl.data.sampler import Draw, GlobalBatches
+from automodel_rl.data.sampler import Draw, GlobalBatches, Order
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.host_collectives import gather_objects, interleave, tell_guests
 from automodel_rl.parallel.layout import Layout
@@ -74,9 +74,8 @@ class PackedLoader:
         examples_per_step: of a global batch.
         layout: this rank's place.
         cost: work of a sequence by its length.
+        order: in which records are drawn.
         num_workers: processes that tokenise ahead.
-        seed: of the order, None for none.
-        epochs: passes over the data, None for an endless stream.
     """
 
     def __init__(
@@ -85,20 +84,16 @@ class PackedLoader:
         examples_per_step: int,
         layout: Layout,
         cost: Callable[[int], float],
-        *,
-        num_workers: int,
-        seed: int | None,
-        epochs: float | None,
+        order: Order,
+        num_workers: int = 0,
     ):
         self.dataset, self.layout, self.cost = dataset, layout, cost
         self.sampler = GlobalBatches(
             dataset.sources.sizes,
             dataset.sources.weights,
             examples_per_step,
-            seed,
-            epochs=epochs,
-            num_data_ranks=layout.parallel.num_data_ranks,
-            data_rank=layout.data_rank,
+            order,
+            layout.data_share,
         )
         source: Dataset = _NoExamples() if layout.is_guest else dataset
         self._loader = StatefulDataLoader(source, batch_sampler=self.sampler, collate_fn=list, num_workers=num_workers)
@@ -159,8 +154,7 @@ def pack_step(
     batches = pack(
         sequences,
         row_tokens,
-        num_data_ranks=layout.parallel.num_data_ranks,
-        data_rank=layout.data_rank,
+        share=layout.data_share,
         min_rows=layout.parallel.pp,
         together=together,
         cost=cost,

@@ -2,11 +2,27 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from automodel_rl.batch import DataShare
+
 Draw = tuple[int, int]
 """Source, and record in it."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order records are drawn, and for how long.
+
+    Attributes:
+        seed: of the order; None keeps that of the sources.
+        epochs: passes over the data after which the stream ends; None never ends it.
+    """
+
+    seed: int | None = None
+    epochs: float | None = None
 
 
 class GlobalBatches:
@@ -19,9 +35,8 @@ class GlobalBatches:
         sizes: records of every source.
         weights: share of every source; None stands for its size, so that without weights an epoch is exact.
         batch_size: draws of a global batch.
-        seed: of the order; None keeps the order of the sources.
-        epochs: passes over the data after which the stream ends; None never ends it.
-        num_data_ranks, data_rank: over how many ranks a batch is dealt, and whose draws come out.
+        order: in which records are drawn.
+        share: of which data rank the draws come out; by default there is one.
     """
 
     def __init__(
@@ -29,16 +44,13 @@ class GlobalBatches:
         sizes: Sequence[int],
         weights: Sequence[float | None],
         batch_size: int,
-        seed: int | None,
-        *,
-        epochs: float | None = None,
-        num_data_ranks: int = 1,
-        data_rank: int = 0,
+        order: Order,
+        share: DataShare | None = None,
     ):
-        self.sizes, self.batch_size, self.seed = sizes, batch_size, seed
+        self.sizes, self.batch_size, self.seed = sizes, batch_size, order.seed
         self.weights = [float(size) if weight is None else weight for size, weight in zip(sizes, weights, strict=True)]
-        self.num_draws = None if epochs is None else round(epochs * sum(sizes))
-        self.num_data_ranks, self.data_rank = num_data_ranks, data_rank
+        self.num_draws = None if order.epochs is None else round(order.epochs * sum(sizes))
+        self.share = share or DataShare()
 
     def __len__(self) -> int:
         """Batches of the stream, the last one perhaps smaller."""
@@ -52,7 +64,7 @@ class GlobalBatches:
         while left is None or left > 0:
             size = self.batch_size if left is None else min(left, self.batch_size)
             batch = [next(draws) for _ in range(size)]
-            yield batch[self.data_rank :: self.num_data_ranks]
+            yield batch[self.share.places]
             left = None if left is None else left - size
 
     def _draws(self) -> Iterator[Draw]:

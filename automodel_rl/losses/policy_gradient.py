@@ -47,17 +47,8 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
         log_ratio = spread_over_tokens(mean_by_sequence(log_ratio, batch), batch)
     loss, is_clipped = _surrogate(log_ratio.exp(), outputs.logprobs, values["advantages"], config)
 
-    def error(logprobs: Tensor) -> Tensor:
-        return torch.where(batch.loss_mask, values["rollout_logprobs"] - logprobs, 0.0).abs().exp()
-
-    per_token = {
-        "train/ratio_mean": log_ratio.exp(),
-        "train/clip_fraction": is_clipped.to(loss.dtype),
-    }
-    if "rollout_logprobs" in values:
-        per_token["train/logprob_error"] = error(old)
-    if {"rollout_logprobs", "live_logprobs"} <= values.keys():
-        per_token["train/logprob_error_live"] = error(values["live_logprobs"])
+    per_token = {"train/ratio_mean": log_ratio.exp(), "train/clip_fraction": is_clipped.to(loss.dtype)}
+    per_token |= _rollout_errors(old, values, batch)
     if config.correction.kind != "none":
         weight = correction_weights(old, values["rollout_logprobs"], batch, config.correction)
         loss = loss * weight
@@ -71,11 +62,26 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
         per_token["train/kl_ref"] = kl_estimate(ours, ref, config.kl.estimator)
         if config.kl.where == "loss":
             loss = loss + config.kl.coefficient * kl_loss(ours, ref, config.kl.estimator)
-    num_tokens = batch.loss_mask.sum()
-    metrics = {
-        name: (torch.where(batch.loss_mask, value.detach(), 0.0).sum(), num_tokens) for name, value in per_token.items()
+    return LossOutput(sums=_normalise(loss, batch, config), metrics=_means(per_token, batch))
+
+
+def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], batch: PackedBatch) -> dict[str, Tensor]:
+    """exp|rollout - trainer| of log-probabilities by metric, [T] each, as far as the batch has them."""
+    if "rollout_logprobs" not in values:
+        return {}
+    compared = {"train/logprob_error": old_logprobs}
+    if "live_logprobs" in values:
+        compared["train/logprob_error_live"] = values["live_logprobs"]
+    rollout = values["rollout_logprobs"]
+    return {
+        name: torch.where(batch.loss_mask, rollout - logprobs, 0.0).abs().exp() for name, logprobs in compared.items()
     }
-    return LossOutput(sums=_normalise(loss, batch, config), metrics=metrics)
+
+
+def _means(per_token: dict[str, Tensor], batch: PackedBatch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sums over the counted tokens, and their number."""
+    count = batch.loss_mask.sum()
+    return {name: (torch.where(batch.loss_mask, t.detach(), 0.0).sum(), count) for name, t in per_token.items()}
 
 
 def _check_values(batch: PackedBatch, config: PolicyLossConfig) -> None:

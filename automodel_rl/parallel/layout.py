@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from automodel_rl.batch import DataShare
 from automodel_rl.compat.process_groups import limit_waits
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.modules import ModulesConfig, one_layout
@@ -104,6 +105,11 @@ class Layout:
     @property
     def data_rank(self) -> int:
         return dist.get_rank(self.data_control)
+
+    @property
+    def data_share(self) -> DataShare:
+        """This rank's share in every global batch."""
+        return DataShare(self.data_rank, self.parallel.num_data_ranks)
 
     @property
     def cp_rank(self) -> int:

@@ -107,7 +107,7 @@ def _agreed_rows(of_ranks: dict[str, Tensor]) -> int:
     if len(set(num_rows)) > 1:
         raise InputError(
             f"data ranks have {num_rows} rows: give every one equally many, as pack(..., "
-            f"num_data_ranks={len(num_rows)}, data_rank=R) does"
+            f"share=DataShare(rank=R, count={len(num_rows)})) does"
         )
     return num_rows[0]
 

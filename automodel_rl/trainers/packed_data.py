@@ -9,6 +9,7 @@ from automodel_rl.config import DPOConfig, SFTConfig, SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.examples import ExampleDataset
 from automodel_rl.data.loader import PackedLoader, PackedStep
+from automodel_rl.data.sampler import Order
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import describe_model
@@ -73,7 +74,6 @@ class PackedData:
             self.config.sequences_per_step // self.kind.together,
             self.handle.layout,
             self.handle.flops,
+            Order(seed, epochs),
             num_workers=self.config.data.num_workers,
-            seed=seed,
-            epochs=epochs,
         )

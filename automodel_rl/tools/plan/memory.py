@@ -15,6 +15,7 @@ What is counted, in bytes, for the first rank of each FSDP group (no rank has mo
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 from transformers import PretrainedConfig
 
@@ -111,8 +112,7 @@ class MemoryModel:
         timeline = simulate(parallel, num_microbatches, work, held)
         most_backward = max(a.backward for a in of_layer)
         ranks = tuple(
-            self._rank([stages[s] for s in indices], indices, parallel, memory, timeline, rank, most_backward)
-            for rank, indices in enumerate(stages_of_ranks(parallel))
+            self._rank(rank, stages, timeline, parallel, memory, most_backward) for rank in range(parallel.pp)
         )
         return StepPlan(
             layers=layers,
@@ -124,14 +124,15 @@ class MemoryModel:
 
     def _rank(
         self,
-        stages: list[list[ParameterSize]],
-        indices: list[int],
+        rank: int,
+        all_stages: list[list[ParameterSize]],
+        timeline: Timeline,
         parallel: ParallelConfig,
         memory: MemoryConfig,
-        timeline: Timeline,
-        rank: int,
         most_backward: int,
     ) -> RankMemory:
+        indices = stages_of_ranks(parallel)[rank]
+        stages = [all_stages[index] for index in indices]
         sizes = [size for stage in stages for size in stage]
         shards = sum(size.largest_shard for size in sizes)
         trained_shards = sum(size.largest_shard for size in sizes if size.is_trained)
@@ -170,16 +171,15 @@ class MemoryModel:
         """Layers of the same kind are measured once."""
         first_mixture = self.config.to_dict().get("first_k_dense_replace") or 0
         like = first_mixture if layer >= first_mixture else 0
-        return self._activations(
-            like, self._tokens(parallel), parallel.cp, parallel.tp, parallel.ep, parallel.sequence_parallel,
-            memory.activation_checkpointing,
-        )  # fmt: skip
+        axes = ParallelConfig(
+            cp=parallel.cp, tp=parallel.tp, ep=parallel.ep, sequence_parallel=parallel.sequence_parallel
+        )
+        return self._activations(like, self._tokens(parallel), axes, memory.activation_checkpointing)
 
     def _measure(
-        self, layer: int, tokens: int, cp: int, tp: int, ep: int, sequence: bool, mode: str
+        self, layer: int, tokens: int, axes: ParallelConfig, mode: Literal["none", "selective", "full"]
     ) -> LayerActivations:
-        parallel = ParallelConfig(cp=cp, tp=tp, ep=ep, sequence_parallel=sequence)
-        return layer_activations(self.config, layer, tokens, parallel, mode, self._dtype)  # type: ignore[arg-type]
+        return layer_activations(self.config, layer, tokens, axes, mode, self._dtype)
 
 
 def _units(stage: list[ParameterSize], trained_only: bool = False) -> dict[object, int]:

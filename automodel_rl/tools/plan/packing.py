@@ -42,13 +42,13 @@ def measure_packing(config: AnyConfig) -> Packing:
         return Packing(count, None)
     from automodel_rl.data.chat import open_chat_tokenizer
     from automodel_rl.data.examples import ChatDataset, PairDataset, checked
-    from automodel_rl.data.sampler import GlobalBatches
+    from automodel_rl.data.sampler import GlobalBatches, Order
 
     kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
     context = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False))).context
     dataset = kind(config.data.train, open_chat_tokenizer(config), capacity, context, config.data.overlong)
     size = min(count // kind.together, SAMPLE)
-    draws = next(iter(GlobalBatches(dataset.sources.sizes, dataset.sources.weights, size, config.seed)))
+    draws = next(iter(GlobalBatches(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))
     examples = [checked(dataset[draw]) for draw in draws]
     lengths = [sum(map(len, example.sequences)) for example in examples if example.sequences]
     bins = assign_bins(lengths, capacity)

@@ -8,7 +8,7 @@ from automodel_rl.config import DataConfig, ParallelConfig, SourceConfig
 from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
 from automodel_rl.data.examples import ChatDataset
 from automodel_rl.data.loader import PackedLoader
-from automodel_rl.data.sampler import Draw
+from automodel_rl.data.sampler import Draw, Order
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.parallel.layout import build_layout
 from automodel_rl.quickstart.model import train_tokenizer
@@ -36,7 +36,7 @@ def load(folder: Path, overlong: str) -> tuple[list[Rows], list[tuple[int, ...]]
 
     def make_loader() -> PackedLoader:
         dataset = ChatDataset((source,), chat, 128, None, overlong)
-        return PackedLoader(dataset, 16, layout, float, num_workers=0, seed=1, epochs=1)
+        return PackedLoader(dataset, 16, layout, float, Order(1, epochs=1))
 
     def rows(step) -> Rows:
         return [row.input_ids.tolist() for row in step.batches]
@@ -80,7 +80,7 @@ def sequences_by_place(folder: Path, num_ranks: int) -> Steps:
     chat = ChatTokenizer(load_tokenizer(folder, DataConfig(train=(source,)), 10_000), "all")
     dataset = ChatDataset((source,), chat, 128, None, "drop")
     found: Steps = []
-    for step in PackedLoader(dataset, 16, layout, float, num_workers=0, seed=1, epochs=1):
+    for step in PackedLoader(dataset, 16, layout, float, Order(1, epochs=1)):
         rows = [(row.order, row.input_ids.split(row.lengths)) for row in step.batches if not row.is_empty]
         found.append((step.draws, [(p, i.tolist()) for order, ids in rows for p, i in zip(order, ids, strict=True)]))
     return found

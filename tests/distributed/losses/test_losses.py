@@ -52,8 +52,7 @@ def train(folder: Path, parallel: ParallelConfig, loss: str) -> list[TrainOutput
     rows = pack(
         with_values(make_sequences(10, seed=3)),
         40,
-        num_data_ranks=parallel.num_data_ranks,
-        data_rank=handle.layout.data_rank,
+        share=handle.layout.data_share,
         together=2,
     )
     return [engine.train_step(rows, LOSSES[loss], READOUTS[loss]) for _ in range(2)]

@@ -104,7 +104,7 @@ def trained_model(
 def train(handle: ModelHandle, engine: Engine, seed: int) -> None:
     layout = handle.layout
     sequences = make_sequences(8, seed)
-    rows = pack(sequences, 64, num_data_ranks=layout.parallel.num_data_ranks, data_rank=layout.data_rank)
+    rows = pack(sequences, 64, share=layout.data_share)
     engine.train_step(rows, sft_loss)
 
 

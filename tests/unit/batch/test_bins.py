@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_rl.batch import TokenSequence, assign_bins, pack, share_bins
+from automodel_rl.batch import DataShare, TokenSequence, assign_bins, pack, share_bins
 from automodel_rl.errors import InputError
 
 
@@ -85,15 +85,13 @@ def sequences(*lengths: int) -> list[TokenSequence]:
 
 
 def test_fewer_sequences_than_data_ranks_give_empty_rows() -> None:
-    rows = [pack(sequences(5), 16, num_data_ranks=3, data_rank=rank) for rank in range(3)]
+    rows = [pack(sequences(5), 16, share=DataShare(rank, 3)) for rank in range(3)]
     assert [len(of_rank) for of_rank in rows] == [1, 1, 1]
     assert sorted(row.is_empty for of_rank in rows for row in of_rank) == [False, True, True]
 
 
 def test_data_ranks_are_balanced_by_work_and_not_by_tokens() -> None:
     lengths = [64, *[8] * 8]  # the same number of tokens, but attention makes the long one dearer
-    long, short = (
-        pack(sequences(*lengths, *lengths), 64, num_data_ranks=2, data_rank=r, cost=lambda n: n * n) for r in (0, 1)
-    )
+    long, short = (pack(sequences(*lengths, *lengths), 64, share=DataShare(r, 2), cost=lambda n: n * n) for r in (0, 1))
     assert sum(n * n for row in long for n in row.lengths) == sum(n * n for row in short for n in row.lengths)
     assert sorted(i for rows in (long, short) for row in rows for i in row.order) == list(range(18))

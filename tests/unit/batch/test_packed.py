@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_rl.batch import IGNORED_TARGET, TokenSequence, empty_row, in_packed_order, pack, pack_row, unpack
+from automodel_rl.batch import (
+    IGNORED_TARGET,
+    DataShare,
+    TokenSequence,
+    empty_row,
+    in_packed_order,
+    pack,
+    pack_row,
+    unpack,
+)
 
 
 def sequence(*ids: int, mask: str | None = None) -> TokenSequence:
@@ -95,7 +104,7 @@ def test_results_come_back_in_the_order_in_which_sequences_were_packed() -> None
     by_row = [length for row in rows for length in row.lengths if not row.is_empty]
     assert by_row != [2, 7, 3, 5, 1]
     assert in_packed_order(by_row, rows) == [2, 7, 3, 5, 1]
-    of_second_rank = pack(sequences, 8, num_data_ranks=2, data_rank=1)
+    of_second_rank = pack(sequences, 8, share=DataShare(1, 2))
     places = [place for row in of_second_rank for place in row.order]
     assert in_packed_order(places, of_second_rank) == sorted(places)
     with pytest.raises(ValueError, match="1 results for 5 sequences"):
