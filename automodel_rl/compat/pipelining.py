@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from automodel_rl.compat.versions import TORCH
-from automodel_rl.launch.flight import microbatch
+from automodel_rl.launch.flight import in_microbatch
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Shape = tuple[int, ...]
@@ -119,7 +119,7 @@ class PackedStage(PipelineStage):
         return ops
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with microbatch("forward", self.stage_index, fwd_chunk_id):
+        with in_microbatch("forward", self.stage_index, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         # torch 2.11 takes every input for a tensor when it splits a backward, and our keywords are none.
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
@@ -127,11 +127,11 @@ class PackedStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with microbatch("backward", self.stage_index, bwd_chunk_id):
+        with in_microbatch("backward", self.stage_index, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with microbatch("weight backward", self.stage_index, bwd_chunk_id):
+        with in_microbatch("weight backward", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

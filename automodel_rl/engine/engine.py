@@ -109,17 +109,17 @@ class Engine:
             MicrobatchError: a forward, loss or backward has failed; of a loss on every rank. The weights are as before.
             TrainingDivergedError: too many steps in a row were not finite.
         """
-        rows = self.runner.global_rows(batches)
+        agreed = self.runner.global_rows(batches)
         lr = learning_rate(self.config, self.step, self.total_steps)
-        if rows.num_rows == 0:
+        if agreed.num_rows == 0:
             self.step += 1
             return TrainOutput(0.0, 0.0, 0, lr, skipped=True, nothing_to_train=True)
-        totals = self.runner.forward_backward(batches, loss_fn, readout, rows.counts)
+        totals = self.runner.forward_backward(batches, loss_fn, readout, agreed.counts)
         with self.runner.abandoning_on_failure():
             shared = share_totals(totals, self.runner.square_norm(), self.handle.layout)
-            loss, grad_norm = shared.mean_loss(rows.counts), math.sqrt(shared.square_norm)
+            loss, grad_norm = shared.mean_loss(agreed.counts), math.sqrt(shared.square_norm)
             is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-            is_nothing = rows.counts["tokens"] == 0 and grad_norm == 0.0
+            is_nothing = agreed.counts["tokens"] == 0 and grad_norm == 0.0
             skipped = not is_finite or is_nothing
             if not skipped:
                 self._update(lr, grad_norm)
@@ -129,7 +129,7 @@ class Engine:
         if not is_nothing:
             self._count_not_finite(not is_finite, loss, grad_norm, batches)
         metrics = {**shared.mean_metrics, **routing}
-        return TrainOutput(loss, grad_norm, rows.counts["tokens"], lr, skipped, is_nothing, metrics)
+        return TrainOutput(loss, grad_norm, agreed.counts["tokens"], lr, skipped, is_nothing, metrics)
 
     def evaluate(
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout = LOGPROBS
@@ -189,10 +189,10 @@ class Engine:
             [N], fp32 or float64, in the order in which rows hold the sequences.
         """
         outputs = self.runner.forward(batches, read_targets(LOGPROBS))
-        rows = [batch.to(self.handle.layout.device) for batch in batches]
+        on_device = (batch.to(self.handle.layout.device) for batch in batches)
         scores = (
-            sum_by_sequence(torch.where(row.loss_mask, output[:, 0], 0.0), row)[: row.num_sequences]
-            for row, output in zip(rows, outputs, strict=True)
+            sum_by_sequence(torch.where(batch.loss_mask, output[:, 0], 0.0), batch)[: batch.num_sequences]
+            for batch, output in zip(on_device, outputs, strict=True)
         )
         dtype = torch.promote_types(self.handle.dtype, torch.float32)
         return torch.cat([torch.empty(0, dtype=dtype, device=self.handle.layout.device), *scores])
@@ -209,7 +209,7 @@ class Engine:
             float64 and int64: entry i is what the model says of token i; the first entry, which nothing predicts, is 0.
         """
 
-        def both(hidden: Tensor, head: Head, row: LocalRow) -> Tensor:
+        def both(hidden: Tensor, head: Head, _: LocalRow) -> Tensor:
             values, ids = top_logits(hidden, head, k)
             return torch.stack([values, ids.to(values.dtype)], dim=1)  # fp32 holds ids up to 2 ** 24
 

@@ -104,7 +104,7 @@ flight = FlightRecorder()
 
 
 @contextlib.contextmanager
-def microbatch(phase: str, stage: int, index: int) -> Iterator[None]:
+def in_microbatch(phase: str, stage: int, index: int) -> Iterator[None]:
     """The work on one microbatch: noted, and named where it fails.
 
     Args:

@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from automodel_rl.batch import LocalRow
 from automodel_rl.compat.pipelining import PackedStage, Schedule, StageGroups, run_schedule
-from automodel_rl.launch.flight import microbatch
+from automodel_rl.launch.flight import in_microbatch
 from automodel_rl.model.logprobs import OutputFn
 from automodel_rl.model.split import Stage
 from automodel_rl.parallel.layout import Layout
@@ -51,7 +51,7 @@ class SequentialDriver:
         for index, row in enumerate(rows):
             reduce_gradients(self.part, index == len(rows) - 1)
             loss = adapter(self._forward(row, output_fn, index), index)
-            with microbatch("backward", 0, index):
+            with in_microbatch("backward", 0, index):
                 loss.backward()
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ class SequentialDriver:
             self._forward(row, capturer, index)
 
     def _forward(self, row: LocalRow, output_fn: OutputFn, index: int) -> Tensor:
-        with microbatch("forward", 0, index):
+        with in_microbatch("forward", 0, index):
             return self.part(row.input_ids[None], row=row, output_fn=output_fn)
 
 

@@ -23,17 +23,17 @@ def local_rows(batches: Sequence[PackedBatch], embeddings: Sequence[Tensor], han
     sequence_parallel = layout.parallel.sequence_parallel
     multiple = layout.parallel.tp if sequence_parallel else 1
     merge = rotary_merge(handle.whole_config)
-    rows = []
+    parts = []
     for number, batch in enumerate(batches):
         positions = None if merge is None else multimodal_positions(batch.images, batch.lengths, merge)
         if batch.routes is not None:
             batch = dataclasses.replace(batch, routes=batch.routes.select(handle.router_layers))
-        row = local_row(batch, layout.parallel.cp, layout.cp_rank, multiple, positions)
+        part = local_row(batch, layout.parallel.cp, layout.cp_rank, multiple, positions)
         if embeddings:
-            tokens = dataclasses.replace(row.images, embeddings=embeddings[number])
+            tokens = dataclasses.replace(part.images, embeddings=embeddings[number])
             if sequence_parallel:  # between blocks a rank has its share of the tokens
-                share = row.num_tokens // layout.parallel.tp
+                share = part.num_tokens // layout.parallel.tp
                 tokens = tokens.within(layout.tp_rank * share, (layout.tp_rank + 1) * share)
-            row = dataclasses.replace(row, images=tokens)
-        rows.append(dataclasses.replace(row, index=number).to(layout.device))
-    return rows
+            part = dataclasses.replace(part, images=tokens)
+        parts.append(dataclasses.replace(part, index=number).to(layout.device))
+    return parts

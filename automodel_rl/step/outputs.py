@@ -15,7 +15,7 @@ from torch import Tensor
 
 from automodel_rl.batch import LocalRow, PackedBatch
 from automodel_rl.errors import MicrobatchError, first_in_chain
-from automodel_rl.launch.flight import microbatch
+from automodel_rl.launch.flight import in_microbatch
 from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
 from automodel_rl.model.logprobs import OutputFn
 from automodel_rl.parallel.collectives import AllGatherCP
@@ -50,7 +50,7 @@ class PPLossAdapter:
         """The loss of microbatch `index`, of whose targets `columns` [T, K] were read."""
         if self.failure is None:
             try:
-                with microbatch("loss", self.stage, index):
+                with in_microbatch("loss", self.stage, index):
                     return self._loss(TokenOutputs.from_columns(columns), self.batches[index])
             except MicrobatchError as failure:
                 traceback.clear_frames(first_in_chain(failure).__traceback__)  # else the loss's tensors stay

@@ -83,8 +83,8 @@ class StepRunner:
             batches = self._filled_up(batches)
             embeddings = [] if self._encoder is None else self._encoder.forward(batches, train=True)
             # Whole rows are for the loss, which other stages do not compute.
-            rows = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
-            adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
+            whole = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
+            adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
             if self._driver is not None:
                 with self._rows_let_go():
                     local = self._local(batches, embeddings)
@@ -145,8 +145,8 @@ class StepRunner:
             MicrobatchError: on every rank, if the loss raises on any.
         """
         columns = self.forward(batches, read_targets(readout))
-        rows = [batch.to(self.layout.device) for batch in batches]
-        adapter = PPLossAdapter(loss_fn, rows, counts, stage=self.layout.parallel.num_stages - 1)
+        whole = [batch.to(self.layout.device) for batch in batches]
+        adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
         with torch.no_grad():
             for index, of_row in enumerate(columns):
                 adapter(of_row, index)

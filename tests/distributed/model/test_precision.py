@@ -19,7 +19,7 @@ NUM_ROWS = 8
 STEPS, LR = 20, 1e-5
 
 
-def rows(data_rank: int = 0, num_data_ranks: int = 1) -> list[PackedBatch]:
+def make_microbatches(data_rank: int = 0, num_data_ranks: int = 1) -> list[PackedBatch]:
     return [pack_row(make_sequences(2 + i % 3, seed=i)) for i in range(NUM_ROWS)][data_rank::num_data_ranks]
 
 
@@ -37,15 +37,15 @@ def gradients(handle: ModelHandle, batches: list[PackedBatch], counts: dict) -> 
 def summed(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
     """Gradients over all rows."""
     handle = load(folder, parallel)
-    batches = rows(handle.layout.data_rank, parallel.num_data_ranks)
+    batches = make_microbatches(handle.layout.data_rank, parallel.num_data_ranks)
     return gradients(handle, batches, StepRunner(handle).global_rows(batches).counts)
 
 
 def one_by_one(folder: Path) -> dict[str, Tensor]:
     """Gradients of every row by itself, added up in float64."""
     handle = load(folder, ParallelConfig())
-    counts = StepRunner(handle).global_rows(rows()).counts
-    of_rows = [gradients(handle, [row], counts) for row in rows()]
+    counts = StepRunner(handle).global_rows(make_microbatches()).counts
+    of_rows = [gradients(handle, [row], counts) for row in make_microbatches()]
     return {name: sum(of_row[name].double() for of_row in of_rows) for name in of_rows[0]}
 
 
@@ -67,7 +67,7 @@ def trained(folder: Path, parallel: ParallelConfig) -> tuple[set[torch.dtype], s
     named = dict(engine.handle.named_parameters())
     before = {name: local_tensor(p.detach()).clone() for name, p in named.items()}
     for _ in range(STEPS):
-        engine.train_step(rows(engine.handle.layout.data_rank, parallel.num_data_ranks), sft_loss)
+        engine.train_step(make_microbatches(engine.handle.layout.data_rank, parallel.num_data_ranks), sft_loss)
     moved = torch.cat([(local_tensor(p.detach()) - before[name]).abs().flatten() for name, p in named.items()])
     states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
     return (
