@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES, TEXT_FAMILIES
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import describe_model, read_config
 from automodel_rl.parallel.combinations import check_supported

@@ -31,7 +31,7 @@ from workload import parse_layout
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.batch import Image, PackedBatch
 from automodel_rl.config import ModelConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.modules import ModulesConfig, one_layout
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from weight_sync import Case
 
 from automodel_rl.config import ModelConfig, ParallelConfig, WeightSyncConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.model.attention import choose_attention

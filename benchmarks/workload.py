@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_rl import ParallelConfig, TokenSequence
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 
 ROW_TOKENS = 8192
 WORKLOADS: dict[str, dict[str, Any]] = {

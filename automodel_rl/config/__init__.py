@@ -1,7 +1,6 @@
 """Checked configs. Imports nothing heavy, so that help and config errors come at once."""
 
 from automodel_rl.config.base import Section
-from automodel_rl.config.checkpoint import CheckpointConfig
 from automodel_rl.config.data import (
     BatchConfig,
     DataConfig,
@@ -14,14 +13,12 @@ from automodel_rl.config.dpo import DPOConfig
 from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.load import ALGORITHMS, describe_keys, differing_keys, dump_config, load_config
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
-from automodel_rl.config.memory import MemoryConfig
-from automodel_rl.config.model import LoraConfig, ModelConfig, MoEConfig
+from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig
 from automodel_rl.config.modules import LanguageModule, ModulesConfig, VisionModule
-from automodel_rl.config.observe import ObserveConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
-from automodel_rl.config.run import LengthConfig, RunConfig
+from automodel_rl.config.run import CheckpointConfig, LengthConfig, ObserveConfig, RunConfig
 from automodel_rl.config.sft import SFTConfig
 from automodel_rl.config.weight_sync import WeightSyncConfig
 

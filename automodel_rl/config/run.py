@@ -1,19 +1,17 @@
-"""What the config of every run has."""
+"""What every run has: its length, checkpoints, what it shows, what counts as a failure; and all together."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from automodel_rl.config.base import PathText, Positive, Section
-from automodel_rl.config.checkpoint import CheckpointConfig
 from automodel_rl.config.data import RowsConfig, SourcesConfig
-from automodel_rl.config.failures import FailuresConfig
-from automodel_rl.config.memory import MemoryConfig
-from automodel_rl.config.model import ModelConfig
+from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.modules import ModulesConfig
-from automodel_rl.config.observe import ObserveConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class LengthConfig(Section):
@@ -33,6 +31,48 @@ class LengthConfig(Section):
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of steps and epochs")
         return self
+
+
+class CheckpointConfig(Section):
+    every_steps: Positive | None = 100
+    """Steps between checkpoints, the last one at the end; null counts no steps."""
+
+    every_minutes: Annotated[float, Field(gt=0)] | None = None
+    """Minutes between checkpoints, besides those of every_steps; null counts none."""
+
+    keep_last: Positive = 2
+    """Newest checkpoints kept."""
+
+    keep_best: bool = True
+    """Also keep the best one of those written at a step that validates: by val/loss, of grpo by val/reward_mean."""
+
+    in_background: Annotated[bool, Field(alias="async")] = True
+    """Write while training goes on, from a copy on the host of all weights and moments; false writes them directly,
+    while training waits."""
+
+    format: Literal["sharded", "both"] = "sharded"
+    """sharded: the ranks' shards, to resume from on any layout. both: also a Hugging Face checkpoint in hf/, made of
+    them by a process of its own."""
+
+
+class ObserveConfig(Section):
+    samples: Annotated[int, Field(ge=0)] = 4
+    """Completions of the trained model in report.html, greedy, for prompts of the validation (else training) data."""
+
+    sample_tokens: Positive = 64
+    """Longest of these completions."""
+
+    trackers: tuple[TrackerName, ...] = ()
+    """Where metrics go besides metrics.jsonl: TensorBoard files in the run directory, Weights & Biases, trackio."""
+
+    project: str = "automodel_rl"
+    """Project of the run for these trackers."""
+
+
+class FailuresConfig(Section):
+    hang_minutes: Annotated[float, Field(gt=0)] | None = 60.0
+    """Minutes in which a rank may do one thing, such as one microbatch or one batch of rollouts, before it counts as
+    hanging and the job ends; null waits for ever."""
 
 
 def refuse_idle_data_ranks(what: str, count: int, parallel: ParallelConfig) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.families import FAMILIES
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Source, whole_tensors

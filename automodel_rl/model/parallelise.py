@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.families import FAMILIES
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
 from automodel_rl.mixture.router_replay import RouterReplay

@@ -16,7 +16,7 @@ from automodel_rl.batch import Image
 from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.families import VISION_FAMILIES
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.parallelise import dtypes_of, mixed_precision

@@ -1,6 +1,6 @@
 """Experiment trackers, which get the rows of metrics.jsonl, too.
 
-To add one: a class with `write` and `close`, a row in `TRACKERS`, and its name in `config/observe.py`.
+To add one: a class with `write` and `close`, a row in `TRACKERS`, and its name in `config/run.py`.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from automodel_rl.config.observe import ObserveConfig, TrackerName
+from automodel_rl.config.run import ObserveConfig, TrackerName
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
 from automodel_rl.observe.run_directory import RunDirectory

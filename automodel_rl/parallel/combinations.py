@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.attention import ATTENTION
 from automodel_rl.config.families import FAMILIES, TEXT_FAMILIES, VISION_FAMILIES, Family
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, refuse_schedule

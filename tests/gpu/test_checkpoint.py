@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from tests.distributed.checkpoint.test_state import stop_and_resume
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model

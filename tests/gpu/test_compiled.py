@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
 from automodel_rl.batch import PackedBatch, pack_row
 from automodel_rl.config import ModelConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 

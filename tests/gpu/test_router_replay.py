@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from automodel_rl.config import ParallelConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.tools.verify.command import FLOAT64
 from automodel_rl.tools.verify.comparison import Case
 from tests.distributed.parallel.test_parity import assert_equal, differences

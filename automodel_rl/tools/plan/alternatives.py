@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.load import check_config
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.combinations import ModelDescription, check_supported
 from automodel_rl.tools.plan.memory import MemoryModel

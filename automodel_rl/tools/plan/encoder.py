@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoModelForImageTextToText, Pretra
 from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ModelConfig, ModulesConfig
 from automodel_rl.config.families import VISION_FAMILIES
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.hf.read import language_config
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.parallelise import dtypes_of

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks

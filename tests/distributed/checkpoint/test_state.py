@@ -10,7 +10,7 @@ from automodel_rl.batch import pack, pack_row
 from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.hf.read import persistent_tensors

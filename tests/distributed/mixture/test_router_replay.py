@@ -13,7 +13,7 @@ from torch import Tensor
 from automodel_rl.batch import PackedBatch, RouterShape, Routes, TokenSequence, pack_row
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import MicrobatchError
 from automodel_rl.losses import Readout, count, sft_loss

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_rl.batch import TokenSequence, empty_row, pack_row
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.memory import MemoryConfig
-from automodel_rl.config.model import MoEConfig
+from automodel_rl.config.model import MemoryConfig, MoEConfig
 from automodel_rl.engine import Engine
 from automodel_rl.losses import Readout, sft_loss
 from automodel_rl.mixture.routers import LOAD_METRIC

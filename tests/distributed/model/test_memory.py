@@ -8,7 +8,7 @@ import torch
 from automodel_rl.batch import pack_row
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.offload import Offloaded
 from automodel_rl.losses import sft_loss

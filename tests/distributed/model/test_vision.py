@@ -13,7 +13,7 @@ from automodel_rl.batch import Image, TokenSequence, pack_row
 from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig, ModulesConfig, OptimizerConfig, ParallelConfig, SFTConfig
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.hf.read import read_config
 from automodel_rl.losses import sft_loss

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, MambaCo
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.memory import MemoryConfig
-from automodel_rl.config.model import LoraConfig
+from automodel_rl.config.model import LoraConfig, MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import (

@@ -6,7 +6,7 @@ import pytest
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.attention import ATTENTION, Attention
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.parallel import Schedule
 from automodel_rl.errors import InputError
 from automodel_rl.model.attention import BACKENDS
