@@ -24,12 +24,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.families import FAMILIES, TEXT_FAMILIES
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
-from automodel_rl.hf.read import describe_model, read_config
-from automodel_rl.parallel.combinations import check_supported
+from automodel_rl.hf.read import read_config
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
+from automodel_rl.support.description import describe_model
+from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
+from automodel_rl.support.rule import Combination
+from automodel_rl.support.table import check_supported
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, compare
 from tests.rank_pool import RankPool
@@ -106,7 +108,8 @@ def run(cell: Cell, ranks: RankPool) -> str:
         save_tiny_model(folder, cell.family, tied=cell.tied, num_layers=max(4, cell.parallel.num_stages))
         try:
             model = ModelConfig(path=name, dtype="float64")
-            check_supported(describe_model(read_config(folder)), model, cell.parallel, cell.memory)
+            description = describe_model(read_config(folder))
+            check_supported(Combination(description, model, cell.parallel, cell.memory))
         except InputError as error:
             return f"| refused | {error} |"
         case = Case(cell.parallel, rows=(3, 1, 2), memory=cell.memory, replay=cell.replay)

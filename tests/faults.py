@@ -467,8 +467,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "empty rows count": Fault(_empty_rows_count, Verified("qwen3", {"pp": 2})),
     "rotary embeddings by the longest sequence": Fault(
-        lambda: _patch("parallel.combinations.BY_LENGTH", ()),
-        "unit/model/test_hf_read.py::test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused",
+        lambda: _patch("support.model_rules.BY_LENGTH", ()),
+        "unit/support/test_description.py::test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused",
     ),
     "a window one key too wide": Fault(_window_too_wide, Verified("mistral")),
     "soft cap left out": Fault(lambda: _without("softcap"), Verified("gemma2")),
@@ -608,8 +608,8 @@ FAULTS: dict[str, Fault] = {
 def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> list[str]:
     """What `verify` says is different, with a fault or without one; on a rank."""
     from automodel_rl.config import ParallelConfig
-    from automodel_rl.config.families import FAMILIES
     from automodel_rl.config.modules import ModulesConfig
+    from automodel_rl.support.families import FAMILIES
     from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
     from automodel_rl.tools.verify.comparison import Case, compare
 

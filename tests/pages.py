@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 import automodel_rl
 from automodel_rl.config import RunConfig, describe_keys
-from automodel_rl.parallel.combinations import table
+from automodel_rl.support.table import table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from automodel_rl.config.attention import Attention
 from automodel_rl.config.base import PathText, Positive, Section
 
 Implementation = Literal["transformers", "nemo_automodel"]
+Attention = Literal["auto", "varlen", "te", "sdpa", "eager"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 
 

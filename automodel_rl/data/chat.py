@@ -12,12 +12,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
 from automodel_rl.config.data import SourcesConfig
-from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.data.images import ImageReader, image_parts
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
-from automodel_rl.hf.read import language_config, read_config, resolve_checkpoint
+from automodel_rl.hf.read import read_config, resolve_checkpoint
+from automodel_rl.support.description import language_config
+from automodel_rl.support.families import VISION_FAMILIES
 
 OF_PROCESSOR = "chat_template.json"
 """Where transformers 4 put the chat template of a model with images."""

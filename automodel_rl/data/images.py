@@ -13,9 +13,9 @@ from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from automodel_rl.batch import Image, TokenSequence
-from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.errors import InputError
 from automodel_rl.model.vision import blank_image
+from automodel_rl.support.families import VISION_FAMILIES
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """EXIF's tag, and its values for pictures that are shown with height and width exchanged."""

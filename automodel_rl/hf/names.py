@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.parallel.sharding import Box
+from automodel_rl.support.families import FAMILIES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

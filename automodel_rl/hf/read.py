@@ -1,9 +1,6 @@
-"""A Hugging Face checkpoint on disk: finding it, describing it, checking it, and reading this rank's shards of it."""
+"""A Hugging Face checkpoint on disk: finding it, checking it, and reading this rank's shards of it."""
 
 import contextlib
-import copy
-import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +11,16 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from automodel_rl.config.families import FAMILIES, VISION_FAMILIES
+from automodel_rl.config import RunConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.names import Piece, pieces
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
-from automodel_rl.model.flops import layer_windows
-from automodel_rl.parallel.combinations import ModelDescription
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
+from automodel_rl.support.description import describe_model
+from automodel_rl.support.families import FAMILIES
+from automodel_rl.support.rule import Combination
+from automodel_rl.support.table import check_supported
 
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
 """Files of a checkpoint besides its weights."""
@@ -69,84 +68,18 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise InputError(f"model.path={folder}: config.json is not a model config of transformers ({reason})") from None
 
 
-def language_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model, which for most models is the model's."""
-    if config.model_type not in VISION_FAMILIES:
-        return config
-    language = copy.deepcopy(config.text_config)
-    language.tie_word_embeddings = config.tie_word_embeddings
-    return language
+def read_supported_config(config: RunConfig) -> PretrainedConfig:
+    """The model config of a run that is supported. Training, plan and verify begin with it; no weights are needed.
 
+    Args:
+        config: of the run.
 
-def describe_model(config: PretrainedConfig) -> ModelDescription:
-    """What the table of supported combinations needs to know; of a family that it does not know, its name."""
-    vision = config.model_type if config.model_type in VISION_FAMILIES else None
-    if vision is not None:
-        described, encoder = describe_model(language_config(config)), config.vision_config.to_dict()
-        return dataclasses.replace(
-            described,
-            noise=described.noise | {f"vision_config.{name}": size for name, size in _noise(encoder).items()},
-            vision=vision,
-            encoder=encoder["model_type"],
-            vision_heads=encoder.get("num_attention_heads") or encoder.get("num_heads") or 1,
-        )
-    if config.model_type not in FAMILIES:  # its config may have other fields
-        return ModelDescription(family=config.model_type, num_layers=0)
-    values = config.to_dict()
-    return ModelDescription(
-        family=config.model_type,
-        num_layers=config.num_hidden_layers,
-        noise=_noise(values),
-        rope_types=tuple(kind.get("rope_type") or "default" for kind in _rotary_kinds(values)),
-        num_heads=config.num_attention_heads,
-        num_kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        mlp_size=values.get("intermediate_size") or 0,
-        num_experts=_num_experts(values),
-        has_softcap=values.get("attn_logit_softcapping") is not None,
-        has_windows=any(layer_windows(config)),
-        is_bidirectional=bool(values.get("use_bidirectional_attention")),
-        is_quantized=values.get("quantization_config") is not None,
-        context=_context(values),
-    )
-
-
-def _context(values: dict[str, Any]) -> int | None:
-    """Longest sequence, with what scaled rotary embeddings add."""
-    context = values.get("max_position_embeddings")
-    if context is None:
-        return None
-    scaled = [
-        int(kind["original_max_position_embeddings"] * kind["factor"])
-        for kind in _rotary_kinds(values)
-        if kind.get("original_max_position_embeddings") and kind.get("factor")
-    ]
-    return max([context, *scaled])
-
-
-def _rotary_kinds(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of rotary embeddings, of each kind of layers where these differ."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    by_layer_type = [kind for kind in rope.values() if isinstance(kind, dict)]
-    return by_layer_type or [rope]
-
-
-NOISE = re.compile("dropout|pdrop|jitter")
-"""In a config's keys, what makes computation random while a model trains."""
-
-
-def _noise(values: dict[str, Any]) -> dict[str, float]:
-    """What of a config is random in training and above 0, but for heads that a language model does not have."""
-    return {
-        name: float(size)
-        for name, size in values.items()
-        if NOISE.search(name) and not name.startswith("classifier") and isinstance(size, int | float) and size > 0
-    }
-
-
-def _num_experts(values: dict[str, Any]) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((values[name] for name in names if values.get(name)), 0)
+    Raises:
+        InputError: there is no such checkpoint, or the table of what is supported refuses the run.
+    """
+    model = read_config(resolve_checkpoint(config.model.path, with_weights=False))
+    check_supported(Combination.of_run(describe_model(model), config))
+    return model
 
 
 class Checkpoint:

@@ -28,10 +28,6 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     Returns:
         The config with those targets only that the model has.
     """
-    if "lm_head" in config.targets:
-        raise InputError(
-            "model.lora.targets: lm_head cannot have adapters, for log-probabilities read its weight: remove it"
-        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]

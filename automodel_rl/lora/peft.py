@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.files import complete_folder
 from automodel_rl.lora.layers import ADAPTER, is_adapter
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import gather_whole
+from automodel_rl.support.families import FAMILIES
 
 PEFT_PREFIX = "base_model.model."
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_rl.batch import RouterShape
-from automodel_rl.config.families import Family
 from automodel_rl.config.model import MoEConfig
 from automodel_rl.mixture.row_scope import RowScope
 from automodel_rl.parallel.layout import Layout
+from automodel_rl.support.families import Family
 
 LOAD_METRIC = "moe/load_max"
 """The largest load of an expert relative to the mean, averaged over layers; 1 is even."""

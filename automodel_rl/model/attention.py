@@ -22,10 +22,11 @@ from transformers import AttentionInterface
 
 from automodel_rl.batch import AttentionCall, LocalRow
 from automodel_rl.compat.versions import TORCH
-from automodel_rl.config.attention import ATTENTION, Attention
+from automodel_rl.config.model import Attention
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.support.attention import ATTENTION
 
 # Before torch 2.12 varlen_attn takes fewer KV heads than query heads without being told.
 _GQA: dict[str, Any] = {"enable_gqa": True} if TORCH >= (2, 12) else {}
@@ -58,12 +59,12 @@ def register_attention() -> None:
         AttentionInterface.register(_registered(name), functools.partial(packed_attention, backend))
 
 
-def choose_attention(requested: Attention, needs_mathematics: bool, device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(requested: Attention, needs_eager: bool, device: torch.device, dtype: torch.dtype) -> str:
     """The registered name for a config's `attention`.
 
     Args:
         requested: the config's word.
-        needs_mathematics: the model has sinks or a soft cap, which only `eager` computes.
+        needs_eager: the model has sinks or a soft cap, which only `eager` computes.
         device, dtype: of the computation.
 
     Raises:
@@ -77,7 +78,7 @@ def choose_attention(requested: Attention, needs_mathematics: bool, device: torc
         )
     if requested == "auto":
         fast = device.type == "cuda" and dtype == torch.bfloat16
-        requested = "eager" if needs_mathematics else "varlen" if fast else "sdpa"
+        requested = "eager" if needs_eager else "varlen" if fast else "sdpa"
     return _registered(requested)
 
 

@@ -9,12 +9,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from automodel_rl.compat.nemo import nemo_model
-from automodel_rl.config.families import FAMILIES, VISION_FAMILIES
 from automodel_rl.config.model import Implementation
-from automodel_rl.hf.read import language_config
 from automodel_rl.mixture.experts import EXPERTS, register_experts
 from automodel_rl.model.attention import register_attention
 from automodel_rl.model.vision import VisionPart, split_modules
+from automodel_rl.support.description import language_config
+from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
 
 
 @dataclass(frozen=True)

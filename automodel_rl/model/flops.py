@@ -1,7 +1,9 @@
 """Floating-point operations of a training step, and the peak they are measured against."""
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
+
+from automodel_rl.support.description import layer_windows
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 FLOP/s by a word of the device's name (vendors' data sheets, without sparsity)."""
@@ -45,14 +47,6 @@ def active_weights(model: PreTrainedModel, trained: bool) -> float:
     if head is model.model.embed_tokens.weight and head.requires_grad == trained:
         total += head.numel()
     return total
-
-
-def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """How many keys a query sees in each layer, None for all."""
-    values = config.to_dict()
-    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
-    kinds = values.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _pairs(length: int, window: int | None) -> float:

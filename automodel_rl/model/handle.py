@@ -11,17 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Source, whole_tensors
-from automodel_rl.hf.read import (
-    Checkpoint,
-    describe_model,
-    read_config,
-    resolve_checkpoint,
-)
+from automodel_rl.hf.read import Checkpoint, read_config, resolve_checkpoint
 from automodel_rl.hf.sources import adapters_alone, gradient_sources, merged_sources
 from automodel_rl.hf.write import ModuleTensors, save_hf_checkpoint
 from automodel_rl.launch.process_group import join_process_group
@@ -38,11 +32,14 @@ from automodel_rl.model.vision import (
     freeze,
     parallelise_encoder,
 )
-from automodel_rl.parallel.combinations import check_supported, needs_mathematics
 from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout, Meshes, build_meshes
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.support.description import describe_model
+from automodel_rl.support.families import FAMILIES
+from automodel_rl.support.rule import Combination
+from automodel_rl.support.table import check_supported
 
 
 @dataclass(frozen=True)
@@ -140,11 +137,11 @@ class ModelHandle:
         folder = resolve_checkpoint(model.path)
         config = read_config(folder)
         description = describe_model(config)
-        check_supported(description, model, parallel, memory, modules)
+        check_supported(Combination(description, model, parallel, memory, modules))
         device = join_process_group(parallel.world_size if modules is None else modules.world_size)
         meshes = build_meshes(parallel, modules, device, has_encoder=description.vision is not None)
         compute, master = dtypes_of(model)
-        attention = choose_attention(model.attention, needs_mathematics(description), device, compute)
+        attention = choose_attention(model.attention, description.needs_eager_attention, device, compute)
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
         checkpoint = Checkpoint(folder, config.model_type, model.pickled_weights)
         for part in empty.parts:

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from automodel_rl.config import ModelConfig
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
@@ -31,6 +30,7 @@ from automodel_rl.model.part_forward import ForwardContext, install_part_forward
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
+from automodel_rl.support.families import FAMILIES
 
 
 def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:

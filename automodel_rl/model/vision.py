@@ -15,7 +15,6 @@ from transformers import AttentionInterface, PretrainedConfig
 from automodel_rl.batch import Image
 from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ModelConfig
-from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import install_fused_norms
@@ -23,6 +22,7 @@ from automodel_rl.model.parallelise import dtypes_of, mixed_precision
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_linears
+from automodel_rl.support.families import VISION_FAMILIES
 
 
 class LanguagePart(nn.Module):

@@ -1,1 +1,1 @@
-"""Layouts: meshes, what works together, collectives with a backward, pipelines, gradients over ranks."""
+"""Layouts: meshes, collectives with a backward, pipelines, gradients over ranks."""

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.names import to_hf
-from automodel_rl.hf.read import describe_model, persistent_tensors
+from automodel_rl.hf.read import persistent_tensors
 from automodel_rl.lora.layers import add_adapters, install_adapters, is_adapter
 from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.part_forward import numbered_layers
-from automodel_rl.parallel.combinations import needs_mathematics
 from automodel_rl.rollout.protocol import Completion, Request
+from automodel_rl.support.description import describe_model
+from automodel_rl.support.families import FAMILIES
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
@@ -61,7 +61,7 @@ class TransformersEngine:
         self.stop_ids = stop_ids(config, tokenizer)
         config = type(config).from_dict(config.to_dict())  # the trained model's has its own attention
         # transformers' sdpa leaves out soft caps and sinks, and its grouped_mm knows no float64.
-        kernels = {"attn_implementation": "eager" if needs_mathematics(describe_model(config)) else "sdpa"}
+        kernels = {"attn_implementation": "eager" if describe_model(config).needs_eager_attention else "sdpa"}
         if FAMILIES[config.model_type].is_moe and dtype == torch.float64:
             kernels["experts_implementation"] = "eager"
         with torch.device("meta"):

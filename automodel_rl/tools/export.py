@@ -17,11 +17,12 @@ from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.errors import InputError
 from automodel_rl.files import publish_folder
 from automodel_rl.hf.names import to_hf
-from automodel_rl.hf.read import TIED_HEAD, Checkpoint, language_config, read_config, resolve_checkpoint
+from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config, resolve_checkpoint
 from automodel_rl.hf.write import write_description, write_weights
 from automodel_rl.lora.layers import is_adapter
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters
 from automodel_rl.model.parallelise import dtypes_of
+from automodel_rl.support.description import language_config
 
 
 def export(checkpoint: Path, out: Path, overrides: Sequence[str] = ()) -> None:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from automodel_rl.batch import PackedBatch, add_values
 from automodel_rl.config import DPOConfig
-from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.examples import PairDataset
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.sampler import Draw
@@ -43,8 +42,8 @@ class DPOTrainer:
     def __init__(self, config: DPOConfig, resume: str = "never", max_minutes: float | None = None):
         self.config = config
         self.loss = choose_loss(config, functools.partial(dpo_loss, config=config.loss))
-        directory, self.handle, self.tokenizer = open_run(config, resume)
-        chat = ChatTokenizer(self.tokenizer, train_on="all")
+        directory, chat, self.handle = open_run(config, resume)
+        self.tokenizer = chat.tokenizer
         self.data = PackedData(config, PairDataset, chat, self.handle)
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
         # All of these before a checkpoint takes the place of the weights that training starts from.

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from automodel_rl.config import GRPOConfig
-from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.prompts import PromptStream
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import InputError, RolloutError
-from automodel_rl.hf.read import describe_model, read_config, resolve_checkpoint
 from automodel_rl.losses import LossFn, Readout, grpo_loss
 from automodel_rl.observe.metrics import save_rollouts
 from automodel_rl.observe.report import Sample
@@ -51,10 +49,9 @@ class GRPOTrainer:
 
     def __init__(self, config: GRPOConfig, resume: str = "never", max_minutes: float | None = None):
         self.config = config
-        _check_model(config)
         self.loss = choose_loss(config, _own_loss(config))
-        directory, self.handle, self.tokenizer = open_run(config, resume)
-        chat = ChatTokenizer(self.tokenizer, train_on="all")
+        directory, chat, self.handle = open_run(config, resume)
+        self.tokenizer = chat.tokenizer
         seed = config.seed if config.data.shuffle else None
         self.prompts = PromptStream(config.data.train, chat, config.rollout.max_prompt_tokens, seed)
         self.prompts.check_fit()
@@ -289,20 +286,6 @@ class GRPOTrainer:
 def _own_loss(config: GRPOConfig) -> LossFn:
     longest = config.loss.max_completion_tokens or config.rollout.max_new_tokens
     return functools.partial(grpo_loss, config=config.loss.model_copy(update={"max_completion_tokens": longest}))
-
-
-def _check_model(config: GRPOConfig) -> None:
-    model = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False)))
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    if model.context is not None and longest > model.context:
-        raise InputError(
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than the model's context of "
-            f"{model.context} tokens: lower one of them"
-        )
-    if config.router_replay.enabled and not model.num_experts:
-        raise InputError(
-            f"router_replay.enabled=true: a {model.family!r} model has no routers: set it to false, or use a mixture"
-        )
 
 
 def _steps_of_epochs(config: GRPOConfig, prompts: PromptStream) -> int:

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import RunConfig, SFTConfig
-from automodel_rl.data.chat import load_tokenizer
+from automodel_rl.config import RunConfig
+from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.data.loader import PackedStep, StepSize
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.errors import InputError, JobEndedError, StoppedError
-from automodel_rl.hf.read import describe_model, read_config, resolve_checkpoint
+from automodel_rl.hf.read import read_supported_config
 from automodel_rl.import_path import import_function
 from automodel_rl.launch.flight import flight, flight_file
 from automodel_rl.launch.stop_signal import StopSignal
@@ -340,24 +340,22 @@ class Step:
         )
 
 
-def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ModelHandle, PreTrainedTokenizerBase]:
-    """What every trainer starts with: the run directory, checked but not written to, the model and its tokenizer."""
+def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ChatTokenizer, ModelHandle]:
+    """What every trainer starts with: the run directory, checked but not written to, the tokenizer, and the model.
+
+    Raises:
+        InputError: something in the config or the checkpoint is wrong. What the weights do not tell is found before
+            they are loaded.
+    """
     directory = RunDirectory(config, config.output, resume)
     set_hang_limit(config.failures.hang_minutes)
     directory.take_nccl_traces()
     check_trackers(config.observe)
-    if not isinstance(config, SFTConfig):
-        _refuse_images(config)
+    read_supported_config(config)
+    chat = open_chat_tokenizer(config)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.modules)
     torch.manual_seed(config.seed + dist.get_rank())
-    tokenizer = load_tokenizer(handle.source, config.data, handle.config.vocab_size, config.model.trust_remote_code)
-    return directory, handle, tokenizer
-
-
-def _refuse_images(config: RunConfig) -> None:
-    model = read_config(resolve_checkpoint(config.model.path, with_weights=False))
-    if describe_model(model).vision is not None:
-        raise InputError(f"model.path={config.model.path}: a {model.model_type!r} model is trained by sft only: use it")
+    return directory, chat, handle
 
 
 def choose_loss(config: RunConfig, default: LossFn) -> LossFn:

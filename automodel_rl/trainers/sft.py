@@ -3,9 +3,7 @@
 from pathlib import Path
 
 from automodel_rl.config import SFTConfig
-from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.examples import ChatDataset
-from automodel_rl.data.images import ImageReader
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
 from automodel_rl.trainers.packed_data import PackedData
@@ -33,9 +31,8 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig, resume: str = "never", max_minutes: float | None = None):
         self.config = config
         self.loss = choose_loss(config, sft_loss)
-        directory, self.handle, self.tokenizer = open_run(config, resume)
-        images = ImageReader(self.handle.source, self.handle.whole_config) if self.handle.has_encoder else None
-        chat = ChatTokenizer(self.tokenizer, config.data.train_on, images)
+        directory, chat, self.handle = open_run(config, resume)
+        self.tokenizer = chat.tokenizer
         self.data = PackedData(config, ChatDataset, chat, self.handle)
         self.validation = [row for step in self.data.every_record(config.data.validation) for row in step.batches]
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Plan, Source, StageBuckets
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -29,9 +28,6 @@ class Producer:
         adapters_alone: only the adapters, under the model's names.
         reach: with "all stages" every bucket also goes to this rank's pipeline peers.
 
-    Raises:
-        InputError: the model has an encoder of images.
-
     Attributes:
         plans: of every pipeline rank; equal on all ranks.
         turns: (pipeline rank, bucket) in the order in which this rank fills buffers.
@@ -47,8 +43,7 @@ class Producer:
         adapters_alone: bool = False,
         reach: Reach,
     ):
-        if handle.has_encoder:
-            raise InputError("weight sync: rollout engines have no encoder of images: use a model that reads text only")
+        assert not handle.has_encoder  # the table has refused a run of it
         self.handle, self.dtype, self.adapters_alone = handle, dtype, adapters_alone
         self.layout = handle.layout
         self._stage = StageBuckets(self._sources(), handle.family, self.layout, most_bytes, whole=whole)

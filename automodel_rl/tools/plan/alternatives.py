@@ -7,7 +7,9 @@ from automodel_rl.config import ParallelConfig
 from automodel_rl.config.load import check_config
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
-from automodel_rl.parallel.combinations import ModelDescription, check_supported
+from automodel_rl.support.description import ModelDescription
+from automodel_rl.support.rule import Combination
+from automodel_rl.support.table import check_supported
 from automodel_rl.tools.plan.memory import MemoryModel
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, microbatches
 
@@ -33,8 +35,7 @@ def nearest_that_fit(
     found: list[str] = []
     for changes, candidate, memory in sorted(candidates, key=lambda c: len(c[0]))[:MOST_TRIED]:
         try:
-            with_layout(config, candidate, memory)
-            check_supported(description, config.model, candidate, memory)
+            check_supported(Combination.of_run(description, with_layout(config, candidate, memory)))
         except InputError:
             continue
         step = model.plan(candidate, memory, microbatches(packing, candidate))

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from automodel_rl.config import GRPOConfig, ModulesConfig, ParallelConfig, RunConfig
 from automodel_rl.config.modules import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
-from automodel_rl.hf.read import describe_model, language_config, read_config, resolve_checkpoint
+from automodel_rl.hf.read import read_supported_config
 from automodel_rl.model.parallelise import dtypes_of
-from automodel_rl.parallel.combinations import check_supported
+from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.tools.plan.alternatives import GIB, nearest_that_fit, with_layout
 from automodel_rl.tools.plan.encoder import EncoderMemory, plan_encoder
 from automodel_rl.tools.plan.memory import MemoryModel, StepPlan
@@ -39,9 +39,8 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     if num_gpus is not None:
         config = with_layout(config, _spread(config.parallel, num_gpus), config.memory)
     parallel = config.parallel
-    full = read_config(resolve_checkpoint(config.model.path, with_weights=False))
+    full = read_supported_config(config)
     description = describe_model(full)
-    check_supported(description, config.model, parallel, config.memory, config.modules)
     compute, _ = dtypes_of(config.model)
     reads_entropy = isinstance(config, GRPOConfig)
     model = MemoryModel(language_config(full), config.model, config.batch.row_tokens, reads_entropy)

@@ -15,12 +15,12 @@ from transformers import AttentionInterface, AutoModelForImageTextToText, Pretra
 
 from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ModelConfig, ModulesConfig
-from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.hf.read import language_config
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.model.vision import VisionPart, encoder_layers, freeze, split_modules
+from automodel_rl.support.description import language_config
+from automodel_rl.support.families import VISION_FAMILIES
 from automodel_rl.tools.plan.activations import META, LiveBytes, attention_stand_in, stand_in_norms
 from automodel_rl.tools.plan.parameter_sizes import ParameterSize, split_dim
 

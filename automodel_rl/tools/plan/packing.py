@@ -6,7 +6,8 @@ from pathlib import Path
 
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
-from automodel_rl.hf.read import describe_model, read_config, resolve_checkpoint
+from automodel_rl.hf.read import read_config, resolve_checkpoint
+from automodel_rl.support.description import describe_model
 
 AnyConfig = SFTConfig | DPOConfig | GRPOConfig
 

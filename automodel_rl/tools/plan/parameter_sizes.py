@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.lora.layers import add_adapters
 from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
+from automodel_rl.support.families import FAMILIES
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 

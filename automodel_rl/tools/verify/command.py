@@ -11,13 +11,13 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from automodel_rl.config import GRPOConfig, ModelConfig, ParallelConfig, RunConfig, Section, SFTConfig
-from automodel_rl.config.attention import ATTENTION
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import Dtype
 from automodel_rl.errors import VerificationError
-from automodel_rl.hf.read import describe_model, read_config, resolve_checkpoint
+from automodel_rl.hf.read import read_supported_config
 from automodel_rl.launch.process_group import join_process_group
-from automodel_rl.parallel.combinations import check_supported, needs_mathematics
+from automodel_rl.support.attention import ATTENTION
+from automodel_rl.support.description import describe_model
+from automodel_rl.support.families import FAMILIES
 from automodel_rl.tools.verify.cause import likeliest_cause
 from automodel_rl.tools.verify.comparison import NO_STEP, Case, Differences, compare
 from automodel_rl.tools.verify.layout import layout_to_verify, ranks_to_verify
@@ -57,9 +57,8 @@ def verify(config: RunConfig, as_json: bool) -> None:
     """
     modules = config.modules
     parallel = layout_to_verify(config.parallel) if modules is None else modules.language.parallel
-    full = read_config(resolve_checkpoint(config.model.path, with_weights=False))
+    full = read_supported_config(config)
     description = describe_model(full)
-    check_supported(description, config.model, config.parallel, config.memory, modules)
     join_process_group(ranks_to_verify(config))
     dtype, tolerances = precision(config.model, description.family)
     is_first = dist.get_rank() == 0
@@ -100,7 +99,7 @@ def case_of(
     if attention != "auto" and ATTENTION[attention].needs_cuda:
         left_out.append(f"model.attention={attention}")
         attention = "auto"
-    elif attention == "auto" and model.dtype == "bfloat16" and not needs_mathematics(describe_model(full)):
+    elif attention == "auto" and model.dtype == "bfloat16" and not describe_model(full).needs_eager_attention:
         left_out.append("model.attention=varlen, which auto means on CUDA")
     if memory.compile:
         left_out.append("memory.compile")

@@ -12,8 +12,7 @@ from torch import Tensor
 from automodel_rl.batch import PackedBatch, TokenSequence, empty_row, pack_row
 from automodel_rl.block_sizes import small_blocks
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.attention import Attention
-from automodel_rl.config.model import Dtype, Implementation, MemoryConfig
+from automodel_rl.config.model import Attention, Dtype, Implementation, MemoryConfig
 from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.optimizer import learning_rate

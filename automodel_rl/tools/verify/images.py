@@ -6,8 +6,8 @@ import torch
 from transformers import PretrainedConfig
 
 from automodel_rl.batch import Image, TokenSequence
-from automodel_rl.config.families import VISION_FAMILIES
 from automodel_rl.model.vision import blank_image
+from automodel_rl.support.families import VISION_FAMILIES
 
 NUM_COUNTS = 3
 """Sequences have fewer images than this."""

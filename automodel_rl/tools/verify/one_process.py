@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from automodel_rl.batch import Routes, TokenSequence
-from automodel_rl.config.families import FAMILIES, VISION_FAMILIES
+from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
 
 
 def written_out(

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from automodel_rl.config import ParallelConfig
-from automodel_rl.config.families import VISION_FAMILIES
-from automodel_rl.hf.read import language_config
+from automodel_rl.support.description import language_config
+from automodel_rl.support.families import VISION_FAMILIES
 
 HEAD_DIM = 8
 WINDOW = 6

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.families import TEXT_FAMILIES
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
 from automodel_rl.lora.layers import is_adapter
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.support.families import TEXT_FAMILIES
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model

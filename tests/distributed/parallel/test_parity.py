@@ -10,8 +10,8 @@ import torch
 
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ParallelConfig
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.support.families import FAMILIES
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, Tolerances, judge
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from tests.rank_pool import RankPool

@@ -13,7 +13,7 @@ import yaml
 from automodel_rl.config import ParallelConfig, SFTConfig
 from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.errors import VerificationError
-from automodel_rl.parallel.combinations import BY_LENGTH
+from automodel_rl.support.model_rules import BY_LENGTH
 from automodel_rl.tools.verify.command import verify
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from automodel_rl.tools.verify.layout import MOST_RANKS, layout_to_verify

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.errors import RolloutError
 from automodel_rl.mixture.router_replay import Selection
 from automodel_rl.mixture.routers import routers_of
@@ -21,6 +20,7 @@ from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.rollout.make_engine import make_engine
 from automodel_rl.rollout.protocol import Completion, RolloutEngine
 from automodel_rl.rollout.transformers_engine import TransformersEngine
+from automodel_rl.support.families import FAMILIES
 from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
     Settings,

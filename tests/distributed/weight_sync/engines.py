@@ -13,9 +13,9 @@ from torch import Tensor
 
 from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, ParallelConfig, pack, sft_loss
 from automodel_rl.config import WeightSyncConfig
-from automodel_rl.config.families import FAMILIES
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.rollout.engine_process import EngineProcess
+from automodel_rl.support.families import FAMILIES
 from automodel_rl.weight_sync.channel import Message
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.engine_end import EngineEnd

@@ -1,0 +1,142 @@
+"""A model in the words of the table of what is supported, read from its transformers config."""
+
+import copy
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
+
+NOISE = re.compile("dropout|pdrop|jitter")
+"""In a config's keys, what makes computation random while a model trains."""
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Facts of one model that decide what is supported.
+
+    Attributes:
+        family: its `model_type`.
+        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: sizes.
+        num_experts: 0 for a dense model.
+        noise: what is random in training, by its key in the config, and how much of it there is.
+        rope_types: how rotary embeddings are scaled, in any of the layers.
+        has_softcap: attention scores go through a soft cap.
+        has_windows: some layers have sliding windows.
+        is_bidirectional: attention is not causal.
+        is_quantized: the checkpoint's weights are.
+        context: longest sequence in tokens, None where the config does not say.
+        vision: the `model_type` of the whole, for the language model of a vision-language model; None for others.
+        encoder: the `model_type` of its encoder.
+        vision_heads: attention heads of its encoder.
+    """
+
+    family: str
+    num_layers: int
+    noise: dict[str, float] = field(default_factory=dict)
+    rope_types: tuple[str, ...] = ()
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    vocab_size: int = 1
+    mlp_size: int = 1
+    num_experts: int = 0
+    has_softcap: bool = False
+    has_windows: bool = False
+    is_bidirectional: bool = False
+    is_quantized: bool = False
+    context: int | None = None
+    vision: str | None = None
+    encoder: str = ""
+    vision_heads: int = 1
+
+    @property
+    def needs_eager_attention(self) -> bool:
+        """Whether attention has parts that fused kernels lack: a soft cap or sinks."""
+        return self.has_softcap or FAMILIES[self.family].has_sinks
+
+
+def describe_model(config: PretrainedConfig) -> ModelDescription:
+    """Reads a model's config; of a family that is not supported, only its name."""
+    vision = config.model_type if config.model_type in VISION_FAMILIES else None
+    if vision is not None:
+        described, encoder = describe_model(language_config(config)), config.vision_config.to_dict()
+        return dataclasses.replace(
+            described,
+            noise=described.noise | {f"vision_config.{name}": size for name, size in _noise(encoder).items()},
+            vision=vision,
+            encoder=encoder["model_type"],
+            vision_heads=encoder.get("num_attention_heads") or encoder.get("num_heads") or 1,
+        )
+    if config.model_type not in FAMILIES:  # its config may have other fields
+        return ModelDescription(family=config.model_type, num_layers=0)
+    values = config.to_dict()
+    return ModelDescription(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        noise=_noise(values),
+        rope_types=tuple(kind.get("rope_type") or "default" for kind in _rotary_kinds(values)),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        mlp_size=values.get("intermediate_size") or 0,
+        num_experts=_num_experts(values),
+        has_softcap=values.get("attn_logit_softcapping") is not None,
+        has_windows=any(layer_windows(config)),
+        is_bidirectional=bool(values.get("use_bidirectional_attention")),
+        is_quantized=values.get("quantization_config") is not None,
+        context=_context(values),
+    )
+
+
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the language model, which for most models is the model's."""
+    if config.model_type not in VISION_FAMILIES:
+        return config
+    language = copy.deepcopy(config.text_config)
+    language.tie_word_embeddings = config.tie_word_embeddings
+    return language
+
+
+def layer_windows(config: PretrainedConfig) -> list[int | None]:
+    """How many keys a query sees in each layer, None for all."""
+    values = config.to_dict()
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    kinds = values.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _context(values: dict[str, Any]) -> int | None:
+    """Longest sequence, with what scaled rotary embeddings add."""
+    context = values.get("max_position_embeddings")
+    if context is None:
+        return None
+    scaled = [
+        int(kind["original_max_position_embeddings"] * kind["factor"])
+        for kind in _rotary_kinds(values)
+        if kind.get("original_max_position_embeddings") and kind.get("factor")
+    ]
+    return max([context, *scaled])
+
+
+def _rotary_kinds(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings of rotary embeddings, of each kind of layers where these differ."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    by_layer_type = [kind for kind in rope.values() if isinstance(kind, dict)]
+    return by_layer_type or [rope]
+
+
+def _noise(values: dict[str, Any]) -> dict[str, float]:
+    """What of a config is random in training and above 0, but for heads that a language model does not have."""
+    return {
+        name: float(size)
+        for name, size in values.items()
+        if NOISE.search(name) and not name.startswith("classifier") and isinstance(size, int | float) and size > 0
+    }
+
+
+def _num_experts(values: dict[str, Any]) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((values[name] for name in names if values.get(name)), 0)

@@ -1,0 +1,236 @@
+"""Rules of the layout and of what spares memory."""
+
+from automodel_rl.parallel.pipeline.schedules import SCHEDULES, refuse_schedule
+from automodel_rl.parallel.pipeline.split import refuse_split
+from automodel_rl.support.families import TEXT_FAMILIES
+from automodel_rl.support.model_rules import MIXTURE, MOE_FAMILIES
+from automodel_rl.support.rule import Combination, Example, Rule
+
+TP_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.splits_over_tp)
+
+_SPLIT_BACKWARD = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.virtual_stages": 2}
+
+
+def _schedule(asked: Combination) -> str | None:
+    if asked.parallel.pp > 1:
+        return refuse_schedule(asked.parallel)
+    virtual_stages = asked.parallel.virtual_stages
+    if virtual_stages == 1:
+        return None
+    return f"parallel.virtual_stages={virtual_stages} needs parallel.pp of at least 2: use virtual_stages=1"
+
+
+SCHEDULE = Rule(
+    "pipeline schedules",
+    ", ".join(f"{name} (torch 2.13)" if rule.splits_backward else name for name, rule in SCHEDULES.items()),
+    _schedule,
+    (
+        Example("parallel.virtual_stages=2 needs parallel.pp of at least 2", {"parallel.virtual_stages": 2}),
+        Example(
+            "parallel.virtual_stages=2: 1F1B has 1 on each rank: use virtual_stages=1",
+            {"parallel.virtual_stages": 2},
+            {"parallel.pp": 2},
+        ),
+        Example(
+            "parallel.virtual_stages=1: Interleaved1F1B has at least 2 on each rank: use virtual_stages=2",
+            {"parallel.schedule": "Interleaved1F1B"},
+            {"parallel.pp": 2},
+        ),
+        Example(
+            "parallel.virtual_stages=3: DualPipeV has 2 on each rank: use virtual_stages=2",
+            {"parallel.virtual_stages": 3},
+            {**_SPLIT_BACKWARD, "parallel.schedule": "DualPipeV"},
+        ),
+    ),
+)
+
+
+def _stages(asked: Combination) -> str | None:
+    return refuse_split(asked.description.num_layers, asked.parallel)
+
+
+STAGES = Rule(
+    "layers of a stage",
+    "any split, also uneven",
+    _stages,
+    (
+        Example(
+            "parallel.pp=4: the model has 3 layers and a stage needs at least one; use no more than 3 stages",
+            {"parallel.pp": 4},
+            {"description.num_layers": 3},
+        ),
+        Example(
+            "parallel.layers_per_stage=[4, 4] lists 2 stages but parallel.pp=1 makes 1: list one number for each",
+            {"parallel.layers_per_stage": [4, 4]},
+        ),
+        Example(
+            "parallel.layers_per_stage=[4, 3] adds up to 7 but the model has 8 layers: make the sum equal",
+            {"parallel.layers_per_stage": [4, 3]},
+            {"parallel.pp": 2, "description.num_layers": 8},
+        ),
+    ),
+)
+FSDP = Rule("FSDP2 (dp_shard)", "with every other axis")
+
+
+def _replicas(asked: Combination) -> str | None:
+    replicas = asked.parallel.dp_replicate
+    if replicas == 1 or asked.parallel.fsdp_size > 1:
+        return None
+    return (
+        f"parallel.dp_replicate={replicas} needs parallel.dp_shard x parallel.cp of at least 2: "
+        f"use dp_shard={replicas} and dp_replicate=1"
+    )
+
+
+HSDP = Rule(
+    "HSDP (dp_replicate)",
+    "with dp_shard x cp of at least 2",
+    _replicas,
+    (Example("parallel.dp_replicate=2 needs parallel.dp_shard x parallel.cp of", {"parallel.dp_replicate": 2}),),
+)
+
+
+def _tensor(asked: Combination) -> str | None:
+    tp, description = asked.parallel.tp, asked.description
+    if tp == 1:
+        return None
+    if not asked.family.splits_over_tp:
+        return (
+            f"parallel.tp={tp}: the layers of a {description.family!r} model cannot be split over tp: "
+            "use tp=1, with ep, pp or cp"
+        )
+    sizes = {
+        "attention heads": description.num_heads,
+        "key-value heads": description.num_kv_heads,
+        "tokens in the vocabulary": description.vocab_size,
+        "columns in the MLP": description.mlp_size,
+    }
+    for what, size in sizes.items():
+        if size % tp:
+            return f"parallel.tp={tp} must divide the {size} {what}: use a smaller tp"
+    return None
+
+
+TENSOR_PARALLEL = Rule(
+    "tensor parallel (tp)",
+    f"{', '.join(TP_FAMILIES)}; tp divides heads, KV heads, MLP and vocabulary",
+    _tensor,
+    (
+        Example("parallel.tp=2: the layers of a 'qwen3_moe' model cannot be split", {"parallel.tp": 2}, MIXTURE),
+        *(
+            Example(f"parallel.tp=2 must divide the 7 {what}", {key: 7}, {"parallel.tp": 2})
+            for key, what in (
+                ("description.num_heads", "attention heads"),
+                ("description.num_kv_heads", "key-value heads"),
+                ("description.vocab_size", "tokens in the vocabulary"),
+                ("description.mlp_size", "columns in the MLP"),
+            )
+        ),
+    ),
+)
+
+
+def _sequence_parallel(asked: Combination) -> str | None:
+    if not asked.parallel.sequence_parallel or asked.parallel.tp > 1:
+        return None
+    return "parallel.sequence_parallel=true needs parallel.tp of at least 2: set it to false, or raise tp"
+
+
+SEQUENCE_PARALLEL = Rule(
+    "sequence parallel",
+    "with tp",
+    _sequence_parallel,
+    (Example("parallel.sequence_parallel=true needs parallel.tp of at least 2", {"parallel.sequence_parallel": True}),),
+)
+CONTEXT_PARALLEL = Rule(
+    "context parallel (cp)", "every model and schedule; every attention backend, but windows with te"
+)
+
+
+def _recomputation(asked: Combination) -> str | None:
+    if asked.memory.activation_checkpointing != "selective" or not asked.splits_backward:
+        return None
+    return (
+        f"memory.activation_checkpointing=selective: {asked.parallel.schedule} goes through the backward twice, which "
+        "it cannot: use full, or another parallel.schedule"
+    )
+
+
+RECOMPUTATION = Rule(
+    "activation checkpointing",
+    "full: everywhere; selective: with schedules that do not split the backward",
+    _recomputation,
+    (
+        Example(
+            "memory.activation_checkpointing=selective: ZBVZeroBubble goes through the backward twice, which it",
+            {"memory.activation_checkpointing": "selective"},
+            _SPLIT_BACKWARD,
+        ),
+    ),
+)
+
+
+def _compiled(asked: Combination) -> str | None:
+    if not asked.memory.compile:
+        return None
+    tp = asked.parallel.tp
+    if tp > 1:
+        return f"memory.compile=true with parallel.tp={tp}: split layers cannot be compiled: set it to false"
+    if asked.splits_backward:
+        return (
+            f"memory.compile=true: {asked.parallel.schedule} splits the backward, which compiled layers do not allow: "
+            "set it to false, or use another parallel.schedule"
+        )
+    if asked.memory.activation_checkpointing == "selective":
+        return (
+            "memory.compile=true with memory.activation_checkpointing=selective: compiled layers overwrite what it "
+            "keeps: use full or none"
+        )
+    return None
+
+
+COMPILED = Rule(
+    "compiled layers",
+    "without tp and selective, with schedules that do not split the backward",
+    _compiled,
+    (
+        Example(
+            "memory.compile=true with parallel.tp=2: split layers cannot", {"memory.compile": True}, {"parallel.tp": 2}
+        ),
+        Example("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),
+        Example(
+            "memory.compile=true with memory.activation_checkpointing=selective: compiled layers overwrite",
+            {"memory.compile": True},
+            {"memory.activation_checkpointing": "selective"},
+        ),
+    ),
+)
+
+
+def _experts(asked: Combination) -> str | None:
+    ep, description = asked.parallel.ep, asked.description
+    if ep == 1:
+        return None
+    if not asked.family.is_moe:
+        return f"parallel.ep={ep}: a {description.family!r} model has no experts: use ep=1"
+    if asked.parallel.fsdp_size % ep:
+        return (
+            f"parallel.ep={ep} must divide parallel.dp_shard x parallel.cp = {asked.parallel.fsdp_size}, the ranks "
+            "that share the experts: change one of them"
+        )
+    if description.num_experts % ep:
+        return f"parallel.ep={ep} must divide the model's {description.num_experts} experts: use another ep"
+    return None
+
+
+EXPERT_PARALLEL = Rule(
+    "expert parallel (ep)",
+    f"{', '.join(MOE_FAMILIES)}; ep divides experts and dp_shard x cp",
+    _experts,
+    (
+        Example("parallel.ep=2: a 'qwen3' model has no experts", {"parallel.ep": 2}, {"parallel.dp_shard": 2}),
+        Example("parallel.ep=2 must divide parallel.dp_shard x parallel.cp = 1", {"parallel.ep": 2}, MIXTURE),
+        Example("parallel.ep=4 must divide the model's 6 experts", {"parallel.ep": 4}, {**MIXTURE, "parallel.cp": 4}),
+    ),
+)

@@ -1,0 +1,259 @@
+"""Rules of text models: family, implementation, checkpoint, attention, adapters and routers."""
+
+from automodel_rl.support.attention import ATTENTION
+from automodel_rl.support.families import TEXT_FAMILIES
+from automodel_rl.support.rule import Combination, Example, Rule
+
+NEMO_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.nemo_class is not None)
+MOE_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.is_moe)
+BY_LENGTH = ("dynamic", "longrope")
+"""Scalings of rotary embeddings that are other ones for longer sequences."""
+
+ON_CUDA = tuple(name for name, limits in ATTENTION.items() if limits.needs_cuda)
+ANYWHERE = tuple(name for name in ATTENTION if name not in ON_CUDA)
+WITH_SOFTCAP_AND_SINKS = tuple(name for name, limits in ATTENTION.items() if limits.has_softcap_and_sinks)
+WITHOUT_WINDOWS_OVER_CP = tuple(name for name, limits in ATTENTION.items() if not limits.has_windows_over_cp)
+
+MIXTURE = {"description.family": "qwen3_moe", "description.num_experts": 6}
+"""A mixture of experts, for examples."""
+
+_NEMO_CLASSES = {"model.implementation": "nemo_automodel"}
+
+
+def _family(asked: Combination) -> str | None:
+    implementation = asked.model.implementation
+    known = tuple(TEXT_FAMILIES) if implementation == "transformers" else NEMO_FAMILIES
+    if asked.description.family in known or asked.description.vision is not None:
+        return None
+    return (
+        f"model.path: a {asked.description.family!r} model with implementation {implementation} is not supported: "
+        f"use one of {', '.join(known)}"
+    )
+
+
+FAMILY = Rule(
+    "transformers models",
+    ", ".join(TEXT_FAMILIES),
+    _family,
+    (
+        Example(
+            "model.path: a 'gpt2' model with implementation transformers is not supported: use one of llama, mistral,",
+            {"description.family": "gpt2"},
+        ),
+        Example(
+            "model.path: a 'qwen2' model with implementation nemo_automodel is not supported: use one of llama, qwen3",
+            _NEMO_CLASSES,
+            {"description.family": "qwen2"},
+        ),
+    ),
+)
+
+
+def _nemo(asked: Combination) -> str | None:
+    if asked.model.implementation == "transformers":
+        return None
+    if asked.model.dtype == "float64":
+        return (
+            "model.dtype=float64: nemo_automodel's classes keep rotary embeddings in float32; use "
+            "model.implementation=transformers or model.dtype=float32"
+        )
+    if asked.parallel.tp > 1:
+        return (
+            f"parallel.tp={asked.parallel.tp}: tensor parallelism splits transformers' classes only: use "
+            "model.implementation=transformers"
+        )
+    return None
+
+
+NEMO = Rule(
+    "nemo_automodel models",
+    f"{', '.join(NEMO_FAMILIES)}; bfloat16, float32; no tp",
+    _nemo,
+    (
+        Example("model.dtype=float64: nemo_automodel's classes keep", {"model.dtype": "float64"}, _NEMO_CLASSES),
+        Example("parallel.tp=2: tensor parallelism splits transformers' classes", _NEMO_CLASSES, {"parallel.tp": 2}),
+    ),
+)
+
+
+def _quantized(asked: Combination) -> str | None:
+    if not asked.description.is_quantized:
+        return None
+    return (
+        "model.path: config.json has a quantization_config, and only plain weights can be trained: convert the "
+        "checkpoint to bfloat16 and remove it"
+    )
+
+
+QUANTIZED = Rule(
+    "quantized checkpoints",
+    "no",
+    _quantized,
+    (Example("model.path: config.json has a quantization_config", {"description.is_quantized": True}),),
+)
+
+
+def _noise(asked: Combination) -> str | None:
+    for name, size in asked.description.noise.items():
+        return (
+            f"model.path: config.json has {name}={size}, and training here is not random, so that log-probabilities "
+            "are those that are trained: set it to 0"
+        )
+    return None
+
+
+NOISE = Rule(
+    "dropout of any kind, router jitter",
+    "no",
+    _noise,
+    (Example("model.path: config.json has resid_pdrop=0.1", {"description.noise": {"resid_pdrop": 0.1}}),),
+)
+
+
+def _bidirectional(asked: Combination) -> str | None:
+    if asked.description.is_bidirectional:
+        return "model.path: config.json has use_bidirectional_attention, and attention here is causal: use a causal one"
+    return None
+
+
+BIDIRECTIONAL = Rule(
+    "bidirectional attention",
+    "no",
+    _bidirectional,
+    (Example("model.path: config.json has use_bidirectional_attention", {"description.is_bidirectional": True}),),
+)
+
+
+def _rotary(asked: Combination) -> str | None:
+    # As transformers tells them, "dynamic" may be a part of the name.
+    wrong = next((kind for kind in asked.description.rope_types if any(name in kind for name in BY_LENGTH)), None)
+    if wrong is None:
+        return None
+    return (
+        f"model.path: config.json has rope_type={wrong}, whose frequencies depend on the length of a sequence, and all "
+        "sequences of a packed row have the same: use a checkpoint with another rope_type, such as yarn or linear"
+    )
+
+
+ROTARY = Rule(
+    "rotary embeddings",
+    f"every rope_type but {', '.join(BY_LENGTH)}",
+    _rotary,
+    (
+        Example("model.path: config.json has rope_type=dynamic", {"description.rope_types": ("dynamic",)}),
+        Example("model.path: config.json has rope_type=longrope", {"description.rope_types": ("default", "longrope")}),
+    ),
+)
+
+
+def _attention(asked: Combination) -> str | None:
+    name, dtype, cp = asked.model.attention, asked.model.dtype, asked.parallel.cp
+    if name == "auto":
+        return None
+    limits = ATTENTION[name]
+    if asked.description.needs_eager_attention and not limits.has_softcap_and_sinks:
+        what = "a soft cap in" if asked.description.has_softcap else "sinks in"
+        return f"model.attention={name}: this model has {what} its attention: use model.attention=eager"
+    if limits.needs_cuda and dtype != "bfloat16":
+        return f"model.attention={name} computes in bfloat16, not {dtype}: use model.attention=sdpa"
+    if cp > 1 and asked.description.has_windows and not limits.has_windows_over_cp:
+        return f"model.attention={name} with parallel.cp={cp}: it has no sliding windows there: use varlen"
+    return None
+
+
+ATTENTION_BACKENDS = Rule(
+    "attention backends",
+    f"{', '.join(ANYWHERE)}: anywhere; {', '.join(ON_CUDA)}: CUDA and bfloat16",
+    _attention,
+    (
+        Example(
+            "model.attention=sdpa: this model has a soft cap in its attention: use model.attention=eager",
+            {"model.attention": "sdpa"},
+            {"description.family": "gemma2", "description.has_softcap": True},
+        ),
+        Example(
+            "model.attention=varlen: this model has sinks in its attention: use model.attention=eager",
+            {"model.attention": "varlen"},
+            {"description.family": "gpt_oss"},
+        ),
+        Example(
+            "model.attention=te computes in bfloat16, not float32",
+            {"model.dtype": "float32"},
+            {"model.attention": "te"},
+        ),
+        Example(
+            "model.attention=varlen computes in bfloat16, not float64",
+            {"model.attention": "varlen"},
+            {"model.dtype": "float64"},
+        ),
+        Example(
+            "model.attention=te with parallel.cp=2: it has no sliding windows there: use varlen",
+            {"parallel.cp": 2},
+            {"model.attention": "te", "description.has_windows": True},
+        ),
+    ),
+)
+WINDOWS = Rule("sliding windows", f"every attention backend; {', '.join(WITHOUT_WINDOWS_OVER_CP)} without cp")
+SOFTCAP_AND_SINKS = Rule("soft cap, sinks", f"attention {', '.join(WITH_SOFTCAP_AND_SINKS)} (auto chooses it)")
+TIED = Rule("tied embeddings", "with every axis")
+
+
+def _lora(asked: Combination) -> str | None:
+    lora = asked.model.lora
+    if lora is None:
+        return None
+    if asked.parallel.tp > 1 or asked.model.implementation != "transformers":
+        return (
+            "model.lora: adapters need parallel.tp=1 and model.implementation=transformers: set them, or leave lora out"
+        )
+    if "lm_head" in lora.targets:
+        return "model.lora.targets: lm_head cannot have adapters, for log-probabilities read its weight: remove it"
+    return None
+
+
+LORA = Rule(
+    "LoRA",
+    "attention and MLP of transformers models; with pp, cp, ep, dp",
+    _lora,
+    (
+        Example("model.lora: adapters need parallel.tp=1 and", {"parallel.tp": 2}, {"model.lora": {}}),
+        Example("model.lora: adapters need parallel.tp=1 and", _NEMO_CLASSES, {"model.lora": {}}),
+        Example(
+            "model.lora.targets: lm_head cannot have adapters",
+            {"model.lora": {"targets": ["q_proj", "lm_head"]}},
+            {"model.lora": {"targets": ["q_proj"]}},
+        ),
+    ),
+)
+
+
+def _routers(asked: Combination) -> str | None:
+    moe, family, name = asked.model.moe, asked.family, asked.description.family
+    if moe.aux_loss and not (family.is_moe and not family.has_router_bias):
+        return f"model.moe.aux_loss={moe.aux_loss}: a {name!r} model has no softmax router: set it to 0"
+    if moe.bias_update_rate and not family.has_router_bias:
+        return (
+            f"model.moe.bias_update_rate={moe.bias_update_rate}: the routers of a {name!r} model have no "
+            "bias: set it to 0"
+        )
+    return None
+
+
+ROUTERS = Rule(
+    "router auxiliary loss, bias update",
+    "softmax routers; deepseek_v3",
+    _routers,
+    (
+        Example("model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router", {"model.moe": {"aux_loss": 0.1}}),
+        Example(
+            "model.moe.aux_loss=0.1: a 'deepseek_v3' model has no softmax router",
+            {"model.moe": {"aux_loss": 0.1}},
+            {"description.family": "deepseek_v3", "description.num_experts": 8},
+        ),
+        Example(
+            "model.moe.bias_update_rate=0.1: the routers of a 'qwen3_moe' model have no bias: set it to 0",
+            {"model.moe": {"bias_update_rate": 0.1}},
+            MIXTURE,
+        ),
+    ),
+)

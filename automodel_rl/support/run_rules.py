@@ -1,0 +1,56 @@
+"""Rules of runs, by which a model that is loaded without a run is not judged."""
+
+from automodel_rl.config import GRPOConfig
+from automodel_rl.support.model_rules import MIXTURE, MOE_FAMILIES
+from automodel_rl.support.rule import Combination, Example, Rule
+
+_GRPO = {"algorithm": "grpo"}
+
+
+def _router_replay(asked: Combination) -> str | None:
+    run = asked.run
+    if not isinstance(run, GRPOConfig) or not run.router_replay.enabled or asked.description.num_experts:
+        return None
+    name = asked.description.family
+    return f"router_replay.enabled=true: a {name!r} model has no routers: set it to false, or use a mixture"
+
+
+ROUTER_REPLAY = Rule(
+    "router replay",
+    f"{', '.join(MOE_FAMILIES)}; every layout, schedule and recomputation; any rollout engine",
+    _router_replay,
+    (
+        Example(
+            "router_replay.enabled=true: a 'qwen3' model has no routers: set it to false, or use a mixture",
+            {"description.family": "qwen3", "description.num_experts": 0},
+            {**_GRPO, **MIXTURE, "router_replay.enabled": True},
+        ),
+    ),
+)
+
+
+def _rollout_length(asked: Combination) -> str | None:
+    run, context = asked.run, asked.description.context
+    if not isinstance(run, GRPOConfig) or context is None:
+        return None
+    longest = run.rollout.max_prompt_tokens + run.rollout.max_new_tokens
+    if longest <= context:
+        return None
+    return (
+        f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than the model's context of "
+        f"{context} tokens: lower one of them"
+    )
+
+
+ROLLOUT_LENGTH = Rule(
+    "prompt and completion (grpo)",
+    "together within the model's context",
+    _rollout_length,
+    (
+        Example(
+            "rollout.max_prompt_tokens + rollout.max_new_tokens = 17 is more than the model's context of 16 tokens",
+            {"rollout.max_prompt_tokens": 9},
+            {**_GRPO, "rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 8, "description.context": 16},
+        ),
+    ),
+)

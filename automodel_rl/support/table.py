@@ -1,0 +1,57 @@
+"""The table of what works together. All else is refused before weights load.
+
+What must hold within a config whatever the model (a schedule's name, a batch's size) is checked with that config.
+"""
+
+from automodel_rl.errors import InputError
+from automodel_rl.support import layout_rules, model_rules, run_rules, vision_rules
+from automodel_rl.support.rule import Combination
+
+RULES = (
+    model_rules.FAMILY,
+    vision_rules.VISION,
+    model_rules.NEMO,
+    model_rules.QUANTIZED,
+    model_rules.NOISE,
+    model_rules.BIDIRECTIONAL,
+    model_rules.ROTARY,
+    model_rules.ATTENTION_BACKENDS,
+    model_rules.WINDOWS,
+    model_rules.SOFTCAP_AND_SINKS,
+    layout_rules.SCHEDULE,
+    layout_rules.STAGES,
+    layout_rules.FSDP,
+    layout_rules.HSDP,
+    model_rules.TIED,
+    layout_rules.TENSOR_PARALLEL,
+    layout_rules.SEQUENCE_PARALLEL,
+    layout_rules.CONTEXT_PARALLEL,
+    layout_rules.RECOMPUTATION,
+    layout_rules.COMPILED,
+    model_rules.LORA,
+    model_rules.ROUTERS,
+    run_rules.ROUTER_REPLAY,
+    layout_rules.EXPERT_PARALLEL,
+    run_rules.ROLLOUT_LENGTH,
+)
+"""In the order in which they judge: the first ones look at the family, which the others take for a known one."""
+
+
+def check_supported(asked: Combination) -> None:
+    """Checks a combination by every rule.
+
+    Args:
+        asked: a run's, or a model's that is loaded without a run.
+
+    Raises:
+        InputError: a rule is broken; the message is the refusal of the first.
+    """
+    for rule in RULES:
+        if rule.refusal is not None and (message := rule.refusal(asked)) is not None:
+            raise InputError(message)
+
+
+def table() -> str:
+    """The rules as the Markdown table of README."""
+    rows = [f"| {rule.feature} | {rule.supported} |" for rule in RULES]
+    return "\n".join(["| feature | supported |", "|---|---|", *rows])

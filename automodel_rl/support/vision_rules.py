@@ -1,0 +1,111 @@
+"""The rule of vision-language models."""
+
+from automodel_rl.config import SFTConfig
+from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
+from automodel_rl.support.rule import Combination, Example, Rule
+
+SEEING_FAMILIES = tuple(
+    name
+    for name, family in FAMILIES.items()
+    if not family.is_moe and family.has_plain_norms and family.vision is None  # gemma's soft caps are not llava's
+)
+"""Families of language models that can have an encoder."""
+
+ENCODERS = ("clip_vision_model", "qwen2_5_vl_vision")
+
+_LLAVA = {
+    "description.family": "llama",
+    "description.vision": "llava",
+    "description.encoder": "clip_vision_model",
+    "description.vision_heads": 3,
+}
+_QWEN = {
+    "description.family": "qwen2_5_vl_text",
+    "description.vision": "qwen2_5_vl",
+    "description.encoder": "qwen2_5_vl_vision",
+}
+_ON_TWO_RANKS = {"ranks": "0-1", "dp_shard": 2}
+_DATA_RANKS = {"modules": {"vision": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
+_SPLIT_ENCODER = {"modules": {"vision": {"ranks": "0-1", "tp": 2}, "language": _ON_TWO_RANKS}}
+
+
+def _vision(asked: Combination) -> str | None:
+    vision, model = asked.description.vision, asked.model
+    if vision is None:
+        return _without_encoder(asked)
+    name = f"a {vision!r} model"
+    if asked.run is not None and not isinstance(asked.run, SFTConfig):
+        return f"model.path={model.path}: {name} is trained by sft only: use it"
+    if asked.description.family not in SEEING_FAMILIES:
+        return (
+            f"model.path: {name} with a {asked.description.family!r} language model is not supported: use one with "
+            f"{', '.join(SEEING_FAMILIES)}"
+        )
+    encoder = asked.description.encoder
+    if encoder not in ENCODERS:
+        return f"model.path: {name} with a {encoder!r} encoder is not supported: use {', '.join(ENCODERS)}"
+    if model.implementation != "transformers":
+        return f"model.implementation={model.implementation}: {name} runs transformers' classes only: use transformers"
+    if model.lora is not None:
+        return f"model.lora: {name} is trained without adapters: leave lora out, and freeze parts with model.frozen"
+    if {*model.frozen} == {"vision", "projector", "language"}:
+        return "model.frozen: all parts are frozen and nothing is left to train: leave one out"
+    tp = 1 if asked.modules is None else asked.modules.vision.tp
+    if tp > 1 and not VISION_FAMILIES[vision].tp_plan:
+        return f"modules.vision.tp={tp}: the encoder of {name} cannot be split over tp: use dp_shard"
+    if asked.description.vision_heads % tp:
+        return f"modules.vision.tp={tp} must divide the encoder's {asked.description.vision_heads} attention heads"
+    return None
+
+
+def _without_encoder(asked: Combination) -> str | None:
+    name = f"a {asked.description.family!r} model"
+    if asked.modules is not None:
+        return f"modules: {name} has one module: give its layout in parallel"
+    return f"model.frozen: {name} has no encoder: leave it out" if asked.model.frozen else None
+
+
+VISION = Rule(
+    "vision-language models (sft)",
+    f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
+    "CLIP's encoder or its own; images; every layout of the language model; "
+    f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; no LoRA",
+    _vision,
+    (
+        Example("modules: a 'qwen3' model has one module: give its layout in parallel", _DATA_RANKS),
+        Example("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
+        Example("model.path=m: a 'llava' model is trained by sft only: use it", {"algorithm": "dpo"}, _LLAVA),
+        Example("model.path=m: a 'qwen2_5_vl' model is trained by sft only: use it", {"algorithm": "grpo"}, _QWEN),
+        Example(
+            "model.path: a 'llava' model with a 'gemma2' language model is not supported: use one with llama,",
+            {"description.family": "gemma2"},
+            _LLAVA,
+        ),
+        Example(
+            "model.path: a 'llava' model with a 'siglip_vision_model' encoder is not supported: use clip_vision_model",
+            {"description.encoder": "siglip_vision_model"},
+            _LLAVA,
+        ),
+        Example(
+            "model.implementation=nemo_automodel: a 'llava' model runs transformers' classes only: use transformers",
+            {"model.implementation": "nemo_automodel"},
+            _LLAVA,
+        ),
+        Example("model.lora: a 'llava' model is trained without adapters: leave lora out", {"model.lora": {}}, _LLAVA),
+        Example(
+            "model.frozen: all parts are frozen and nothing is left to train: leave one out",
+            {"model.frozen": ["vision", "projector", "language"]},
+            {**_LLAVA, "model.frozen": ["vision", "projector"]},
+        ),
+        Example(
+            "modules.vision.tp=2: the encoder of a 'qwen2_5_vl' model cannot be split over tp: use dp_shard",
+            _SPLIT_ENCODER,
+            {**_QWEN, **_DATA_RANKS},
+        ),
+        Example(
+            "modules.vision.tp=2 must divide the encoder's 3 attention heads",
+            _SPLIT_ENCODER,
+            {**_LLAVA, **_DATA_RANKS},
+        ),
+    ),
+)

@@ -1,0 +1,61 @@
+"""Training, plan and verify refuse the same runs in the same words, before weights are read: here there are none."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlavaConfig, Qwen3Config
+
+from automodel_rl.config import ALGORITHMS
+from automodel_rl.config.load import check_config
+from automodel_rl.errors import InputError
+from automodel_rl.support.rule import Keys
+from automodel_rl.tools.plan.command import plan
+from automodel_rl.tools.verify.command import verify
+from automodel_rl.trainers.dpo import DPOTrainer
+from automodel_rl.trainers.grpo import GRPOTrainer
+from automodel_rl.trainers.sft import SFTTrainer
+from tests.unit.support.combinations import RUN, RUNS, nested
+
+TRAINERS: dict[str, Callable[[Any], object]] = {"sft": SFTTrainer, "dpo": DPOTrainer, "grpo": GRPOTrainer}
+
+
+def config_of(folder: Path, algorithm: str, keys: Keys) -> Any:
+    paths = {"model.path": str(folder / "model"), "output": str(folder / "run")}
+    return check_config(ALGORITHMS[algorithm], nested({**RUN, **RUNS[algorithm], **paths, **keys}))
+
+
+def refusal(action: Callable[[], object]) -> str:
+    with pytest.raises(InputError) as error:
+        action()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "keys", "message"),
+    [
+        (LlavaConfig(), "dpo", {}, "a 'llava' model is trained by sft only: use it"),
+        (LlavaConfig(), "grpo", {}, "a 'llava' model is trained by sft only: use it"),
+        (Qwen3Config(max_position_embeddings=15), "grpo", {}, "= 16 is more than the model's context of 15 tokens"),
+        (Qwen3Config(), "grpo", {"router_replay.enabled": True}, "a 'qwen3' model has no routers"),
+        (Qwen3Config(), "sft", {"model.lora": {"targets": ["lm_head"]}}, "lm_head cannot have adapters"),
+        (Qwen3Config(num_hidden_layers=1), "dpo", {"parallel.pp": 2}, "the model has 1 layers and a stage needs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_all_commands_refuse_the_same(tmp_path: Path, model: Any, algorithm: str, keys: Keys, message: str) -> None:
+    model.save_pretrained(tmp_path / "model")
+    config = config_of(tmp_path, algorithm, keys)
+    said = refusal(lambda: TRAINERS[algorithm](config))
+    assert message in said
+    assert refusal(lambda: plan(config, None, "H200", as_json=False)) == said
+    assert refusal(lambda: verify(config, as_json=False)) == said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("algorithm", TRAINERS)
+def test_a_missing_chat_template_is_found_before_weights_are_read(tmp_path: Path, algorithm: str) -> None:
+    Qwen3Config().save_pretrained(tmp_path / "model")
+    config = config_of(tmp_path, algorithm, {})
+    assert "the tokenizer has no chat template" in refusal(lambda: TRAINERS[algorithm](config))
