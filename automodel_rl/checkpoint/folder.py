@@ -19,7 +19,7 @@ from automodel_rl.files import write_complete
 
 MARKER = "checkpoint.json"
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout of a checkpoint's folder. Any other is refused."""
 
 CONFIG = "config.yaml"

@@ -46,6 +46,7 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
     parameters = _trained(handle)
     reader = SafetensorsReader(folder)
     _check_names(handle, parameters, reader)
+    handle.has_changed = True
     copy = None if handle.tied is None else handle.tied.trained_copy
     if copy is not None:  # restored from the weight it copies, which with V placement is on the same rank
         parameters["language"].setdefault(EMBEDDING, copy)

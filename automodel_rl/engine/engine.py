@@ -254,6 +254,7 @@ class Engine:
             for parameters in by_mesh(every_copy):
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
         self.handle.before_change()
+        self.handle.has_changed = True
         with self.moments_on_device():
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:

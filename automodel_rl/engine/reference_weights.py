@@ -12,14 +12,20 @@ from automodel_rl.parallel.sharding import local_tensor
 
 
 class ReferenceWeights:
-    """The weights that a handle has now, kept once on the host, every part's. Where adapters are trained, nothing is
-    kept: the reference is the model without them.
+    """The weights that a model was loaded with, kept once on the host, every part's.
+
+    Where adapters are trained, nothing is kept: the reference is the model without them.
 
     Args:
         handle: the model.
+
+    Raises:
+        RuntimeError: weights have changed since the model was loaded, by training or by a checkpoint.
     """
 
     def __init__(self, handle: ModelHandle):
+        if handle.has_changed and handle.model.lora is None:
+            raise RuntimeError("ReferenceWeights are the first weights: make them before a step or a resume")
         self.handle = handle
         self._shards: list[torch.Tensor] = []
         if handle.model.lora is None:

@@ -78,6 +78,7 @@ class ModelHandle:
         flops: of a sequence in a training step, by its length; those of the encoder are not counted.
         router_shape: what routes of the whole model look like, None for a dense one.
         extras: of every part of the language model.
+        has_changed: whether training or a checkpoint has changed the weights since they were loaded.
         tied: the two copies of a tied embedding, where a pipeline has split them.
 
     Example:
@@ -108,6 +109,7 @@ class ModelHandle:
         is_cut = self.whole_config.tie_word_embeddings and self.layout.parallel.pp > 1
         self.tied = tied_embedding(language, self.layout) if is_cut else None
         self._readers: list[Callable[[], None]] = []
+        self.has_changed = False
 
     @classmethod
     def from_pretrained(
@@ -253,7 +255,7 @@ class ModelHandle:
         self._readers.append(hold)
 
     def before_change(self) -> None:
-        """For whoever changes weights or what belongs to them: lets readers finish first."""
+        """Lets readers finish. Whoever changes weights, or what belongs to them, calls this first."""
         while self._readers:
             self._readers.pop()()
 

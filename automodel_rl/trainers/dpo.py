@@ -15,7 +15,7 @@ from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import dpo_loss
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.trainers.packed_data import PackedData
-from automodel_rl.trainers.run import Run, choose_loss, layout_summary, open_run
+from automodel_rl.trainers.run import Goal, Run, choose_loss, layout_summary, open_run
 
 Precomputed = dict[tuple[Draw, int], Tensor]
 """Log-probabilities of the reference for each sequence of the data, by `_key`."""
@@ -46,15 +46,13 @@ class DPOTrainer:
         self.tokenizer = chat.tokenizer
         self.data = PackedData(config, PairDataset, chat, self.handle)
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
-        # All of these before a checkpoint takes the place of the weights that training starts from.
+        # What needs the first weights, before a checkpoint takes their place.
         self.reference, self.precomputed = self._make_reference()
         self.validation = [
-            row
-            for packed in self.data.every_record(config.data.validation)
-            for row in self.engine.add_logprobs(packed.batches, "ref_logprobs")
+            row for packed in self.data.every_record(config.data.validation) for row in self._scored(packed)
         ]
-        self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train, max_minutes)
-        self.run.resume()
+        self.run = Run(config, directory, self.engine, Goal(self.data.total_steps, max_minutes))
+        self.run.resume({"data": self.data.train})
 
     def train(self) -> Path:
         """Runs to the end.
@@ -99,6 +97,12 @@ class DPOTrainer:
         shares = gather_objects(own, self.handle.layout.data_control)
         return None, {key: logprobs for share in shares for key, logprobs in share.items()}
 
+    def _scored(self, packed: PackedStep) -> list[PackedBatch]:
+        """The rows with log-probabilities under the weights that are there, if the loss compares with them."""
+        if not self.config.loss.needs_reference:
+            return packed.batches
+        return self.engine.add_logprobs(packed.batches, "ref_logprobs")
+
     def _with_reference(self, packed: PackedStep) -> list[PackedBatch]:
         """The rows with the reference's log-probabilities, if the loss compares with them."""
         if self.precomputed:
@@ -107,7 +111,7 @@ class DPOTrainer:
         if self.reference is None:
             return packed.batches
         with self.reference.in_place():
-            return self.engine.add_logprobs(packed.batches, "ref_logprobs")
+            return self._scored(packed)
 
     def _summary(self) -> str:
         sampler = self.data.train.sampler

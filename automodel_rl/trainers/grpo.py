@@ -5,7 +5,6 @@ import functools
 import itertools
 import operator
 from pathlib import Path
-from typing import Any
 
 from automodel_rl.config import GRPOConfig
 from automodel_rl.data.loader import PackedStep
@@ -23,10 +22,8 @@ from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.trainers.policy_rows import Rows, pack_updates, with_advantages
 from automodel_rl.trainers.rollout_queue import RolloutQueue
 from automodel_rl.trainers.route_exchange import with_routes
-from automodel_rl.trainers.run import Run, Step, choose_loss, layout_summary, open_run
-
-STEPS_WITHOUT_SIGNAL = 10
-"""Steps in a row from which nothing can be learned, after which a run ends."""
+from automodel_rl.trainers.run import Goal, Run, Step, choose_loss, layout_summary, open_run
+from automodel_rl.trainers.signal_watch import SignalWatch
 
 
 class GRPOTrainer:
@@ -61,23 +58,15 @@ class GRPOTrainer:
         self.readout = Readout(config.rollout.temperature, entropy=True)
         total_steps = config.length.steps or _steps_of_epochs(config, self.prompts)
         self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.updates)
-        # Before a checkpoint takes the place of the weights that training started from.
+        # What needs the first weights, before a checkpoint takes their place.
         self.reference = ReferenceWeights(self.handle) if config.needs_reference else None
         self.errors = ErrorWatch(config.rewards)
         self.rollouts = RolloutCollector(config, self.handle, self.tokenizer, Scorer(config.rewards))
         self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)
-        self.steps_without_signal = 0
-        self.run = Run(
-            config,
-            directory,
-            self.engine,
-            total_steps,
-            self,
-            max_minutes,
-            best_metric="val/reward_mean",
-            higher_is_better=True,
-        )
-        self.run.resume()
+        self.signal = SignalWatch(directory.rollouts)
+        goal = Goal(total_steps, max_minutes, best_metric="val/reward_mean", higher_is_better=True)
+        self.run = Run(config, directory, self.engine, goal)
+        self.run.resume({"prompts": self.queue, "signal": self.signal})
         self.samples: list[Sample] = []
 
     def train(self) -> Path:
@@ -113,19 +102,6 @@ class GRPOTrainer:
         self.run.save_model(self.tokenizer)
         return self.run.finish(f"GRPO of {self.config.model.path}", self.samples)
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's place in the run, as JSON."""
-        return {"prompts": self.queue.state_dict(), "steps_without_signal": self.steps_without_signal}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes back to a place.
-
-        Args:
-            state: what `state_dict` gave there.
-        """
-        self.queue.load_state_dict(state["prompts"])
-        self.steps_without_signal = state["steps_without_signal"]
-
     def _summary(self) -> str:
         rollout = self.config.rollout
         return (
@@ -135,18 +111,17 @@ class GRPOTrainer:
 
     def _collect(self, step: Step) -> tuple[list[Group], list[PackedStep]]:
         """Rewarded completions of this step's prompts, packed, and the metrics of them."""
-        before = self.state_dict()
+        before = self.run.place()
         try:
             with step.time("rollout"):
                 generated, groups = self._generate()
-            self._check_signal(groups)
+            self.signal.look_at(groups)
             step.row |= rollout_metrics(generated, self.config.reward_names, self.rollouts.updates)
             self._warn_of_errors(all_scores(generated), f"step {self.run.step}")
             with step.time("pack"):
                 updates = self._pack(groups, step)
         except (RolloutError, InputError):
-            self.load_state_dict(before)
-            self.run.abandon_step()
+            self.run.abandon_step(before)
             raise
         step.row["data/num_overlong_prompts"] = self.prompts.num_overlong
         if self.run.is_first_rank:
@@ -180,15 +155,6 @@ class GRPOTrainer:
             error = next(r.completion.error for group in generated for r in group.rollouts if r.completion.error)
             raise RolloutError(f"every group has a completion that failed, the first with: {error}")
         return generated, chosen
-
-    def _check_signal(self, groups: list[Group]) -> None:
-        self.steps_without_signal = 0 if any(group.has_signal for group in groups) else self.steps_without_signal + 1
-        if self.steps_without_signal >= STEPS_WITHOUT_SIGNAL:
-            raise RolloutError(
-                f"in {STEPS_WITHOUT_SIGNAL} steps in a row no prompt had completions with different rewards, so there "
-                f"is nothing to learn: look at {self.run.directory.rollouts}, use easier or harder prompts, or raise "
-                "rollout.group_size"
-            )
 
     def _pack(self, groups: list[Group], step: Step) -> list[PackedStep]:
         """The updates of a step, with routes if they are replayed."""
@@ -230,7 +196,7 @@ class GRPOTrainer:
 
     def _warn(self, step: Step) -> None:
         """Says on the console what is wrong with a step's rollouts."""
-        if self.steps_without_signal == 1:
+        if self.signal.num_steps == 1:
             self.run.say(f"warning: no group of step {self.run.step} has rewards that differ; it taught nothing")
         if step.row["rollout/failed"]:
             self.run.say(

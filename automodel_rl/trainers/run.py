@@ -7,6 +7,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,59 +39,69 @@ from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
 
 
 class Resumable(Protocol):
-    """Something with a place that a resumed run goes back to."""
+    """Something with a place that a resumed run goes back to. The place is JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Goal:
+    """Where a run goes.
+
+    Attributes:
+        total_steps: of the whole run.
+        max_minutes: after which the run saves and stops, counted from the start of the process; None for no limit.
+        best_metric: the metric by which the best checkpoint is told.
+        higher_is_better: whether its largest value is the best.
+    """
+
+    total_steps: int
+    max_minutes: float | None = None
+    best_metric: str = "val/loss"
+    higher_is_better: bool = False
+
+
 class Run:
     """A run of a number of steps. A trainer does the step; this does what comes around it.
+
+    A trainer makes its parts in this order: what needs the model's first weights, then the run, then `resume`, which
+    may put a checkpoint in the place of those weights, then `steps`.
 
     Args:
         config: of the run.
         directory: its files.
         engine: what is trained.
-        total_steps: of the whole run.
-        source: what each rank's data comes from, whose place is stored with every checkpoint.
-        max_minutes: after which the run saves and stops, counted from the start of the process; None for no limit.
-        best_metric: by which the best checkpoint is told.
-        higher_is_better: of that metric.
+        goal: where the run goes.
 
     Attributes:
         is_finished: the run that is to go on is done; there is nothing to write.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: RunDirectory,
-        engine: Engine,
-        total_steps: int,
-        source: Resumable,
-        max_minutes: float | None,
-        best_metric: str = "val/loss",
-        higher_is_better: bool = False,
-    ):
-        self.config, self.directory, self.engine = config, directory, engine
-        self.total_steps, self.source = total_steps, source
-        self.best_metric = best_metric
-        self.ends_at = None if max_minutes is None else flight.started + 60 * max_minutes
+    def __init__(self, config: RunConfig, directory: RunDirectory, engine: Engine, goal: Goal):
+        self.config, self.directory, self.engine, self.goal = config, directory, engine, goal
+        self.total_steps = goal.total_steps
+        self.ends_at = None if goal.max_minutes is None else flight.started + 60 * goal.max_minutes
+        self._parts: dict[str, Resumable] = {}
         self.step = 0
         self.is_finished = False
         self.is_first_rank = dist.get_rank() == 0
         self.mentioned_overlong = False
         self.trackers: list[Tracker] = []
-        self.progress = Progress(total_steps, 0, quiet=not self.is_first_rank)
-        self.checkpoints = RunCheckpoints(config, directory, engine, higher_is_better)
+        self.progress = Progress(goal.total_steps, 0, quiet=not self.is_first_rank)
+        self.checkpoints = RunCheckpoints(config, directory, engine, goal.higher_is_better)
         engine.keep_rows_in = directory.not_finite
 
-    def resume(self) -> None:
+    def resume(self, parts: dict[str, Resumable]) -> None:
         """Goes on from the checkpoint that was asked for, if there is one.
+
+        Args:
+            parts: by name what has a place in the run, which is stored with every checkpoint.
 
         Raises:
             InputError: none can be used, or the run is past its end.
         """
+        self._parts = parts
         if self.directory.resume == NEVER:
             return
         finished = self.directory.is_finished(self.total_steps)
@@ -102,8 +113,17 @@ class Run:
         if stored is not None:
             progress, rank_state = stored
             self.step = progress["step"]
-            self.source.load_state_dict(rank_state["source"])
+            self.go_back_to(rank_state)
         self.directory.check_length(self.total_steps)
+
+    def place(self) -> dict[str, Any]:
+        """The place of this rank's parts in the run, as JSON."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def go_back_to(self, place: dict[str, Any]) -> None:
+        """Puts all parts back to what `place` gave."""
+        for name, part in self._parts.items():
+            part.load_state_dict(place[name])
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator["Step"]:
         """Yields every step that is left; when the trainer is done with it, shows, stores and checkpoints.
@@ -145,7 +165,7 @@ class Run:
         stops = (stopped or late) and not self.is_over
         self._warn(self.checkpoints.poll())
         if stops or due or self.is_due(self.config.checkpoint.every_steps):
-            self.save_checkpoint(step.row.get(self.best_metric))
+            self.save_checkpoint(step.row.get(self.goal.best_metric))
         if stops:
             self._stop(stop.name or ("a signal to another rank" if stopped else "--max-minutes"))
 
@@ -210,10 +230,15 @@ class Run:
     def save_checkpoint(self, metric: float | None = None) -> None:
         """Args: metric of this step, by which the best checkpoint is told; None if it was not measured."""
         with flight.phase("checkpoint"):
-            self._warn(self.checkpoints.save(self.step, {"source": self.source.state_dict()}, metric))
+            self._warn(self.checkpoints.save(self.step, self.place(), metric))
 
-    def abandon_step(self) -> None:
-        """Stores the run as it was before the running step, which cannot be done."""
+    def abandon_step(self, before: dict[str, Any]) -> None:
+        """Stores the run as it was before the running step, which cannot be done.
+
+        Args:
+            before: the place before the step.
+        """
+        self.go_back_to(before)
         self.step -= 1
         if self.step:
             self.save_checkpoint()

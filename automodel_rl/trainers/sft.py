@@ -7,7 +7,7 @@ from automodel_rl.data.examples import ChatDataset
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
 from automodel_rl.trainers.packed_data import PackedData
-from automodel_rl.trainers.run import Run, choose_loss, layout_summary, open_run
+from automodel_rl.trainers.run import Goal, Run, choose_loss, layout_summary, open_run
 
 
 class SFTTrainer:
@@ -36,8 +36,8 @@ class SFTTrainer:
         self.data = PackedData(config, ChatDataset, chat, self.handle)
         self.validation = [row for step in self.data.every_record(config.data.validation) for row in step.batches]
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
-        self.run = Run(config, directory, self.engine, self.data.total_steps, self.data.train, max_minutes)
-        self.run.resume()
+        self.run = Run(config, directory, self.engine, Goal(self.data.total_steps, max_minutes))
+        self.run.resume({"data": self.data.train})
 
     def train(self) -> Path:
         """Runs to the end.

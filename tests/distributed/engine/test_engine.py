@@ -15,6 +15,7 @@ from automodel_rl import sft_loss as plain_sft_loss
 from automodel_rl.batch import pack_row
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig
+from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import InputError, TrainingDivergedError
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.tools.verify.one_process import OneProcess, Training
@@ -216,3 +217,17 @@ def test_weights_with_nan_are_named_on_every_rank(ranks: RankPool, tmp_path: Pat
         assert message.endswith(
             "tensor model.layers.3.mlp.up_proj.weight holds NaN or infinite weights: use an intact checkpoint"
         )
+
+
+def late_reference(folder: Path) -> str:
+    engine = make_engine(folder, ParallelConfig())
+    ReferenceWeights(engine.handle)
+    engine.train_step(rows_of(engine), plain_sft_loss)
+    with pytest.raises(RuntimeError) as raised:
+        ReferenceWeights(engine.handle)
+    return str(raised.value)
+
+
+def test_reference_weights_cannot_be_taken_from_a_model_that_was_trained(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    assert ranks(1).run(late_reference, tmp_path)[0].startswith("ReferenceWeights are the first weights")
