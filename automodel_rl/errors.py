@@ -82,7 +82,7 @@ class RolloutError(JobEndedError):
 
 
 class WeightSyncError(RuntimeError):
-    """The weights of a rollout engine could not be brought up to date; until they are, it does not generate."""
+    """A generator did not get the new weights; until it does, it does not generate."""
 
 
 def innermost(error: BaseException) -> str:
@@ -108,5 +108,5 @@ def line_of_caller(error: BaseException) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why a sync failed: an error that is written for it speaks for itself, any other is named."""
+    """Why a weight sync failed: an error that is written for it speaks for itself, any other is named."""
     return str(error) if isinstance(error, WeightSyncError) else innermost(error)

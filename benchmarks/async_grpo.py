@@ -3,9 +3,9 @@
     automodel-rl quickstart FOLDER
     OMP_NUM_THREADS=1 python benchmarks/async_grpo.py FOLDER
 
-The demo's GRPO on one rank, the engine in a process of its own on another core, once with rollout.max_staleness 0 and
-once with 1. The learning rate falls to 0: at a constant one, delay makes a policy that is near its best swing.
-`--batch-size` is the engine's, and by it a rollout costs as much as the rest of a step. Prints a JSON line for each
+The demo's GRPO on one rank, the generator in a process of its own on another core, once with rollout.max_staleness 0
+and once with 1. The learning rate falls to 0: at a constant one, delay makes a policy that is near its best swing.
+`--batch-size` is the generator's, and by it a rollout costs as much as the rest of a step. Prints a JSON line for each
 run, with mean rewards of held-out prompts and the medians of the parts of a step.
 """
 

@@ -1,15 +1,15 @@
-"""Steps of GRPO with real generation: where the time goes, and whether engine and trainer agree.
+"""Steps of GRPO with real generation: where the time goes, and whether generator and trainer agree.
 
-    python benchmarks/grpo.py PROMPTS.jsonl --engine transformers
-    python benchmarks/grpo.py PROMPTS.jsonl --engine vllm --vllm-python PYTHON             on the same device
-    python benchmarks/grpo.py PROMPTS.jsonl --engine vllm --vllm-python PYTHON --device 1  on another one
+    python benchmarks/grpo.py PROMPTS.jsonl --generator transformers
+    python benchmarks/grpo.py PROMPTS.jsonl --generator vllm --vllm-python PYTHON             on the same device
+    python benchmarks/grpo.py PROMPTS.jsonl --generator vllm --vllm-python PYTHON --device 1  on another one
     python benchmarks/grpo.py PROMPTS.jsonl --workload W2 --replay ...                     with router replay
     python benchmarks/grpo.py PROMPTS.jsonl --tiny                                         check the script on a CPU
 
 W1, a dense 1.5B model, or W2, a mixture of 3.2B, with random weights and a tokenizer trained on the prompts, bf16. 16
 prompts x 8 completions of at most 256 tokens; the reward is the share of digits, so that random models differ in it.
 Prints a JSON line a step, and one with the medians over the steps after the first. With --replay every step also has
-the mean and the largest |engine's - trainer's log-probability| with replay and without.
+the mean and the largest |generator's - trainer's log-probability| with replay and without.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 WORK = ("time/rollout_s", "time/logprobs_s", "time/train_s", "time/sync_s")
-"""Model compute: of the engine, of the trainer, and moving weights between them."""
+"""Model compute: of the generator, of the trainer, and moving weights between them."""
 
 
 def digits(completion: str, example: dict[str, Any]) -> float:
@@ -56,7 +56,7 @@ def main() -> None:
     rows = rows[1:] or rows
     result = {key: statistics.median(row[key] for row in rows) for key in sorted(rows[0]) if shown(rows[0], key)}
     share = [1 - sum(row[key] for key in WORK) / row["time/step_s"] for row in rows]
-    print(json.dumps({"engine": options.engine, "overhead": statistics.median(share), **result}))
+    print(json.dumps({"generator": options.generator, "overhead": statistics.median(share), **result}))
 
 
 def shown(row: dict[str, Any], key: str) -> bool:
@@ -75,7 +75,7 @@ def shown(row: dict[str, Any], key: str) -> bool:
 
 
 def watch_differences(trainer: Any) -> list[dict[str, float]]:
-    """Of every step, |engine's - trainer's log-probability| over the completions' tokens; filled while it trains."""
+    """Of every step, |generator's - trainer's log-probability| over the completions' tokens; filled while it trains."""
     found: list[dict[str, float]] = []
     train_step = trainer.engine.train_step
 
@@ -122,7 +122,7 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
             "group_size": 8,
             "max_prompt_tokens": 512,
             "max_new_tokens": longest,
-            "engine": options.engine,
+            "generator": options.generator,
             "own_process": options.own_process,
             "devices": [] if options.device is None else [options.device],
             "max_staleness": options.max_staleness,
@@ -141,12 +141,12 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", help="JSON lines with prompt")
-    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--generator", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--workload", choices=["W1", "W2"], default="W1")
     parser.add_argument("--replay", action="store_true", help="router replay, and a pass without it to compare")
-    parser.add_argument("--own-process", action="store_true", help="the transformers engine in a process of its own")
-    parser.add_argument("--device", type=int, help="the engine's own, by its number")
+    parser.add_argument("--own-process", action="store_true", help="the transformers generator in a process of its own")
+    parser.add_argument("--device", type=int, help="the generator's own, by its number")
     parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--memory-fraction", type=float, default=0.3)
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs, which starts sooner")

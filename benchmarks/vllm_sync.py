@@ -29,10 +29,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.config import WeightSyncConfig
+from automodel_rl.generator_messages import Request, VllmSettings
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.quiet import quiet_libraries
-from automodel_rl.rollout.protocol import Completion, Request, RolloutEngine
-from automodel_rl.rollout.vllm_engine import VllmServers, start_vllm
+from automodel_rl.rollout.protocol import Completion, Generator
+from automodel_rl.rollout.vllm_checks import connect_servers
+from automodel_rl.rollout.vllm_process import start_vllm
+from automodel_rl.rollout.vllm_servers import VllmServers
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm import VllmNccl, VllmSameDevice
@@ -90,35 +93,35 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, handle: ModelHandle, trainer: Engine, source: Path, server: Any) -> None:
-    engine: Any
+    generator: Any
     transport: Transport
     if server is not None:
-        engine = VllmServers([server.url], SAMPLING)
-        transport = VllmNccl(engine, handle.layout, 120.0)
+        generator = VllmServers(connect_servers([server.url], routes=False), SAMPLING, leads=True)
+        transport = VllmNccl(generator.weights, handle.layout, 120.0)
     else:
-        engine = start(options, source)
+        generator = start(options, source)
         way = VllmSameDevice if options.device is None else VllmNccl
-        transport = way(engine, handle.layout, 120.0)
+        transport = way(generator, handle.layout, 120.0)
     sync = WeightSync(handle, transport, WeightSyncConfig(buffer_mib=64.0, timeout=120.0))
-    report("checkpoint", trainer, engine.submit(requests(COUNT))())
+    report("checkpoint", trainer, generator.submit(requests(COUNT))())
     rows = pack([sequence_of(request.prompt, []) for request in requests(COUNT)], 512)
     for _ in range(8):
         trainer.train_step(rows, sft_loss)
-    report("old weights, new trainer (must be large)", trainer, engine.submit(requests(COUNT))())
+    report("old weights, new trainer (must be large)", trainer, generator.submit(requests(COUNT))())
     for _ in range(3):
-        sync.update()
+        sync.send()
         say({"sync_seconds": round(sync.seconds, 3), "gb": round(sync.num_bytes / 1e9, 3)})
-    report("after the sync", trainer, engine.submit(requests(COUNT))())
-    running = engine.submit(requests(1000))
-    sync.update()
+    report("after the sync", trainer, generator.submit(requests(COUNT))())
+    running = generator.submit(requests(1000))
+    sync.send()
     completions = running()
     say({"versions of requests that ran during a sync": sorted({c.versions for c in completions})})
     report("requests that ran during a sync of the same weights", trainer, completions[:COUNT])
     sync.disconnect()
-    engine.close()
+    generator.close()
 
 
-def start(options: argparse.Namespace, source: Path) -> RolloutEngine:
+def start(options: argparse.Namespace, source: Path) -> Generator:
     llm = {
         "model": str(source),
         "dtype": "bfloat16",
@@ -128,7 +131,7 @@ def start(options: argparse.Namespace, source: Path) -> RolloutEngine:
         "enforce_eager": True,
         "weight_transfer_config": {"backend": "same_device" if options.device is None else "nccl"},
     }
-    return start_vllm(options.python, llm, SAMPLING, str(options.device or 0))
+    return start_vllm(options.python, VllmSettings(llm, SAMPLING), str(options.device or 0))
 
 
 def start_server(options: argparse.Namespace, source: Path) -> Any:
@@ -163,7 +166,7 @@ def sequence_of(prompt: list[int], completion: list[int]) -> TokenSequence:
 
 
 def report(what: str, trainer: Engine, completions: Sequence[Completion]) -> None:
-    """How far the engine's log-probabilities are from the trainer's."""
+    """How far the generator's log-probabilities are from the trainer's."""
     pairs = list(zip(requests(len(completions)), completions, strict=True))
     differences = []
     for start_ in range(0, len(pairs), 8):  # one sequence a row, so that they keep their order

@@ -1,16 +1,16 @@
-"""How fast the weights of a 7B shape reach rollout engines, against the link's own speed.
+"""How fast the weights of a 7B shape reach generators, against the link's own speed.
 
-    python benchmarks/weight_sync.py same     trainer and engine on one GPU: ipc
-    python benchmarks/weight_sync.py two      trainer on one GPU, engine on another: collective
-    python benchmarks/weight_sync.py shards   FSDP2 over two GPUs, an engine on each: ipc
-    python benchmarks/weight_sync.py stages   PP2 on two GPUs, engines on two others: collective
+    python benchmarks/weight_sync.py same     trainer and generator on one GPU: ipc
+    python benchmarks/weight_sync.py two      trainer on one GPU, generator on another: collective
+    python benchmarks/weight_sync.py shards   FSDP2 over two GPUs, a generator on each: ipc
+    python benchmarks/weight_sync.py stages   PP2 on two GPUs, generators on two others: collective
     ... --tiny                                check the script on a CPU
 
-Random bf16 weights of Qwen2.5-7B's shape, fp32 masters on the trainer, so that casting is included. The engine is a
-transformers model in a process of its own. Times are from the call of WeightSync.update to its return on the slowest
-rank: telling the engine, casting, gathering, packing, sending, unpacking, and the engine's report. The ceiling is plain
+Random bf16 weights of Qwen2.5-7B's shape, fp32 masters on the trainer, so that casting is included. The generator is a
+transformers model in a process of its own. Times are from the call of WeightSync.send to its return on the slowest
+rank: telling the generator, casting, gathering, packing, sending, unpacking, and its report. The ceiling is plain
 torch.distributed.broadcast over NCCL of as many bytes, between the same GPUs, just before. Prints a JSON line for each
-setting, with medians over the updates after two to warm up.
+setting, with medians over the syncs after two to warm up.
 """
 
 import argparse
@@ -44,13 +44,13 @@ class Case:
 
     Attributes:
         layout: of the trainer.
-        first_engine: device of the first rank's engine; the others follow.
+        first_generator: device of the first rank's generator; the others follow.
         receivers: devices that the ceiling's broadcast goes to from device 0.
         settings: (transport, buffer_mib, num_buffers).
     """
 
     layout: ParallelConfig
-    first_engine: int
+    first_generator: int
     receivers: tuple[int, ...]
     settings: tuple[tuple[str, float, int], ...]
 
@@ -114,7 +114,7 @@ def measure_ceiling(name: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=list(CASES))
-    parser.add_argument("--updates", type=int, default=9)
+    parser.add_argument("--syncs", type=int, default=9)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--ceiling", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

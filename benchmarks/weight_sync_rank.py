@@ -19,8 +19,10 @@ from automodel_rl.model.build import build_empty_model
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.layout import Meshes, build_layout
 from automodel_rl.parallel.sharding import give_storage, local_tensor
-from automodel_rl.rollout.engine_process import EngineProcess
-from automodel_rl.rollout.make_engine import start_transformers
+from automodel_rl.rollout.generator_process import GeneratorProcess
+from automodel_rl.rollout.make_generator import start_transformers
+from automodel_rl.rollout.model_copy import ModelCopy
+from automodel_rl.rollout.transformers_generator import Writing
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.ipc import Ipc
 from automodel_rl.weight_sync.sync import WeightSync
@@ -28,21 +30,21 @@ from automodel_rl.weight_sync.transport import Transport
 
 
 def measure(name: str, case: Case, sizes: dict[str, Any], options: argparse.Namespace) -> None:
-    """All settings of a case, one after the other, with the same model and engine."""
+    """All settings of a case, one after the other, with the same model and generator."""
     quiet_libraries()
     handle = random_model(sizes, case.layout)
-    engine = start_engine(handle, case.first_engine + dist.get_rank())
+    generator = start_generator(handle, case.first_generator + dist.get_rank())
     for transport, mib, num_buffers in case.settings:
         config = WeightSyncConfig(buffer_mib=0.1 if options.tiny else mib, num_buffers=num_buffers, timeout=60.0)
-        sync = WeightSync(handle, make_transport(transport, engine, handle, config.timeout), config)
+        sync = WeightSync(handle, make_transport(transport, generator, handle, config.timeout), config)
         seconds = []
-        for _ in range(2 + options.updates):
+        for _ in range(2 + options.syncs):
             dist.barrier()
-            sync.update()
+            sync.send()
             slowest = torch.tensor(sync.seconds, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=handle.layout.world_control)
             seconds.append(slowest.item())
-        check(handle, sync, engine, config, transport)
+        check(handle, sync, generator, config, transport)
         sync.disconnect()
         if dist.get_rank() == 0:
             median = statistics.median(seconds[2:])
@@ -50,25 +52,27 @@ def measure(name: str, case: Case, sizes: dict[str, Any], options: argparse.Name
             spread = {"fastest": round(min(seconds[2:]), 4), "slowest": round(max(seconds[2:]), 4)}
             setting = {"transport": transport, "buffer_mib": mib, "num_buffers": num_buffers}
             print(json.dumps({"case": name, **setting, "gb": round(sync.num_bytes / 1e9, 2), **result, **spread}))
-    engine.close()
+    generator.close()
 
 
-def check(handle: ModelHandle, sync: WeightSync, engine: EngineProcess, config: WeightSyncConfig, way: str) -> None:
-    """One more update with other weights, of which every tensor is compared by its checksum."""
+def check(
+    handle: ModelHandle, sync: WeightSync, generator: GeneratorProcess, config: WeightSyncConfig, way: str
+) -> None:
+    """One more sync with other weights, of which every tensor is compared by its checksum."""
     with torch.no_grad():
         for _, parameter in handle.named_parameters():
             local_tensor(parameter).mul_(1.001)
     sync.disconnect()
     compared = config.model_copy(update={"checksum": True})
-    again = WeightSync(handle, make_transport(way, engine, handle, config.timeout), compared)
-    again.update()
+    again = WeightSync(handle, make_transport(way, generator, handle, config.timeout), compared)
+    again.send()
     again.disconnect()
 
 
-def make_transport(name: str, engine: EngineProcess, handle: ModelHandle, seconds: float) -> Transport:
+def make_transport(name: str, generator: GeneratorProcess, handle: ModelHandle, seconds: float) -> Transport:
     if name == "ipc":
-        return Ipc(engine, handle.layout.device, seconds)
-    return Collective(engine, handle.layout, seconds)
+        return Ipc(generator, handle.layout.device, seconds)
+    return Collective(generator, handle.layout, seconds)
 
 
 def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle:
@@ -92,15 +96,8 @@ def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle
     return handle
 
 
-def start_engine(handle: ModelHandle, device: int) -> EngineProcess:
+def start_generator(handle: ModelHandle, device: int) -> GeneratorProcess:
     is_cuda = handle.layout.device.type == "cuda"
-    arguments = {
-        "config": handle.config,
-        "dtype": torch.bfloat16,
-        "device": torch.device("cuda", 0) if is_cuda else torch.device("cpu"),
-        "tokenizer": SimpleNamespace(eos_token_id=None),
-        "max_new_tokens": 1,
-        "stop": (),
-        "batch_size": 1,
-    }
-    return start_transformers(arguments, str(device))
+    copy = ModelCopy(handle.config, torch.bfloat16, torch.device("cpu"))
+    tokenizer: Any = SimpleNamespace(eos_token_id=None)
+    return start_transformers(copy, Writing(tokenizer, 1, (), 1), str(device) if is_cuda else None)

@@ -1,11 +1,13 @@
-"""Weights for engines without a trainer."""
+"""Weights for generators without a trainer."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from automodel_rl.generator_messages import Begin, Commit, Committed, Loaded, LoadWeights
 from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
+from automodel_rl.weight_sync.channel import Channel, expect
 from automodel_rl.weight_sync.receiver import Receiver
 
 
@@ -22,9 +24,18 @@ def plan_of(tensors: Mapping[str, Tensor]) -> Plan:
 
 
 def receive(receiver: Receiver, tensors: Mapping[str, Tensor], version: int = 1) -> None:
-    """A whole update."""
+    """A whole weight sync."""
     receiver.agree([plan_of(tensors)])
     receiver.begin()
     for number, tensor in enumerate(tensors.values()):
         receiver.load(0, number, tensor.detach().contiguous().view(-1).view(torch.uint8))
     receiver.commit(version)
+
+
+def send_weights(channel: Channel, version: int, *names: str) -> Committed:
+    """A whole weight sync of vLLM, in a bucket."""
+    channel.send(Begin(version, 5.0))
+    channel.send(LoadWeights({"names": list(names)}))
+    expect(channel, Loaded, 5.0)
+    channel.send(Commit(sums=False))
+    return expect(channel, Committed, 5.0)

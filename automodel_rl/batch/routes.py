@@ -1,4 +1,4 @@
-"""Routes: which experts a rollout engine chose for every token, in the layers of a model that have a router.
+"""Routes: which experts a generator chose for every token, in the layers of a model that have a router.
 
 Unlike everything else in a row, a route belongs to the token that is *computed*, not to the one that is predicted, so
 nothing shifts it: entry t is about `input_ids[t]`.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 MISSING = -1
-"""In all K entries: no engine said where the token went."""
+"""In all K entries: no generator said where the token went."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RouterShape:
     top_k: int
 
     def columns(self, payload_layers: int) -> list[int]:
-        """Where an engine's array has the layers with a router.
+        """Where a generator's array has the layers with a router.
 
         Args:
             payload_layers: how many layers it has: all of the model, or only those with a router.
@@ -60,7 +60,7 @@ class RouterShape:
 
 @dataclass(frozen=True)
 class Routes:
-    """Experts of every token. `read_routes` makes them of what an engine says, and looks for damage.
+    """Experts of every token. `read_routes` makes them of what a generator says, and looks for damage.
 
     Attributes:
         layers: numbers in the model of the M layers.
@@ -125,16 +125,16 @@ def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
     if len(known) < len(pieces):
         raise ValueError(
             f"{len(pieces) - len(known)} of {len(pieces)} sequences in a row have no routes: give all of them some "
-            "(read_routes(None, ...) where an engine gave none), or none"
+            "(read_routes(None, ...) where a generator gave none), or none"
         )
     return Routes(known[0].layers, torch.cat([piece.experts for piece in known]))
 
 
 def read_routes(payload: Any, num_prompt: int, num_completion: int, shape: RouterShape) -> Routes:
-    """Routes of a prompt and its completion from what a rollout engine returned with it.
+    """Routes of a prompt and its completion from what a generator returned with it.
 
-    The last token was sampled and never computed, so its route is missing or, where the engine has a row for it, left
-    out; it can have no effect on anything.
+    The last token was sampled and never computed, so its route is missing or, where the generator has a row for it,
+    left out; it can have no effect on anything.
 
     Args:
         payload: integers [rows, layers, K], or a pair of the prompt's rows and the completion's. Rows for all tokens or
@@ -200,8 +200,8 @@ def _check(chosen: np.ndarray, shape: RouterShape) -> None:
     """Raises ValueError at the first token and layer whose experts cannot be right."""
     if len(chosen) > 1 and not chosen.any():
         raise ValueError(
-            "routes are all zero: the engine did not note its choices (not all of vLLM's kernels for experts do; its "
-            "option moe_backend=triton chooses one that does)"
+            "routes are all zero: the generator did not note its choices (not all of vLLM's kernels for experts do; "
+            "its option moe_backend=triton chooses one that does)"
         )
     planes = np.ascontiguousarray(chosen.transpose(2, 0, 1))  # comparing strided ones takes four times as long
     missing = planes == MISSING

@@ -49,13 +49,13 @@ class GRPOConfig(RunConfig):
 
     @property
     def transport(self) -> Transport:
-        """How weights reach the engines."""
+        """How weights reach the generators."""
         return self._transports[0] if self.weight_sync.transport == "auto" else self.weight_sync.transport
 
     @property
     def _transports(self) -> tuple[Transport, ...]:
-        """Those that the engines' place allows, the best first."""
-        if self.rollout.engine == "vllm":
+        """Those that the generators' place allows, the best first."""
+        if self.rollout.generator == "vllm":
             return ("vllm",)
         if not self.rollout.own_process:
             return ("local",)
@@ -138,19 +138,20 @@ class GRPOConfig(RunConfig):
         sync, rollout = self.weight_sync, self.rollout
         if self.transport not in self._transports:
             raise ValueError(
-                f"weight_sync.transport={sync.transport}: with this rollout.engine, own_process and devices it can be "
-                f"{' or '.join(self._transports)}: use auto"
+                f"weight_sync.transport={sync.transport}: with this rollout.generator, own_process and devices it can "
+                f"be {' or '.join(self._transports)}: use auto"
             )
         if rollout.max_staleness and self.loss.correction.kind == "none":
             raise ValueError(
                 f"rollout.max_staleness={rollout.max_staleness} with loss.correction.kind=none: completions of older "
                 "weights need a correction: use truncate, icepop or sequence_mask"
             )
-        if sync.adapters == "alone" and (self.model.lora is None or rollout.engine == "vllm"):
+        if sync.adapters == "alone" and (self.model.lora is None or rollout.generator == "vllm"):
             raise ValueError(
-                "weight_sync.adapters=alone needs model.lora and rollout.engine=transformers: set them, or use merged"
+                "weight_sync.adapters=alone needs model.lora and rollout.generator=transformers: set them, or use "
+                "merged"
             )
-        if sync.checksum and rollout.engine == "vllm":
+        if sync.checksum and rollout.generator == "vllm":
             raise ValueError(
                 "weight_sync.checksum=true: vllm keeps weights in other shapes than checkpoints, so they cannot be "
                 "compared: set it to false"

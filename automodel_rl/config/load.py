@@ -23,6 +23,9 @@ ALGORITHMS: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "g
 ALIASES = {"learning_rate": "lr", "max_length": "row_tokens", "max_seq_length": "row_tokens", "batch_size": "sequences"}
 """Names other trainers use, for suggestions only."""
 
+RENAMED = {"rollout.engine": "rollout.generator"}
+"""Full dotted keys that configs used to have, with their names of today."""
+
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorithm: str | None = None) -> Any:
     """Reads a YAML file, applies overrides and checks the result.
@@ -150,6 +153,8 @@ def _explain(detail: Any, kind: type[BaseModel]) -> str:
     """One pydantic error as `key: what was given, the rule, the remedy`."""
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
+        if where in RENAMED:
+            return f"{where} is now called {RENAMED[where]}: rename it"
         section = _section_at(kind, detail["loc"][:-1])
         return f"{where}: unknown key{_suggest(str(detail['loc'][-1]), section)}"
     if detail["type"] == "missing":

@@ -48,7 +48,7 @@ class DPOLossConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Of the difference between the engine that wrote a completion and the policy that learns from it: tokens are
+    """Of the difference between the generator that wrote a completion and the policy that learns from it: tokens are
     weighted by w = exp(old_logprobs - rollout_logprobs).
 
     Example:

@@ -49,43 +49,43 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts that end a completion, besides the end-of-sequence token; they are part of it."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
+    generator: Literal["transformers", "vllm"] = "transformers"
     """transformers: a whole copy of the model on every rank. vllm: vLLM, see `vllm`."""
 
     own_process: bool = False
-    """The engine runs in a process of its own next to its rank, as vllm always does."""
+    """The generator runs in a process of its own next to its rank, as vllm always does."""
 
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Devices of their own for engines in processes, by their number on the machine; none: each shares its rank's."""
+    """Devices of their own for generators in processes, by number on the machine; none: each shares its rank's."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Syncs of weights that may come between the start of a step's rollouts and its training. Above 0 engines write the
+    """Weight syncs that may come between the start of a step's rollouts and its training. Above 0 generators write the
     completions of later steps while earlier ones are trained on, and get new weights in the midst of it."""
 
     batch_size: Positive = 256
-    """Completions that the transformers engine writes at once on each rank."""
+    """Completions that the transformers generator writes at once on each rank."""
 
     retries: Annotated[int, Field(ge=0)] = 2
-    """How often an engine that fails is started anew, or servers are connected to again, within a step, before the run
-    saves a checkpoint and ends."""
+    """How often a generator that fails is started anew, or servers are connected to again, within a step, before the
+    run saves a checkpoint and ends."""
 
     warn_logprob_error: Annotated[float, Field(gt=1)] = 1.05
-    """Warns of a step whose train/logprob_error is above: the engine and the trained model disagree."""
+    """Warns of a step whose train/logprob_error is above: the generator and the trained model disagree."""
 
     vllm: VllmConfig = VllmConfig()
 
     @model_validator(mode="after")
     def _placement(self) -> "RolloutConfig":
-        has_process = self.own_process or self.engine == "vllm"
+        has_process = self.own_process or self.generator == "vllm"
         if self.devices and not has_process:
-            raise ValueError(f"devices={list(self.devices)} are for engines in processes: set own_process to true")
+            raise ValueError(f"devices={list(self.devices)} are for generators in processes: set own_process to true")
         if len(set(self.devices)) < len(self.devices):
-            raise ValueError(f"devices={list(self.devices)}: each engine needs a device of its own: name none twice")
-        if self.devices and self.engine == "vllm" and self.vllm.servers:
+            raise ValueError(f"devices={list(self.devices)}: each generator needs a device of its own: name none twice")
+        if self.devices and self.generator == "vllm" and self.vllm.servers:
             raise ValueError(f"devices={list(self.devices)}: servers have theirs already: leave devices out")
         if self.max_staleness and not has_process:
             raise ValueError(
-                f"max_staleness={self.max_staleness}: an engine in this process cannot write while it trains: set "
+                f"max_staleness={self.max_staleness}: a generator in this process cannot write while it trains: set "
                 "own_process to true"
             )
         return self

@@ -13,13 +13,13 @@ class RouterReplayConfig(Section):
     """Router replay (R3, arXiv:2510.11370)."""
 
     enabled: bool = False
-    """Tokens go to the experts that the rollout engine sent them to; their weights are still the router's."""
+    """Tokens go to the experts that the generator sent them to; their weights are still the router's."""
 
     stages: tuple[ReplayStage, ...] = ("old_logprobs", "train")
     """In which passes: log-probabilities before the updates, those of the reference, and the updates themselves."""
 
     on_missing: Literal["live", "error"] = "error"
-    """Where the engine does not say which experts a token went to: live lets the router choose, with error the
+    """Where the generator does not say which experts a token went to: live lets the router choose, with error the
     completion counts as failed, and its group is left out."""
 
     compare: bool = False

@@ -35,7 +35,7 @@ def mean_by_sequence(values: Tensor, batch: PackedBatch) -> Tensor:
 def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, batch: PackedBatch, config: CorrectionConfig
 ) -> Tensor:
-    """What tokens weigh for the difference between rollout engine and policy, [T], without gradient."""
+    """What tokens weigh for the difference between generator and policy, [T], without gradient."""
     log_weight = torch.where(batch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if config.kind == "truncate":
         return log_weight.exp().nan_to_num(0.0, posinf=torch.inf).clamp(config.low, config.high)

@@ -1,8 +1,8 @@
-"""Router replay: tokens go to the experts that a rollout engine chose for them, and routers still learn.
+"""Router replay: tokens go to the experts that a generator chose for them, and routers still learn.
 
-R3 (arXiv:2510.11370). Engine and trainer compute the same scores but for rounding, and near a tie that sends a token to
-another expert, after which their probabilities differ by more than rounding. So the choice is the engine's, while its
-weights are those that the router gives the chosen experts now: gradients go through them as ever.
+R3 (arXiv:2510.11370). Generator and trainer compute the same scores but for rounding, and near a tie that sends a token
+to another expert, after which their probabilities differ by more than rounding. So the choice is the generator's, while
+its weights are those that the router gives the chosen experts now: gradients go through them as ever.
 
 A router of transformers or of nemo_automodel chooses by one `torch.topk` over scores of all experts, and takes weights
 from what it returns or at the places it returns. Only that call is answered differently, so everything else, such as

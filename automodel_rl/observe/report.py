@@ -27,7 +27,7 @@ CURVES = {
     "Completion length, tokens": ["rollout/completion_tokens_mean"],
     "Entropy, nats": ["train/entropy"],
     "KL divergence from the reference": ["train/kl_ref"],
-    "Log-probability error of the rollout engine": ["train/logprob_error"],
+    "Log-probability error of the generator": ["train/logprob_error"],
     "Gradient norm": ["train/grad_norm"],
     "Tokens per second": ["perf/tokens_per_second"],
 }

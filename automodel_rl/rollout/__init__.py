@@ -1,1 +1,1 @@
-"""Completions: engines that write them, rewards that score them, and the weights that engines get."""
+"""Completions: generators that write them, rewards that score them, and the weights that generators get."""

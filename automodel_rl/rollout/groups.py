@@ -66,13 +66,13 @@ def pass_rate(scores: Sequence[Score], place: int, passes_at: float) -> float:
     return sum(not score.errors[place] and score.parts[place] >= passes_at for score in scores) / len(scores)
 
 
-def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], version: int) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_version: int) -> dict[str, float]:
     """What a step's rollouts were like.
 
     Args:
         groups: all that were generated.
         rewards: names of the rewards.
-        version: update of the weights that are about to be trained.
+        policy_version: of the weights that are about to be trained.
 
     Raises:
         InputError: every call of a reward failed.
@@ -83,7 +83,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], version: in
         raise InputError(f"every call of a reward failed in this step, the first: rewards.function={errors[0]}")
     totals = torch.cat([group.rewards for group in groups])
     parts = zip(*(rollout.score.parts for rollout in rollouts), strict=True)
-    ages = [version - r.completion.versions[0] for r in rollouts if r.completion.versions is not None]
+    ages = [policy_version - r.completion.versions[0] for r in rollouts if r.completion.versions is not None]
     return {
         **({"rollout/staleness_mean": sum(ages) / len(ages), "rollout/staleness_max": max(ages)} if ages else {}),
         "rollout/reward_mean": totals.mean().item(),

@@ -1,40 +1,27 @@
-"""What a rollout engine does, what goes into it and what comes out."""
+"""What a generator does, what goes into it and what comes out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.rewards.scorer import Score
 
 
 @dataclass(frozen=True)
-class Request:
-    """One completion to write.
-
-    Attributes:
-        prompt: token ids.
-        seed: of its sampling; the same seed, prompt and weights give the same completion, whatever it is batched with.
-        temperature: of its sampling; 0 takes the likeliest token.
-    """
-
-    prompt: list[int]
-    seed: int
-    temperature: float
-
-
-@dataclass(frozen=True)
 class Completion:
-    """What an engine wrote.
+    """What a generator wrote.
 
     Attributes:
         token_ids: the completion's, the token that ended it included.
         logprobs: of every one of them under the distribution it was sampled from, temperature included.
         finish: "stop" at an end-of-sequence token or a stop text, "length" at the limit, "error" if it failed.
         error: why it failed.
-        versions: of the weights, oldest and newest, that wrote it, None if the engine does not say. From an engine the
-            number of a sync, from `RolloutCollector` that of an update.
-        routes: experts of its tokens and its prompt's. From an engine in a form that `read_routes` takes, None if it
-            does not say; from `RolloutCollector` `Routes`, on the rank whose engine it was alone, for they are large.
+        versions: of the weights, oldest and newest, that wrote it, None if they are not known. A generator counts
+            weight syncs; from `RolloutCollector` they are policy versions.
+        routes: experts of its tokens and its prompt's. From a generator in a form that `read_routes` takes, None if it
+            does not report them; from `RolloutCollector` as `Routes`, on the rank alone whose generator wrote it, for
+            they are large.
     """
 
     token_ids: list[int]
@@ -61,10 +48,10 @@ class Rollout:
     """A completion, its text and what it is worth.
 
     Attributes:
-        completion: what an engine wrote.
+        completion: what a generator wrote.
         text: without special tokens.
         score: its rewards.
-        writer: rank of the engine.
+        writer: rank of the generator.
     """
 
     completion: Completion
@@ -73,11 +60,11 @@ class Rollout:
     writer: int = 0
 
 
-class RolloutEngine(Protocol):
+class Generator(Protocol):
     """Writes completions with weights of its own. Each rank has one, and uses it without the others."""
 
     def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
-        """Lets the engine begin, if it can while this process does something else.
+        """Lets the generator begin, if it can while this process does something else.
 
         Args:
             requests: what to complete.
@@ -87,7 +74,7 @@ class RolloutEngine(Protocol):
             completion's `error`.
 
         Raises:
-            Exception: here or in that function: the engine is lost; it must be closed and made anew.
+            Exception: here or in that function: the generator is lost; it must be closed and made anew.
         """
         ...
 

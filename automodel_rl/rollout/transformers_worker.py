@@ -1,15 +1,8 @@
-"""The process of a transformers engine of its own: it generates, and takes weights between two tokens.
+"""The process of a transformers generator of its own: it generates, and takes weights between two tokens.
 
 python -m automodel_rl.rollout.transformers_worker DESCRIPTOR
 
-Messages over the connection of that descriptor:
-
-    ("start", arguments of TransformersEngine)               -> ("started",)
-    ("generate", number, [(prompt, seed, temperature), ...])
-        -> ("completions", number, [(token_ids, logprobs, finish, oldest version, newest version, routes), ...])
-    those of weight_sync/channel.py
-
-("error", text) may take the place of the first answer, and ("failed", number, text) of completions.
+The rank's `generator_messages` come over the connection of that descriptor. `Start` has a `ModelCopy` and a `Writing`.
 """
 
 import os
@@ -17,43 +10,54 @@ import queue
 import sys
 import threading
 from multiprocessing.connection import Connection
-from typing import Any
 
 from automodel_rl.errors import innermost
+from automodel_rl.generator_messages import (
+    Completions,
+    Failed,
+    Failure,
+    Generate,
+    Message,
+    ProtocolError,
+    Started,
+    Written,
+    receive_start,
+)
 from automodel_rl.launch.quiet import quiet_libraries
-from automodel_rl.rollout.protocol import Completion, Request
-from automodel_rl.rollout.transformers_engine import TransformersEngine
-from automodel_rl.weight_sync.channel import Message
-from automodel_rl.weight_sync.engine_end import EngineEnd
+from automodel_rl.rollout.protocol import Completion
+from automodel_rl.rollout.transformers_generator import TransformersGenerator
+from automodel_rl.weight_sync.generator_end import GeneratorEnd
 
 
 def main() -> None:
     quiet_libraries()
     connection = Connection(int(sys.argv[-1]))
-    _, arguments = connection.recv()
     try:
-        engine = TransformersEngine(**arguments)
-    except Exception as error:
-        connection.send(("error", innermost(error)))
+        generator = TransformersGenerator(*receive_start(connection).settings)
+    except ProtocolError as error:
+        connection.send(Failure(str(error)))
         return
-    connection.send(("started",))
-    Worker(engine, connection).run()
+    except Exception as error:
+        connection.send(Failure(innermost(error)))
+        return
+    connection.send(Started())
+    Worker(generator, connection).run()
 
 
 class Worker:
     """Takes turns between completions and weights.
 
     Args:
-        engine: that both are for.
+        generator: that both are for.
         connection: to the rank.
     """
 
-    def __init__(self, engine: TransformersEngine, connection: Connection):
-        self.engine, self.connection = engine, connection
+    def __init__(self, generator: TransformersGenerator, connection: Connection):
+        self.generator, self.connection = generator, connection
         self.weights: queue.Queue[Message] = queue.Queue()
-        self.batches: queue.Queue[Message] = queue.Queue()
+        self.batches: queue.Queue[Generate] = queue.Queue()
         self.something = threading.Semaphore(0)
-        self.end = EngineEnd(engine.receiver, engine.device, self.weights, connection.send)
+        self.end = GeneratorEnd(generator.receiver, generator.copy.device, self.weights, connection.send)
 
     def run(self) -> None:
         """Until the rank is gone."""
@@ -62,35 +66,38 @@ class Worker:
             self.something.acquire()
             self.take_weights()
             if not self.batches.empty():
-                self._generate(*self.batches.get()[1:])
+                self._generate(self.batches.get())
 
     def take_weights(self) -> None:
-        """Handles what has come about weights; from the beginning of an update to its end."""
+        """Handles what has come about weights; from the beginning of a weight sync to its end."""
         while not self.weights.empty():
             self.end.handle(self.weights.get())
 
-    def _generate(self, number: int, asked: list[tuple[list[int], int, float]]) -> None:
+    def _generate(self, order: Generate) -> None:
         try:
-            completions = self.engine.generate([Request(*parts) for parts in asked], between_tokens=self.take_weights)
-            answer: Message = ("completions", number, [_told(completion) for completion in completions])
+            completions = self.generator.generate(order.requests, between_tokens=self.take_weights)
+            answer: Message = Completions(order.number, [_written(completion) for completion in completions])
         except Exception as error:
-            answer = ("failed", number, innermost(error))
+            answer = Failed(order.number, innermost(error))
         self.connection.send(answer)
 
     def _read(self) -> None:
-        """In a thread: what comes while the engine works waits in memory, not in the pipe, which has little room."""
+        """In a thread: what comes while the generator works waits in memory, not in the pipe, which has little room."""
         while True:
             try:
                 message = self.connection.recv()
             except (EOFError, OSError):  # the rank is gone
                 os._exit(0)
-            (self.batches if message[0] == "generate" else self.weights).put(message)
+            if isinstance(message, Generate):
+                self.batches.put(message)
+            else:
+                self.weights.put(message)
             self.something.release()
 
 
-def _told(completion: Completion) -> tuple[Any, ...]:
-    versions = completion.versions or (None, None)
-    return (completion.token_ids, completion.logprobs, completion.finish, *versions, completion.routes)
+def _written(completion: Completion) -> Written:
+    oldest, newest = completion.versions or (None, None)
+    return Written(completion.token_ids, completion.logprobs, completion.finish, oldest, newest, completion.routes)
 
 
 if __name__ == "__main__":

@@ -2,30 +2,50 @@
 
 python vllm_worker.py DESCRIPTOR
 
-Messages over the connection of that descriptor, the first word being their kind:
-
-    ("start", options of vllm.LLM, of vllm.SamplingParams) -> ("started",)
-    ("generate", number, [(prompt, seed, temperature), ...])
-        -> ("completions", number, [(token_ids, logprobs, finish, oldest version, newest version, routes), ...])
-    weights, in vLLM's own terms, also while requests run:
-    ("init", info)                                         -> ("ready",)
-    ("begin", version, seconds)
-    ("update", info)                                       -> ("taken",)
-    ("commit", False)                                      -> ("committed", version, None)
-    ("give up",)
-
-("error", text) may take the place of the answer to a message about weights or to "start", and ("failed", number, text)
-of completions. Checked with vLLM 0.23.0.
+The rank's messages, of generator_messages.py, come over the connection of that descriptor. `Start` has `VllmSettings`.
+Weights come in vLLM's own terms, also while requests run. Checked with vLLM 0.23.0.
 """
 
+import importlib.util
 import sys
 import traceback
+import types
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+PACKAGE = "automodel_rl"
+
+
+def load_messages() -> types.ModuleType:
+    """generator_messages.py, by its path; pickles name it by its place in the package, which is not installed here."""
+    name = f"{PACKAGE}.generator_messages"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "generator_messages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[PACKAGE] = types.ModuleType(PACKAGE)  # pickle looks for it before the module in it
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def main() -> None:
-    worker = Worker(Connection(int(sys.argv[-1])))
+    messages: Any = load_messages()
+    connection = Connection(int(sys.argv[-1]))
+    worker = Worker(connection, messages)
+    try:
+        worker.start(messages.receive_start(connection).settings)
+    except EOFError:
+        return
+    except messages.ProtocolError as error:
+        connection.send(messages.Failure(str(error)))
+        return
+    except Exception as error:
+        traceback.print_exc()
+        connection.send(messages.Failure(describe(error)))
+        return
+    connection.send(messages.Started())
     while True:
         try:
             worker.turn()
@@ -34,77 +54,85 @@ def main() -> None:
 
 
 class Worker:
-    """Generates and takes weights between two steps."""
+    """Generates and takes weights between two steps.
 
-    def __init__(self, connection: Connection):
-        self.connection = connection
+    Args:
+        connection: to the rank.
+        messages: the module of them.
+    """
+
+    def __init__(self, connection: Connection, messages: Any):
+        self.connection, self.messages = connection, messages
         self.engine: Any = None
         self.sampling: dict[str, Any] = {}
-        self.version: int | None = 0  # those of the checkpoint; none in the middle of an update
+        self.version: int | None = 0  # of the checkpoint; none in the middle of a weight sync
         self.coming: int | None = None
         self.batches: dict[int, list[Any]] = {}
         self.oldest: dict[str, int | None] = {}
 
+    def start(self, settings: Any) -> None:
+        from vllm import LLM
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        WeightTransferEngineFactory.register_engine("same_device", "vllm_same_device", "SameDeviceEngine")
+        self.engine, self.sampling = LLM(**settings.options), settings.sampling
+
     def turn(self) -> None:
-        """Handles what has come, else lets the engine make a step."""
+        """Handles what has come, else lets vLLM make a step."""
         idle = not self.batches or self.version is None
         if idle or self.connection.poll():
             self.handle(self.connection.recv())
         else:
             self.step()
 
-    def handle(self, message: tuple[Any, ...]) -> None:
-        kind, *rest = message
+    def handle(self, message: Any) -> None:
+        """Does what a message asks for. A weight sync that fails leaves no complete weights, for good."""
+        known = self.messages
         try:
-            if kind == "start":
-                self.start(*rest)
-                self.connection.send(("started",))
-            elif kind == "generate":
-                self.generate(*rest)
-            elif kind == "init":
-                self.engine.init_weight_transfer_engine({"init_info": rest[0]})
-                self.connection.send(("ready",))
-            elif kind == "begin":
-                self.coming, self.version = rest[0], None
-                self.engine.start_weight_update(is_checkpoint_format=True)
-            elif kind == "update" and self.coming is not None:
-                self.engine.update_weights({"update_info": rest[0]})
-                self.connection.send(("taken",))
-            elif kind == "commit" and self.coming is not None:
-                self.commit()
-            # Anything else belongs to an update that has failed, after which only a new process has whole weights.
+            match message:
+                case known.Generate():
+                    self.generate(message)
+                case known.InitTransfer():
+                    self.engine.init_weight_transfer_engine({"init_info": message.info})
+                    self.connection.send(known.Ready())
+                case known.Begin():
+                    self.coming, self.version = message.version, None
+                    self.engine.start_weight_update(is_checkpoint_format=True)
+                case known.LoadWeights() if self.coming is not None:
+                    self.engine.update_weights({"update_info": message.info})
+                    self.connection.send(known.Loaded())
+                case known.Commit() if self.coming is not None:
+                    self.commit()
+                case known.LoadWeights() | known.Commit() | known.GiveUp():
+                    pass  # of a weight sync that has failed, after which only a new process has whole weights
+                case _:
+                    raise known.unknown(message)
         except Exception as error:
             traceback.print_exc()
             self.coming = None
-            self.connection.send(("error", describe(error)))
+            self.connection.send(known.Failure(describe(error)))
 
-    def start(self, options: dict[str, Any], sampling: dict[str, Any]) -> None:
-        from vllm import LLM
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-        WeightTransferEngineFactory.register_engine("same_device", "vllm_same_device", "SameDeviceEngine")
-        self.engine, self.sampling = LLM(**options), sampling
-
-    def generate(self, number: int, requests: list[tuple[list[int], int, float]]) -> None:
+    def generate(self, order: Any) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         if self.version is None:
-            self.connection.send(("failed", number, "the engine has no complete weights: an update was interrupted"))
+            text = "the generator has no complete weights: a weight sync was interrupted"
+            self.connection.send(self.messages.Failed(order.number, text))
             return
         names: list[str] = []
         try:
-            for place, (prompt, seed, temperature) in enumerate(requests):
-                params = SamplingParams(seed=seed, temperature=temperature, logprobs=0, **self.sampling)
+            for place, request in enumerate(order.requests):
+                params = SamplingParams(seed=request.seed, temperature=request.temperature, logprobs=0, **self.sampling)
                 params.output_kind = RequestOutputKind.FINAL_ONLY
-                names.append(f"{number}/{place}")
-                self.engine.llm_engine.add_request(names[-1], {"prompt_token_ids": prompt}, params)
+                names.append(f"{order.number}/{place}")
+                self.engine.llm_engine.add_request(names[-1], {"prompt_token_ids": request.prompt}, params)
         except Exception as error:
             traceback.print_exc()
             self.engine.llm_engine.abort_request(names)
-            self.connection.send(("failed", number, describe(error)))
+            self.connection.send(self.messages.Failed(order.number, describe(error)))
             return
-        self.batches[number] = [None] * len(requests)
+        self.batches[order.number] = [None] * len(order.requests)
         self.oldest |= dict.fromkeys(names, self.version)
 
     def step(self) -> None:
@@ -113,7 +141,7 @@ class Worker:
         except Exception as error:
             traceback.print_exc()
             for number in self.batches:
-                self.connection.send(("failed", number, describe(error)))
+                self.connection.send(self.messages.Failed(number, describe(error)))
             raise SystemExit(1) from None  # what is left in vLLM of these requests would be taken for others'
         for output in outputs:
             if output.finished:
@@ -123,17 +151,17 @@ class Worker:
         number, place = map(int, output.request_id.split("/"))
         batch, completion = self.batches[number], output.outputs[0]
         scores = zip(completion.logprobs, completion.token_ids, strict=True)
-        batch[place] = (
-            list(completion.token_ids),
-            [score[token].logprob for score, token in scores],
-            completion.finish_reason,
-            self.oldest.pop(output.request_id),
-            self.version,
-            completion.routed_experts,
+        batch[place] = self.messages.Written(
+            token_ids=list(completion.token_ids),
+            logprobs=[score[token].logprob for score, token in scores],
+            finish=completion.finish_reason,
+            oldest=self.oldest.pop(output.request_id),
+            newest=self.version,
+            routes=completion.routed_experts,
         )
         if None not in batch:
             del self.batches[number]
-            self.connection.send(("completions", number, batch))
+            self.connection.send(self.messages.Completions(number, batch))
 
     def commit(self) -> None:
         self.engine.finish_weight_update()
@@ -141,7 +169,7 @@ class Worker:
         if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.batches)):
             raise RuntimeError("vLLM keeps its cache of keys and values of the old weights")
         self.version, self.coming = self.coming, None
-        self.connection.send(("committed", self.version, None))
+        self.connection.send(self.messages.Committed(self.version))
 
 
 def describe(error: Exception) -> str:

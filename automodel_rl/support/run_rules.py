@@ -17,7 +17,7 @@ def _router_replay(asked: Combination) -> str | None:
 
 ROUTER_REPLAY = Rule(
     "router replay",
-    f"{', '.join(MOE_FAMILIES)}; every layout, schedule and recomputation; any rollout engine",
+    f"{', '.join(MOE_FAMILIES)}; every layout, schedule and recomputation; any generator",
     _router_replay,
     (
         Example(

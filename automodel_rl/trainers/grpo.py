@@ -19,6 +19,7 @@ from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.rollout.groups import Group, all_scores, pass_rate, rollout_metrics, rollout_records, shaped_rewards
 from automodel_rl.rollout.rewards.errors import ErrorWatch, error_rates
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
+from automodel_rl.rollout.supervisor import GeneratorSupervisor
 from automodel_rl.trainers.policy_rows import Rows, pack_updates, with_advantages
 from automodel_rl.trainers.rollout_queue import RolloutQueue
 from automodel_rl.trainers.route_exchange import with_routes
@@ -61,7 +62,9 @@ class GRPOTrainer:
         # What needs the first weights, before a checkpoint takes their place.
         self.reference = ReferenceWeights(self.handle) if config.needs_reference else None
         self.errors = ErrorWatch(config.rewards)
-        self.rollouts = RolloutCollector(config, self.handle, self.tokenizer, Scorer(config.rewards))
+        scorer = Scorer(config.rewards)
+        self.supervisor = GeneratorSupervisor(config, self.handle, self.tokenizer)
+        self.rollouts = RolloutCollector(config, self.supervisor, self.tokenizer, scorer)
         self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)
         self.signal = SignalWatch(directory.rollouts)
         goal = Goal(total_steps, max_minutes, best_metric="val/reward_mean", higher_is_better=True)
@@ -80,9 +83,9 @@ class GRPOTrainer:
             RolloutError: no completions could be had, or none that teach anything; a checkpoint is saved.
         """
         if self.run.is_finished:
-            self.rollouts.close()
+            self._end_rollouts()
             return self.run.leave_finished()
-        self.rollouts.load_weights()
+        self.supervisor.load_weights()
         baseline = self._validate if self.validation and self.config.length.validate_every else None
         for step in self.run.steps(self._summary(), baseline):
             groups, updates = self._collect(step)
@@ -93,14 +96,18 @@ class GRPOTrainer:
             with step.time("train"):
                 outputs = [self.engine.train_step(batches, self.loss, self.readout) for batches in rows]
             with step.time("sync"):
-                self.rollouts.load_weights()
+                self.supervisor.load_weights()
             step.record(outputs, functools.reduce(operator.add, (packed.size for packed in updates)))
             self._warn(step)
             if self.validation and self.run.validates:
                 self._validate_step(step)
-        self.rollouts.close()
+        self._end_rollouts()
         self.run.save_model(self.tokenizer)
         return self.run.finish(f"GRPO of {self.config.model.path}", self.samples)
+
+    def _end_rollouts(self) -> None:
+        self.supervisor.close()
+        self.rollouts.close()
 
     def _summary(self) -> str:
         rollout = self.config.rollout
@@ -116,7 +123,7 @@ class GRPOTrainer:
             with step.time("rollout"):
                 generated, groups = self._generate()
             self.signal.look_at(groups)
-            step.row |= rollout_metrics(generated, self.config.reward_names, self.rollouts.updates)
+            step.row |= rollout_metrics(generated, self.config.reward_names, self.supervisor.policy_version)
             self._warn_of_errors(all_scores(generated), f"step {self.run.step}")
             with step.time("pack"):
                 updates = self._pack(groups, step)
@@ -208,8 +215,8 @@ class GRPOTrainer:
         if error is not None and error > self.config.rollout.warn_logprob_error and not is_stale:
             self.run.say(
                 f"warning: train/logprob_error is {error:.3f} in step {self.run.step}, above "
-                f"rollout.warn_logprob_error={self.config.rollout.warn_logprob_error}: the engine that writes "
-                "completions and the model that learns from them disagree"
+                f"rollout.warn_logprob_error={self.config.rollout.warn_logprob_error}: the generator and the model "
+                "that learns from its completions disagree"
             )
 
     def _validate_step(self, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""Rewarded completions of batch after batch of prompts; engines may be ahead of training by some batches."""
+"""Rewarded completions of batch after batch of prompts; generators may be ahead of training by some batches."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ Batch = tuple[Sequence[Prompt], list[list[Rollout]]]
 
 
 class RolloutQueue:
-    """Draws prompts and lets engines write. Every method is a collective.
+    """Draws prompts and lets generators write. Every method is a collective.
 
     Args:
         prompts: where they come from.
-        rollouts: the engines.
-        config: batch size, and how far engines may be ahead.
+        rollouts: the generators.
+        config: batch size, and how far generators may be ahead.
     """
 
     def __init__(self, prompts: PromptStream, rollouts: RolloutCollector, config: RolloutConfig):
@@ -42,7 +42,7 @@ class RolloutQueue:
         return prompts, rollouts
 
     def more(self, count: int) -> Batch:
-        """A batch of so many prompts, of the weights that engines have now."""
+        """A batch of so many prompts, of the weights that generators have now."""
         prompts = self.prompts.take(count)
         return prompts, self.rollouts.take(self._submit(prompts))
 
@@ -51,7 +51,7 @@ class RolloutQueue:
         return self._ahead[0][0] if self._ahead else self.prompts.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes back to a place; what engines are writing is left to them."""
+        """Goes back to a place; what generators are writing is left to them."""
         self._ahead.clear()
         self.prompts.load_state_dict(state)
 

@@ -1,4 +1,4 @@
-"""Routes of rollouts on their way from the ranks whose engines wrote them to the ranks that train on them.
+"""Routes of rollouts on their way from the ranks whose generators wrote them to the ranks that train on them.
 
 Routes are the largest part of a rollout: layers x top-k numbers for every token. So they go only to the ranks of the
 data rank that got the sequence, and of all layers only those of the receiver's stages.
@@ -20,7 +20,7 @@ from automodel_rl.rollout.groups import Group
 from automodel_rl.trainers.policy_rows import rollouts_of_update
 
 MISSING_METRIC = "rollout/routes_missing"
-"""Share of the choices of experts that no engine told."""
+"""Share of the choices of experts that no generator told."""
 
 Place = tuple[int, int]
 """An update, and a sequence's place in its global batch."""
@@ -32,7 +32,7 @@ def with_routes(
     """The rows of every update with the routes of this rank's layers. A collective.
 
     Args:
-        groups: that were packed; each rank has the routes of what its engine wrote.
+        groups: that were packed; each rank has the routes of what its generator wrote.
         updates: what `pack_updates` made of them.
         handle: the mixture.
 

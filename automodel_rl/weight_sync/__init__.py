@@ -1,1 +1,1 @@
-"""Trained weights on their way to rollout engines: packed, overlapped, from the ranks that own them."""
+"""Trained weights on their way to generators: packed, overlapped, from the ranks that own them."""

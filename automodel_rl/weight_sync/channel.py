@@ -1,114 +1,85 @@
-"""What a rank and the process of its engine say to each other about a sync. Tuples, the kind first.
-
-    ("hello", number)                    -> ("hello", number)         what was said before is forgotten
-    ("agree", plans)                     -> ("agreed",)
-    ("open", shared buffers)             -> ("opened", event handles)
-    ("room", size, number of buffers)    -> ("room", number that fit)
-    ("join", JoinOrder)                  -> ("joined",)
-    ("leave",)                           -> ("left",)              all links
-    ("begin", version, seconds)             from here on the engine has no complete weights
-      ("bucket", sender, number, slot)   -> ("taken", slot)           a shared buffer is filled
-      ("receive",)                       -> ("received",)             all buckets come over links
-      ("commit", checksums wanted)       -> ("committed", version, checksums or None)
-      ("give up",)                          the update ends without a commit
-
-("error", text) may take the place of any answer.
-"""
+"""How a rank talks with its generator about weights: messages sent, and the answers that are due."""
 
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from automodel_rl.errors import WeightSyncError
+from automodel_rl.generator_messages import Agree, Agreed, Failure, GiveUp, Hello, Message
 from automodel_rl.hf.buckets import Plan
-from automodel_rl.weight_sync.link import Address
 from automodel_rl.weight_sync.slots import wait_until
 
-Message = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class JoinOrder:
-    """Which links an engine joins.
-
-    Attributes:
-        address: of their store.
-        num_senders: links, one for each.
-        engine, num_engines: its place among all engines, which all join all links.
-        seconds: longest wait for a peer.
-    """
-
-    address: Address
-    num_senders: int
-    engine: int
-    num_engines: int
-    seconds: float
+Answer = TypeVar("Answer", bound=Message)
 
 
 class Channel(Protocol):
     """The rank's end."""
 
-    def tell(self, message: Message) -> None:
-        """Raises WeightSyncError if the engine is gone."""
+    def send(self, message: Message) -> None:
+        """Raises WeightSyncError if the generator is gone."""
         ...
 
     def ready(self) -> bool:
-        """Whether an answer has come. Raises WeightSyncError if the engine is gone and none will."""
+        """Whether an answer has come. Raises WeightSyncError if the generator is gone and none will."""
         ...
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         """The next answer, once one is ready."""
         ...
 
 
-def expect(channel: Channel, kind: str, seconds: float, watch: Callable[[], None] = lambda: None) -> Message:
-    """Waits for an answer, and returns what it says after its kind.
+def expect(channel: Channel, kind: type[Answer], seconds: float, watch: Callable[[], None] = lambda: None) -> Answer:
+    """Waits for an answer.
 
     Args:
-        channel: to the engine.
+        channel: to the generator.
         kind: of the answer.
         seconds: longest wait.
         watch: raises if there is no use in waiting any longer.
 
     Raises:
-        WeightSyncError: it did not come, or is an error.
+        WeightSyncError: it did not come, or is a failure.
     """
-    wait_until(channel.ready, f"the engine's answer ({kind})", seconds, watch)
-    got, *rest = channel.hear()
-    if got == "error":
-        raise WeightSyncError(rest[0])
-    if got != kind:
-        raise WeightSyncError(f"the engine answered {got!r} where {kind!r} was due")
-    return tuple(rest)
+    wait_until(channel.ready, _answer(kind), seconds, watch)
+    match channel.receive():
+        case Failure(text):
+            raise WeightSyncError(text)
+        case kind() as answer:
+            return answer
+        case other:
+            raise WeightSyncError(f"the generator answered {type(other).__name__} where {kind.__name__} was due")
 
 
 def greet(channel: Channel, plans: Sequence[Plan], seconds: float) -> None:
-    """Forgets what is left of earlier updates, and agrees on what will be sent.
+    """Forgets what is left of earlier weight syncs, and agrees on what will be sent.
 
     Raises:
-        WeightSyncError: names, shapes or dtypes are not the engine's.
+        WeightSyncError: names, shapes or dtypes are not the generator's.
     """
-    hello = ("hello", next(_GREETINGS))
-    channel.tell(hello)
-    answer: Message = ()
-    while answer != hello:
-        wait_until(channel.ready, "the engine's answer (hello)", seconds, lambda: None)
-        answer = channel.hear()
-    channel.tell(("agree", list(plans)))
-    expect(channel, "agreed", seconds)
+    hello = Hello(next(_GREETINGS))
+    channel.send(hello)
+    while True:
+        wait_until(channel.ready, _answer(Hello), seconds, lambda: None)
+        if channel.receive() == hello:
+            break
+    channel.send(Agree(list(plans)))
+    expect(channel, Agreed, seconds)
+
+
+def _answer(kind: type[Message]) -> str:
+    return f"the generator's answer ({kind.__name__})"
 
 
 _GREETINGS = itertools.count()
 
 
 def patience(seconds: float) -> float:
-    """How long an engine waits for a rank that waits so long for its own: ranks may be held up by another's engine."""
+    """How long a generator waits for a rank that waits so long for its own: ranks may be held up by another's."""
     return 2 * seconds + 5
 
 
 def end_quietly(channel: Channel) -> None:
-    """Ends an update on the other side, if there still is one."""
+    """Ends a weight sync on the other side, if there still is one."""
     with contextlib.suppress(WeightSyncError):
-        channel.tell(("give up",))
+        channel.send(GiveUp())

@@ -1,4 +1,4 @@
-"""Weights for engines on devices of their own: the owners of each stage broadcast to all engines, over NCCL or gloo."""
+"""Weights for generators on devices of their own: the owners of each stage broadcast to all, over NCCL or gloo."""
 
 import contextlib
 import os
@@ -7,22 +7,35 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from automodel_rl.errors import WeightSyncError, reason
+from automodel_rl.generator_messages import (
+    Begin,
+    Commit,
+    Committed,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    MakeRoom,
+    Receive,
+    Received,
+    Room,
+)
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.weight_sync.channel import Channel, JoinOrder, end_quietly, expect, greet, patience
+from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, greet, patience
 from automodel_rl.weight_sync.link import Address, Link, raise_failure, tell_failure
 from automodel_rl.weight_sync.slots import Slot, Slots
-from automodel_rl.weight_sync.transport import Committed, Transport
+from automodel_rl.weight_sync.transport import Transport
 
 LEAVE_SECONDS = 10.0
 
 
 class Collective(Transport):
-    """To all engines at once. Each rank has an engine; one rank of each stage sends what it owns.
+    """To all generators at once. Each rank has a generator; one rank of each stage sends what it owns.
 
     Args:
-        channel: to this rank's engine.
+        channel: to this rank's generator.
         layout: this rank's place.
         seconds: longest wait for a peer.
     """
@@ -42,22 +55,21 @@ class Collective(Transport):
         self._leave()
         self.plans = plans
         largest = max(1, *(plan.largest_bucket for plan in plans))
-        self._all_agree(lambda: self._prepare_engine(plans, largest, num_buffers))
+        self._all_agree(lambda: self._prepare_generator(plans, largest, num_buffers))
         address = self._address()
-        num_engines = dist.get_world_size()
-        order = JoinOrder(address, len(plans), dist.get_rank(), num_engines, patience(self.seconds))
-        self.channel.tell(("join", order))
+        num_generators = dist.get_world_size()
+        self.channel.send(Join(address, len(plans), dist.get_rank(), num_generators, patience(self.seconds)))
         self.store = address.store(self.seconds)
         if self.layout.writes_for_stage:
             name = f"sender{self.layout.pp_rank}"
-            self.link = Link(self.store, name, 0, 1 + num_engines, self.layout.device, self.seconds)
-        expect(self.channel, "joined", self.seconds)
+            self.link = Link(self.store, name, 0, 1 + num_generators, self.layout.device, self.seconds)
+        expect(self.channel, Joined, self.seconds)
         return Slots.allocate(num_bytes, num_buffers, self.layout.device)
 
     def begin(self, version: int) -> None:
         self.under_way = {}
-        self.channel.tell(("begin", version, patience(self.seconds)))
-        self.channel.tell(("receive",))
+        self.channel.send(Begin(version, patience(self.seconds)))
+        self.channel.send(Receive())
 
     def release(self, slot: Slot) -> None:
         done = self.under_way.pop(slot.number, None)
@@ -73,9 +85,9 @@ class Collective(Transport):
         for done in self.under_way.values():
             assert self.link is not None
             self.link.wait(done, self._watch)
-        expect(self.channel, "received", self.seconds, self._watch)
-        self.channel.tell(("commit", sums))
-        return Committed(*expect(self.channel, "committed", self.seconds))
+        expect(self.channel, Received, self.seconds, self._watch)
+        self.channel.send(Commit(sums))
+        return expect(self.channel, Committed, self.seconds)
 
     def give_up(self) -> None:
         if self.store is not None:
@@ -86,12 +98,13 @@ class Collective(Transport):
 
     def close(self) -> None:
         was_open = self.store is not None
-        with contextlib.suppress(WeightSyncError):
-            if was_open:
-                self.channel.tell(("leave",))
-            self._leave()  # both at once: NCCL waits for the other side
-            if was_open:
-                expect(self.channel, "left", LEAVE_SECONDS)
+        if was_open:
+            with contextlib.suppress(WeightSyncError):
+                self.channel.send(Leave())
+        self._leave()  # both at once: NCCL waits for the other side
+        if was_open:
+            with contextlib.suppress(WeightSyncError):
+                expect(self.channel, Left, LEAVE_SECONDS)
 
     def _leave(self) -> None:
         self.store = None
@@ -100,10 +113,10 @@ class Collective(Transport):
             self.link.close(broken=True)
             self.link = None
 
-    def _prepare_engine(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> None:
+    def _prepare_generator(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> None:
         greet(self.channel, plans, self.seconds)
-        self.channel.tell(("room", num_bytes, num_buffers))
-        expect(self.channel, "room", self.seconds)
+        self.channel.send(MakeRoom(num_bytes, num_buffers))
+        expect(self.channel, Room, self.seconds)
 
     def _all_agree(self, work: Callable[[], None]) -> None:
         """Does work on every rank; if it fails on one, none goes on to wait for it in vain."""
@@ -131,7 +144,7 @@ class Collective(Transport):
         return gather_objects(address, self.layout.world_control)[0]
 
     def _watch(self) -> None:
-        """There is no use in waiting when an engine or another sender is gone."""
-        assert self.store is not None  # while an update runs
+        """There is no use in waiting when a generator or another sender is gone."""
+        assert self.store is not None  # while a weight sync runs
         raise_failure(self.store)
         self.channel.ready()

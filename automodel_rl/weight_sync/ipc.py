@@ -1,26 +1,27 @@
-"""Weights for an engine in another process on the same device: it reads the packed buffers where they are."""
+"""Weights for a generator in another process on the same device: it reads the packed buffers where they are."""
 
 import itertools
 from collections.abc import Sequence
 
 import torch
 
+from automodel_rl.generator_messages import Begin, Bucket, Commit, Committed, OpenBuffers, Opened, Taken
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, greet, patience
 from automodel_rl.weight_sync.shared_memory import SharedBuffer, share, unlink
 from automodel_rl.weight_sync.slots import Slot, Slots
-from automodel_rl.weight_sync.transport import Committed, Transport
+from automodel_rl.weight_sync.transport import Transport
 
 
 class Ipc(Transport):
-    """To the engine at the other end of a channel, over CUDA IPC handles, or shared memory on the CPU.
+    """To the generator at the other end of a channel, over CUDA IPC handles, or shared memory on the CPU.
 
-    A slot is filled, the engine is told, reads it and says so. On CUDA both sides only queue: the engine's stream waits
-    for the event behind the filling, and this rank's for the one behind the reading.
+    A slot is filled, the generator is told, reads it and says so. On CUDA both sides only queue: the generator's stream
+    waits for the event behind the filling, and this rank's for the one behind the reading.
 
     Args:
-        channel: to the engine.
-        device: of trainer and engine.
+        channel: to the generator.
+        device: of trainer and generator.
         seconds: longest wait for an answer.
     """
 
@@ -42,18 +43,18 @@ class Ipc(Transport):
         ]
         shared: list[SharedBuffer] = [description for _, description in made]
         try:
-            self.channel.tell(("open", shared))
-            (handles,) = expect(self.channel, "opened", self.seconds)
+            self.channel.send(OpenBuffers(shared))
+            opened = expect(self.channel, Opened, self.seconds)
         finally:
             for description in shared:
                 unlink(description)
-        self.emptied = [torch.cuda.Event.from_ipc_handle(self.device, handle) for handle in handles]
+        self.emptied = [torch.cuda.Event.from_ipc_handle(self.device, handle) for handle in opened.handles]
         self.out = set()
         return Slots([buffer for buffer, _ in made])
 
     def begin(self, version: int) -> None:
         self.out = set()
-        self.channel.tell(("begin", version, patience(self.seconds)))
+        self.channel.send(Begin(version, patience(self.seconds)))
 
     def release(self, slot: Slot) -> None:
         while slot.number in self.out:
@@ -64,14 +65,14 @@ class Ipc(Transport):
     def send(self, sender: int, number: int, slot: Slot) -> None:
         if slot.stream is not None:
             self.filled[slot.number].record(slot.stream)
-        self.channel.tell(("bucket", sender, number, slot.number))
+        self.channel.send(Bucket(sender, number, slot.number))
         self.out.add(slot.number)
 
     def commit(self, version: int, *, sums: bool) -> Committed:
-        self.channel.tell(("commit", sums))
+        self.channel.send(Commit(sums))
         while self.out:
             self._take_answer()
-        return Committed(*expect(self.channel, "committed", self.seconds))
+        return expect(self.channel, Committed, self.seconds)
 
     def give_up(self) -> None:
         end_quietly(self.channel)
@@ -80,5 +81,4 @@ class Ipc(Transport):
         """The buffers go with the slots."""
 
     def _take_answer(self) -> None:
-        (taken,) = expect(self.channel, "taken", self.seconds)
-        self.out.remove(taken)
+        self.out.remove(expect(self.channel, Taken, self.seconds).slot)

@@ -1,21 +1,22 @@
-"""Weights for an engine in this process: from the packed buffers straight to its tensors."""
+"""Weights for a generator in this process: from the packed buffers straight to its tensors."""
 
 from collections.abc import Sequence
 
 import torch
 
+from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.slots import Slot, Slots
-from automodel_rl.weight_sync.transport import Committed, Transport
+from automodel_rl.weight_sync.transport import Transport
 
 
 class Local(Transport):
-    """To the engine of this process.
+    """To the generator of this process.
 
     Args:
-        receiver: of the engine.
-        device: of trainer and engine.
+        receiver: of the generator.
+        device: of trainer and generator.
     """
 
     reach = "all stages"

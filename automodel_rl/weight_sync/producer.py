@@ -24,7 +24,7 @@ class Producer:
         handle: the model.
         dtype: that parameters are sent in.
         most_bytes: of a bucket.
-        whole: never cut a tensor, for engines that load whole ones.
+        whole: never cut a tensor, for generators that load whole ones.
         adapters_alone: only the adapters, under the model's names.
         reach: with "all stages" every bucket also goes to this rank's pipeline peers.
 

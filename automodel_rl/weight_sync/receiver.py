@@ -1,4 +1,4 @@
-"""The engine's side of a sync: its tensors by name, what is written to them, and whether they are complete."""
+"""The generator's side of a sync: its tensors by name, what is written to them, and whether they are complete."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,15 +12,15 @@ from automodel_rl.weight_sync.checksum import checksum
 
 
 class Receiver:
-    """Writes buckets to an engine's tensors.
+    """Writes buckets to a generator's tensors.
 
     Args:
-        homes: contiguous tensors by their Hugging Face names, all that the engine computes with.
+        homes: contiguous tensors by their Hugging Face names, all that the generator computes with.
 
     Attributes:
         plans: of every sender, since they were agreed on.
-        version: of the weights that are in place; None before the first update, and from the beginning of an update to
-            its end, for ever if it is interrupted.
+        version: of the weights that are in place; None before the first weight sync, and from the beginning of one
+            to its end, for ever if it is interrupted.
     """
 
     def __init__(self, homes: Mapping[str, Tensor]):
@@ -33,7 +33,7 @@ class Receiver:
         """Takes note of what every sender will send. Nothing has been sent yet.
 
         Raises:
-            WeightSyncError: names, shapes or dtypes are not those of the engine.
+            WeightSyncError: names, shapes or dtypes are not those of the generator.
         """
         sent = {spec.name: spec for plan in plans for spec in plan.tensors}
         twice = len([spec for plan in plans for spec in plan.tensors]) - len(sent)
@@ -42,13 +42,15 @@ class Receiver:
         for name, spec in sent.items():
             home = self.homes.get(name)
             if home is None:
-                raise WeightSyncError(f"the trainer sends {spec}, and the engine has no such tensor")
+                raise WeightSyncError(f"the trainer sends {spec}, and the generator has no such tensor")
             if (tuple(home.shape), home.dtype) != (spec.shape, spec.dtype):
                 kind = f"{list(home.shape)} {str(home.dtype).removeprefix('torch.')}"
-                raise WeightSyncError(f"the trainer sends {spec}, and the engine's is {kind}")
+                raise WeightSyncError(f"the trainer sends {spec}, and the generator's is {kind}")
         missing = self.homes.keys() - sent.keys()
         if missing:
-            raise WeightSyncError(f"the trainer does not send {min(missing)} and {len(missing) - 1} more of the engine")
+            raise WeightSyncError(
+                f"the trainer does not send {min(missing)} and {len(missing) - 1} more of the generator"
+            )
         self.plans = list(plans)
         self._targets = {
             (sender, number): [
@@ -80,13 +82,13 @@ class Receiver:
         """The version of the weights. Raises WeightSyncError where they are of none."""
         if self.version is None:
             raise WeightSyncError(
-                "the engine has no complete weights: none came yet, or an update was interrupted; it generates after "
-                "the next complete one"
+                "the generator has no complete weights: none came yet, or a weight sync was interrupted; it generates "
+                "after the next complete one"
             )
         return self.version
 
     def checksums(self) -> dict[str, int]:
-        """Of every tensor as the engine has it now."""
+        """Of every tensor as the generator has it now."""
         return {name: int(checksum(home)) for name, home in self.homes.items()}
 
 

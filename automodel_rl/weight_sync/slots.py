@@ -84,13 +84,13 @@ class Slots:
         return len(self.ring)
 
     def join(self) -> None:
-        """All slots begin after what is queued on the current stream, such as the update of the weights."""
+        """All slots begin after what is queued on the current stream, such as an optimizer step."""
         for slot in self.ring:
             if slot.stream is not None:
                 slot.stream.wait_stream(torch.cuda.current_stream(slot.buffer.device))
 
     def rejoin(self) -> None:
-        """What the current stream does next, such as the next update, begins after all slots."""
+        """What the current stream does next, such as the next optimizer step, begins after all slots."""
         for slot in self.ring:
             if slot.stream is not None:
                 torch.cuda.current_stream(slot.buffer.device).wait_stream(slot.stream)

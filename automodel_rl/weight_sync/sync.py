@@ -1,4 +1,4 @@
-"""WeightSync: brings this rank's engine up to date. Reads from top to bottom."""
+"""WeightSync: gives this rank's generator the weights of the model. Reads from top to bottom."""
 
 import functools
 import time
@@ -9,29 +9,30 @@ import torch
 
 from automodel_rl.config import WeightSyncConfig
 from automodel_rl.errors import WeightSyncError, reason
+from automodel_rl.generator_messages import Committed
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.producer import Producer
 from automodel_rl.weight_sync.slots import Slots
-from automodel_rl.weight_sync.transport import Committed, Transport
+from automodel_rl.weight_sync.transport import Transport
 
 T = TypeVar("T")
 
 
 class WeightSync:
-    """Sends a model's weights to rollout engines, again and again. Every rank of the job has one.
+    """Sends a model's weights to generators, again and again. Every rank of the job has one.
 
-    An update fills buffers in turn: each rank casts its shards, stages gather them bucket by bucket, and the transport
-    takes each bucket on its way while the next one is filled. The engine counts as up to date when it reports the
-    version that was sent.
+    A weight sync fills buffers in turn: each rank casts its shards, stages gather them bucket by bucket, and the
+    transport takes each bucket on its way while the next one is filled. The generator has the weights when it reports
+    the version that was sent.
 
     Args:
         handle: the model.
-        transport: the way to this rank's engine.
+        transport: the way to this rank's generator.
         config: of the sync.
 
     Attributes:
-        version: of the last update, from 1 on.
+        version: of the last weight sync, from 1 on.
         seconds: that it took.
     """
 
@@ -52,14 +53,14 @@ class WeightSync:
 
     @property
     def num_bytes(self) -> int:
-        """That every engine gets in an update."""
+        """That every generator gets in a weight sync."""
         return sum(plan.num_bytes for plan in self.producer.plans)
 
-    def update(self) -> None:
-        """Gives the engines the weights that the model has now. A collective of all ranks, also where it fails.
+    def send(self) -> None:
+        """Gives the generators the weights that the model has now. A collective of all ranks, also where it fails.
 
         Raises:
-            WeightSyncError: this rank's engine does not have the new weights; it refuses to generate.
+            WeightSyncError: this rank's generator does not have the new weights; it refuses to generate.
         """
         started = time.perf_counter()
         self.version += 1
@@ -85,9 +86,18 @@ class WeightSync:
         self.seconds = time.perf_counter() - started
 
     def disconnect(self) -> None:
-        """Lets go of buffers and connections. The next update makes new ones, perhaps by another transport."""
+        """Lets go of buffers and connections. The next weight sync makes new ones."""
         self.transport.close()
         self.slots = None
+
+    def reconnect(self, transport: Transport) -> None:
+        """Sends to a generator that was made anew.
+
+        Args:
+            transport: the way to it, of the same class as the one before.
+        """
+        self.disconnect()
+        self.transport = transport
 
     def _connect(self) -> Slots:
         size = max(1, self.producer.largest_bucket)
@@ -99,7 +109,7 @@ class WeightSync:
         return Slots.allocate(size, 1, device)
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
-        """Does a transport's work, unless it has failed before. The first failure ends the update on the other side."""
+        """Does a transport's work, unless it has failed before. The first failure ends the sync on the other side."""
         if self._problem:
             return None
         try:
@@ -110,20 +120,22 @@ class WeightSync:
         return None
 
     def _check(self, committed: Committed | None) -> None:
-        """Compares what the engine reports with what was sent."""
+        """Compares what the generator reports with what was sent."""
         expected = self.producer.checksums() if self.config.checksum else {}
         if committed is None:
             return
         if committed.version != self.version:
-            self._problem = f"the engine reports version {committed.version} after update {self.version}"
+            self._problem = f"the generator reports version {committed.version} after weight sync {self.version}"
         elif self.config.checksum:
             found = committed.checksums or {}
             wrong = [name for name in expected if found.get(name) != expected[name]]
             if wrong:
-                self._problem = f"weight_sync.checksum: {len(wrong)} tensors differ in the engine, the first {wrong[0]}"
+                self._problem = (
+                    f"weight_sync.checksum: {len(wrong)} tensors differ in the generator, the first {wrong[0]}"
+                )
 
     def _agree(self) -> None:
-        """If an update failed on a rank, all connect anew for the next: links between them may hold the rest of it."""
+        """If a sync failed on a rank, all connect anew for the next: links between them may hold the rest of it."""
         problems = gather_objects(self._problem, self.handle.layout.world_control)
         if any(problems):
             self.transport.give_up()
@@ -133,5 +145,5 @@ class WeightSync:
 
 
 def sync_dtype(config: WeightSyncConfig, handle: ModelHandle) -> torch.dtype:
-    """In which weights are sent and engines compute."""
+    """In which weights are sent and generators compute."""
     return handle.dtype if config.dtype is None else getattr(torch, config.dtype)

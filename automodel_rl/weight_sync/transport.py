@@ -1,28 +1,16 @@
-"""What every way to an engine does. `sync` drives it: connect once, then begin, (release, send)..., commit."""
+"""What every way to a generator does. `sync` drives it: connect once, then begin, (release, send)..., commit."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.producer import Reach
 from automodel_rl.weight_sync.slots import Slot, Slots
 
 
-class Committed(NamedTuple):
-    """What an engine says after an update.
-
-    Attributes:
-        version: of its weights.
-        checksums: of its tensors by name, if they were asked for.
-    """
-
-    version: int | None
-    checksums: dict[str, int] | None
-
-
 class Transport(ABC):
-    """The way from this rank's buffers to its engine, or to all engines. Every method may raise WeightSyncError.
+    """The way from this rank's buffers to its generator, or to all. Every method may raise WeightSyncError.
 
     Attributes:
         reach: whose buckets this rank needs to see.
@@ -44,7 +32,7 @@ class Transport(ABC):
 
     @abstractmethod
     def begin(self, version: int) -> None:
-        """From here to `commit` the engine has no complete weights."""
+        """From here to `commit` the generator has no complete weights."""
 
     @abstractmethod
     def release(self, slot: Slot) -> None:
@@ -56,11 +44,11 @@ class Transport(ABC):
 
     @abstractmethod
     def commit(self, version: int, *, sums: bool) -> Committed:
-        """All buckets are sent: waits until the engine has them."""
+        """All buckets are sent: waits until the generator has them, and returns what it says of them."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Ends an update that cannot be completed. Does not raise."""
+        """Ends a weight sync that cannot be completed. Does not raise."""
 
     @abstractmethod
     def close(self) -> None:

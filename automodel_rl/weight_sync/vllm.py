@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.generator_messages import Begin, Commit, Committed, InitTransfer, Loaded, LoadWeights, Ready
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.launch.local import free_port
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -20,14 +21,14 @@ from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, patie
 from automodel_rl.weight_sync.nccl import NcclSender
 from automodel_rl.weight_sync.shared_memory import share
 from automodel_rl.weight_sync.slots import Slot, Slots, in_time, wait_until
-from automodel_rl.weight_sync.transport import Committed, Transport
+from automodel_rl.weight_sync.transport import Transport
 
 MOST_UNANSWERED = 8
 """Buckets that vLLM may be told of before it has taken them: more could fill the pipe, and block this rank in it."""
 
 
 class VllmChannel(Channel, Protocol):
-    """A channel to one engine of vLLM or several."""
+    """A channel to one process of vLLM, or to several servers."""
 
     @property
     def num_workers(self) -> int:
@@ -36,10 +37,10 @@ class VllmChannel(Channel, Protocol):
 
 
 class _Vllm(Transport):
-    """What both ways have in common: how an update is told, and answered bucket by bucket.
+    """What both ways have in common: how a weight sync is told, and answered bucket by bucket.
 
     Args:
-        channel: to this rank's engine.
+        channel: to this rank's generator.
         layout: this rank's place.
         seconds: longest wait for an answer.
     """
@@ -54,25 +55,25 @@ class _Vllm(Transport):
 
     def begin(self, version: int) -> None:
         self.asked = 0
-        self.channel.tell(("begin", version, patience(self.seconds)))
+        self.channel.send(Begin(version, patience(self.seconds)))
 
     def commit(self, version: int, *, sums: bool) -> Committed:
         self._take_answers(0)
-        self.channel.tell(("commit", False))
-        return Committed(*expect(self.channel, "committed", self.seconds))
+        self.channel.send(Commit(sums=False))
+        return expect(self.channel, Committed, self.seconds)
 
     def give_up(self) -> None:
         end_quietly(self.channel)
         self.close()
 
-    def _update(self, info: dict[str, Any]) -> None:
-        self.channel.tell(("update", info))
+    def _load(self, info: dict[str, Any]) -> None:
+        self.channel.send(LoadWeights(info))
         self.asked += 1
 
     def _take_answers(self, left: int) -> None:
-        """Until so many updates are left without an answer."""
+        """Until so many buckets are left without an answer."""
         while self.asked > left:
-            expect(self.channel, "taken", self.seconds)
+            expect(self.channel, Loaded, self.seconds)
             self.asked -= 1
 
     def _describe(self, sender: int, number: int) -> dict[str, Any]:
@@ -91,8 +92,8 @@ class VllmSameDevice(_Vllm):
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
         self.plans = plans
         made = [share(num_bytes, self.layout.device, torch.cuda.Event(interprocess=True)) for _ in range(num_buffers)]
-        self.channel.tell(("init", {"buffers": [shared.cuda for _, shared in made]}))
-        expect(self.channel, "ready", self.seconds)
+        self.channel.send(InitTransfer({"buffers": [shared.cuda for _, shared in made]}))
+        expect(self.channel, Ready, self.seconds)
         self.num_buffers = num_buffers
         return Slots([buffer for buffer, _ in made])
 
@@ -102,7 +103,7 @@ class VllmSameDevice(_Vllm):
     def send(self, sender: int, number: int, slot: Slot) -> None:
         if slot.stream is not None:
             slot.stream.synchronize()  # vLLM reads it when it is told, on streams that know nothing of this one
-        self._update({"buffer": slot.number, **self._describe(sender, number)})
+        self._load({"buffer": slot.number, **self._describe(sender, number)})
 
     def close(self) -> None:
         """The buffers go with the slots."""
@@ -128,12 +129,12 @@ class VllmNccl(_Vllm):
             raise WeightSyncError(next(problem for problem in problems if problem))
         (host, port), world_size = places[0], 1 + sum(workers)
         init = {"master_address": host, "master_port": port, "world_size": world_size}
-        self.channel.tell(("init", {**init, "rank_offset": 1 + sum(workers[:rank])}))
+        self.channel.send(InitTransfer({**init, "rank_offset": 1 + sum(workers[:rank])}))
         self.is_ready = False
         if rank == 0:
             self.sender = self._meet(host, port, world_size)
         if not self.is_ready:
-            expect(self.channel, "ready", self.seconds)
+            expect(self.channel, Ready, self.seconds)
         return Slots.allocate(num_bytes, num_buffers, self.layout.device)
 
     def release(self, slot: Slot) -> None:
@@ -141,7 +142,7 @@ class VllmNccl(_Vllm):
         self._take_answers(MOST_UNANSWERED)
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
-        self._update(self._describe(sender, number))
+        self._load(self._describe(sender, number))
         if self.sender is not None:
             bucket = self.plans[sender].buckets[number]
             elements = bucket.elements(slot.buffer)
@@ -154,7 +155,7 @@ class VllmNccl(_Vllm):
             self.sender = None
 
     def _workers(self) -> tuple[int, str]:
-        """How many processes this rank's engine has, or why that is not known."""
+        """How many processes this rank's generator has, or why that is not known."""
         try:
             return self.channel.num_workers, ""
         except (OSError, ValueError, LookupError) as error:
@@ -175,5 +176,5 @@ class VllmNccl(_Vllm):
     def _take_early_answer(self) -> None:
         """An answer before this rank has joined can only be an error; it may also come just as it joins."""
         if self.channel.ready():
-            expect(self.channel, "ready", self.seconds)
+            expect(self.channel, Ready, self.seconds)
             self.is_ready = True

@@ -1,4 +1,4 @@
-"""Weights over NCCL and CUDA IPC into engines' processes: every tensor's checksum is that of the trainer's."""
+"""Weights over NCCL and CUDA IPC into generators' processes: every tensor's checksum is that of the trainer's."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from automodel_rl.weight_sync.local import Local
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
-from tests.distributed.weight_sync.engines import (
+from tests.distributed.weight_sync.generators import (
     empty_homes,
     own_tensors,
     receiving_process,
@@ -38,26 +38,26 @@ MIXTURE: list[dict[str, Any]] = [{"dp_shard": 2, "ep": 2}, {"pp": 2}]
 FOUR: list[dict[str, Any]] = [{"pp": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}]
 
 
-def sync_all(folder: Path, layouts: list[dict[str, Any]], way: str, first_engine: int | None) -> list[str]:
-    """Names of tensors that differ after updates on one layout after the other, into the same engine."""
+def sync_all(folder: Path, layouts: list[dict[str, Any]], way: str, first_generator: int | None) -> list[str]:
+    """Names of tensors that differ after syncs on one layout after the other, into the same generator."""
     wrong: list[str] = []
-    engine = None
+    generator = None
     for parallel in layouts:
         handle, trainer = trained_model(folder, parallel)
         device, config = handle.layout.device, sync_config(checksum=True, num_buffers=3)
-        if way != "local" and engine is None:
-            first = dist.get_rank() if first_engine is None else first_engine + dist.get_rank()
-            engine = receiving_process(folder, device="cuda:0", visible=str(first))
+        if way != "local" and generator is None:
+            first = dist.get_rank() if first_generator is None else first_generator + dist.get_rank()
+            generator = receiving_process(folder, device="cuda:0", visible=str(first))
         transport: Transport
         if way == "local":
             transport = Local(Receiver(empty_homes(folder, torch.float32, device)), device)
         elif way == "ipc":
-            transport = Ipc(engine, device, config.timeout)
+            transport = Ipc(generator, device, config.timeout)
         else:
-            transport = Collective(engine, handle.layout, config.timeout)
+            transport = Collective(generator, handle.layout, config.timeout)
         sync = WeightSync(handle, transport, config)
         for seed in (1, 2):
-            sync.update()  # compares what was packed with what the engine has
+            sync.send()  # compares what was packed with what the generator has
             stages = gather_objects(
                 {
                     name: int(checksum(tensor.contiguous()))
@@ -70,8 +70,8 @@ def sync_all(folder: Path, layouts: list[dict[str, Any]], way: str, first_engine
             wrong += [name for name in expected if packed[name] != expected[name]]
             train(handle, trainer, seed)
         sync.disconnect()
-    if engine is not None:
-        engine.close()
+    if generator is not None:
+        generator.close()
     return wrong
 
 
@@ -82,7 +82,7 @@ def needs(num_devices: int) -> None:
 
 @pytest.mark.parametrize("way", ["local", "ipc"])
 @pytest.mark.parametrize(("family", "layouts"), [("qwen3", DENSE), ("qwen3_moe", MIXTURE)])
-def test_two_ranks_with_engines_on_their_devices(
+def test_two_ranks_with_generators_on_their_devices(
     ranks: RankPool, tmp_path: Path, way: str, family: str, layouts: list[dict[str, Any]]
 ) -> None:
     needs(2)
@@ -90,14 +90,14 @@ def test_two_ranks_with_engines_on_their_devices(
     assert ranks(2).run(sync_all, tmp_path, layouts, way, None) == [[], []]
 
 
-def test_one_rank_with_an_engine_on_another_device(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_rank_with_a_generator_on_another_device(ranks: RankPool, tmp_path: Path) -> None:
     needs(2)
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
     assert ranks(1).run(sync_all, tmp_path, [{}], "collective", 1) == [[]]
 
 
 @pytest.mark.parametrize(("family", "layouts"), [("qwen3", DENSE), ("qwen3_moe", MIXTURE)])
-def test_two_ranks_with_engines_on_two_other_devices(
+def test_two_ranks_with_generators_on_two_other_devices(
     ranks: RankPool, tmp_path: Path, family: str, layouts: list[dict[str, Any]]
 ) -> None:
     needs(4)
@@ -105,26 +105,26 @@ def test_two_ranks_with_engines_on_two_other_devices(
     assert ranks(2).run(sync_all, tmp_path, layouts, "collective", 2) == [[], []]
 
 
-def test_four_ranks_with_engines_on_their_devices(ranks: RankPool, tmp_path: Path) -> None:
+def test_four_ranks_with_generators_on_their_devices(ranks: RankPool, tmp_path: Path) -> None:
     needs(4)
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
     assert ranks(4).run(sync_all, tmp_path, FOUR, "ipc", None) == [[]] * 4
 
 
-def lose_the_engine(folder: Path) -> str:
+def lose_the_generator(folder: Path) -> str:
     handle, _ = trained_model(folder, {})
     config = sync_config(timeout=20.0)
-    engine = receiving_process(folder, "dies", "cuda:0", visible="1")
+    generator = receiving_process(folder, "dies", "cuda:0", visible="1")
     try:
-        WeightSync(handle, Collective(engine, handle.layout, config.timeout), config).update()
+        WeightSync(handle, Collective(generator, handle.layout, config.timeout), config).send()
     except WeightSyncError as error:
         torch.cuda.synchronize()  # nothing of the broken link is left on the device
         return str(error)
     return ""
 
 
-def test_an_engine_that_dies_under_nccl_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_generator_that_dies_under_nccl_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
     needs(2)
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
-    (message,) = ranks(1).run(lose_the_engine, tmp_path)
+    (message,) = ranks(1).run(lose_the_generator, tmp_path)
     assert "its process ended with code -9" in message

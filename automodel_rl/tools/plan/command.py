@@ -51,8 +51,8 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         None if modules is None else plan_encoder(full, config.model, config.memory, modules, packing.patches or 0)
     )
     peak = _peak(step, encoder, modules)
-    engine = engine_bytes(config, sum(step.stage_weights) * compute.itemsize, device)
-    capacity = DEVICES[device] * USABLE * GIB - engine
+    generator = generator_bytes(config, sum(step.stage_weights) * compute.itemsize, device)
+    capacity = DEVICES[device] * USABLE * GIB - generator
     fits = peak <= capacity
     looks_further = not fits and encoder is None
     others = nearest_that_fit(model, description, config, parallel, packing, capacity) if looks_further else []
@@ -61,15 +61,15 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         sees = {} if encoder is None else {"encoder": {**asdict(encoder), "peak": encoder.peak}}
         print(
             json.dumps(
-                record | {"world_size": config.world_size, "peak_bytes": peak, "rollout_engine_bytes": engine} | sees
+                record | {"world_size": config.world_size, "peak_bytes": peak, "generator_bytes": generator} | sees
             )
         )
     else:
         print(_tables(parallel, step, packing, device))
         if encoder is not None and modules is not None:
             print(_encoder_table(encoder, modules, packing))
-        if engine:
-            print(f"rollout engine: {engine / GIB:.1f} GiB on every rank, besides the step")
+        if generator:
+            print(f"generator: {generator / GIB:.1f} GiB on every rank, besides the step")
         for other in others:
             print(f"would fit: {other}")
     if not fits:
@@ -100,16 +100,16 @@ def _encoder_table(encoder: EncoderMemory, modules: ModulesConfig, packing: Pack
     )
 
 
-def engine_bytes(config: RunConfig, model_bytes: int, device: str) -> float:
-    """What a rollout engine takes on each rank's device, and the buffers through which it gets weights."""
+def generator_bytes(config: RunConfig, model_bytes: int, device: str) -> float:
+    """What a generator takes on each rank's device, and the buffers through which it gets weights."""
     if not isinstance(config, GRPOConfig):
         return 0
     rollout, sync = config.rollout, config.weight_sync
     buffers = sync.num_buffers * min(sync.buffer_mib * 2**20, model_bytes)
-    if rollout.devices or (rollout.engine == "vllm" and rollout.vllm.servers):
+    if rollout.devices or (rollout.generator == "vllm" and rollout.vllm.servers):
         return buffers
     return buffers + (
-        model_bytes if rollout.engine == "transformers" else rollout.vllm.memory_fraction * DEVICES[device] * GIB
+        model_bytes if rollout.generator == "transformers" else rollout.vllm.memory_fraction * DEVICES[device] * GIB
     )
 
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning end to end: a run, a layout against one process, engines that fail, rewards that fail."""
+"""Reinforcement learning end to end: a run, a layout against one process, generators that fail, rewards that fail."""
 
 import itertools
 import json
@@ -17,9 +17,10 @@ from transformers import AutoTokenizer
 
 from automodel_rl.batch import PackedBatch
 from automodel_rl.errors import InputError, RolloutError
-from automodel_rl.rollout.make_engine import make_engine
-from automodel_rl.rollout.protocol import Completion, Request, RolloutEngine
-from automodel_rl.rollout.transformers_engine import TransformersEngine
+from automodel_rl.generator_messages import Request
+from automodel_rl.rollout.make_generator import make_generator
+from automodel_rl.rollout.protocol import Completion, Generator
+from automodel_rl.rollout.transformers_generator import TransformersGenerator
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
@@ -66,7 +67,7 @@ def test_adapters_are_trained_against_the_model_without_them(ranks: RankPool, wo
     seen, _ = ranks(2).run(watch, settings)[0]
     first, *_, last = metrics_of(tmp_path / "run")
     assert first["train/logprob_error"] == pytest.approx(1, abs=1e-6)
-    assert last["train/logprob_error"] == pytest.approx(1, abs=1e-6)  # the engine has the merged weights
+    assert last["train/logprob_error"] == pytest.approx(1, abs=1e-6)  # the generator has the merged weights
     # At a step's first update the policy is what has sampled; the reference is what it was before all of them.
     divergence = {step: [s["kl"] for s in seen if s["update"] == 2 * step and "kl" in s] for step in range(3)}
     assert divergence[0] == pytest.approx([0.0] * len(divergence[0]), abs=1e-12)
@@ -79,7 +80,7 @@ def test_adapters_are_trained_against_the_model_without_them(ranks: RankPool, wo
     )
 
 
-def test_adapters_may_reach_the_engine_alone(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+def test_adapters_may_reach_the_generator_alone(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     model = {"path": str(workspace / "model"), "dtype": "float64", "lora": {"rank": 2}}
     settings = values(workspace, tmp_path / "run", model=model, length={"steps": 3}, parallel={"pp": 2})
     settings |= {"weight_sync": {"adapters": "alone", "checksum": True}}
@@ -238,10 +239,10 @@ class FlakyReceiver(Receiver):
     def load(self, *bucket: Any) -> None:
         super().load(*bucket)
         if FlakyReceiver.loads == 0:
-            raise ConnectionError("the engine is gone")
+            raise ConnectionError("the generator is gone")
 
 
-class Flaky(TransformersEngine):
+class Flaky(TransformersGenerator):
     """Dies as often as `left` says, and then works."""
 
     left = 0
@@ -249,24 +250,24 @@ class Flaky(TransformersEngine):
     def generate(self, requests: Sequence[Request], *hooks: Any) -> list[Completion]:
         if Flaky.left:
             Flaky.left -= 1
-            raise ConnectionError("the engine is gone")
+            raise ConnectionError("the generator is gone")
         return super().generate(requests, *hooks)
 
 
 def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, int]:
-    """How training ends when the engine fails so often when it is asked the third time, and how many were made anew."""
+    """How training ends when the generator fails so often at its third batch, and how many were made anew."""
     made = 0
 
-    def make(*arguments: Any) -> tuple[RolloutEngine, Transport]:
+    def make(*arguments: Any) -> tuple[Generator, Transport]:
         nonlocal made
         made += 1
-        engine, transport = make_engine(*arguments)
-        engine.__class__ = Flaky
-        engine.receiver.__class__ = FlakyReceiver
-        return engine, transport
+        generator, transport = make_generator(*arguments)
+        generator.__class__ = Flaky
+        generator.receiver.__class__ = FlakyReceiver
+        return generator, transport
 
     FlakyReceiver.loads = loads
-    with mock.patch("automodel_rl.rollout.collect.make_engine", make):
+    with mock.patch("automodel_rl.rollout.supervisor.make_generator", make):
         trainer = trainer_of(settings)
         collector = trainer.rollouts
         wait, calls = collector._wait, 0
@@ -285,7 +286,7 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, 
         return "", made - 1
 
 
-def test_an_engine_that_dies_is_started_again(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+def test_a_generator_that_dies_is_started_again(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "steady", length={"steps": 4}, parallel={"dp_shard": 2})
     ranks(2).run(train, settings)
     for name, failures, loads, restarts in (("generating", 2, -1, 2), ("loading weights", 0, 3, 1)):
@@ -296,12 +297,12 @@ def test_an_engine_that_dies_is_started_again(ranks: RankPool, workspace: Path, 
         assert_same_weights(tmp_path / name / "final", tmp_path / "steady" / "final")
 
 
-def test_an_engine_that_stays_dead_ends_the_run_with_nothing_lost(
+def test_a_generator_that_stays_dead_ends_the_run_with_nothing_lost(
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 4})
     ((message, _),) = ranks(1).run(run_flaky, settings, 99)
-    assert message == "the rollout engine of rank 0 failed 3 times: ConnectionError: the engine is gone"
+    assert message == "the generator of rank 0 failed 3 times: ConnectionError: the generator is gone"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2"]
     ranks(1).run(train, settings, "auto")
     ranks(1).run(train, settings | {"output": str(tmp_path / "steady")})
@@ -309,7 +310,7 @@ def test_an_engine_that_stays_dead_ends_the_run_with_nothing_lost(
     assert [row["train/loss"] for row in resumed] == [row["train/loss"] for row in steady]
 
 
-def test_an_engine_that_dies_in_validation_loses_no_step(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+def test_a_generator_that_dies_in_validation_loses_no_step(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     length = {"steps": 2, "validate_every": 1}  # asked for a baseline, for the first step, and to validate it
     ((message, _),) = ranks(1).run(run_flaky, values(workspace, tmp_path / "run", length=length), 99)
     assert "failed 3 times" in message
@@ -320,7 +321,7 @@ def test_an_engine_that_dies_in_validation_loses_no_step(ranks: RankPool, worksp
     assert all("train/loss" in row for row in rows[1:])
 
 
-class Silent(TransformersEngine):
+class Silent(TransformersGenerator):
     """Writes nothing for every other request."""
 
     def generate(self, requests: Sequence[Request], *hooks: Any) -> list[Completion]:
@@ -330,7 +331,7 @@ class Silent(TransformersEngine):
 
 def run_silent(settings: Settings) -> None:
     trainer = trainer_of(settings)
-    trainer.rollouts.engine.__class__ = Silent
+    trainer.supervisor.generator.__class__ = Silent
     trainer.train()
 
 
@@ -465,7 +466,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_it_does_not_matter_in_which_process_the_engine_is(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+def test_it_does_not_matter_in_which_process_the_generator_is(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "same", length={"steps": 3}, parallel={"pp": 2})
     ranks(2).run(train, settings)
     for place, changes in PLACES.items():
@@ -476,16 +477,16 @@ def test_it_does_not_matter_in_which_process_the_engine_is(ranks: RankPool, work
             assert row["rollout/staleness_max"] == 0
 
 
-def let_engines_be_ahead(settings: Settings, max_staleness: int) -> None:
+def let_generators_be_ahead(settings: Settings, max_staleness: int) -> None:
     settings["rollout"] |= {"own_process": True, "max_staleness": max_staleness}
     settings["loss"] |= {"correction": {"kind": "truncate"}}
 
 
-def test_engines_ahead_of_training_write_with_weights_of_limited_age(
+def test_generators_ahead_of_training_write_with_weights_of_limited_age(
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 5}, parallel={"dp_shard": 2})
-    let_engines_be_ahead(settings, 2)
+    let_generators_be_ahead(settings, 2)
     ranks(2).run(train, settings)
     rows = metrics_of(tmp_path / "run")
     ages = [row["rollout/staleness_max"] for row in rows]
@@ -496,11 +497,11 @@ def test_engines_ahead_of_training_write_with_weights_of_limited_age(
     assert len(set(prompts)) > 16
 
 
-def test_a_run_with_engines_ahead_goes_on_with_the_prompts_it_had_not_trained_on(
+def test_a_run_with_generators_ahead_goes_on_with_the_prompts_it_had_not_trained_on(
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 4}, checkpoint={"every_steps": 1, "keep_last": 9})
-    let_engines_be_ahead(settings, 1)
+    let_generators_be_ahead(settings, 1)
     ranks(1).run(train, settings)
     before = [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)]
     shutil.rmtree(tmp_path / "run" / "final")
@@ -513,15 +514,15 @@ def test_a_run_with_engines_ahead_goes_on_with_the_prompts_it_had_not_trained_on
 
 
 def run_with_a_death(settings: Settings) -> int:
-    """Kills the first rank's engine while it is ahead; how many engines this rank has started."""
+    """Kills the first rank's generator while it is ahead; how many generators this rank has started."""
     made = 0
 
-    def make(*arguments: Any) -> tuple[RolloutEngine, Transport]:
+    def make(*arguments: Any) -> tuple[Generator, Transport]:
         nonlocal made
         made += 1
-        return make_engine(*arguments)
+        return make_generator(*arguments)
 
-    with mock.patch("automodel_rl.rollout.collect.make_engine", make):
+    with mock.patch("automodel_rl.rollout.supervisor.make_generator", make):
         trainer = trainer_of(settings)
         take, calls = trainer.rollouts.take, 0
 
@@ -529,7 +530,7 @@ def run_with_a_death(settings: Settings) -> int:
             nonlocal calls
             calls += 1
             if calls == 3 and trainer.handle.layout.data_rank == 0:
-                os.kill(trainer.rollouts.engine.child.process.pid, signal.SIGKILL)
+                os.kill(trainer.supervisor.generator.child.process.pid, signal.SIGKILL)
             return take(*arguments)
 
         trainer.rollouts.take = killing
@@ -537,11 +538,11 @@ def run_with_a_death(settings: Settings) -> int:
     return made
 
 
-def test_an_engine_that_dies_ahead_of_training_does_not_make_the_others_completions_older(
+def test_a_generator_that_dies_ahead_of_training_does_not_make_the_others_completions_older(
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 5}, parallel={"dp_shard": 2})
-    let_engines_be_ahead(settings, 1)
+    let_generators_be_ahead(settings, 1)
     settings["weight_sync"] = {"checksum": True}
     assert ranks(2).run(run_with_a_death, settings) == [2, 1]
     ages = [row["rollout/staleness_max"] for row in metrics_of(tmp_path / "run")]

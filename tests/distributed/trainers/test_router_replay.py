@@ -1,4 +1,4 @@
-"""Reinforcement learning of a mixture on the experts that its rollouts used, with engines that choose others."""
+"""Reinforcement learning of a mixture on the experts that its rollouts used, with generators that choose others."""
 
 import functools
 import json
@@ -17,9 +17,9 @@ from automodel_rl.errors import RolloutError
 from automodel_rl.mixture.router_replay import Selection
 from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.part_forward import numbered_layers
-from automodel_rl.rollout.make_engine import make_engine
-from automodel_rl.rollout.protocol import Completion, RolloutEngine
-from automodel_rl.rollout.transformers_engine import TransformersEngine
+from automodel_rl.rollout.make_generator import make_generator
+from automodel_rl.rollout.protocol import Completion, Generator
+from automodel_rl.rollout.transformers_generator import TransformersGenerator
 from automodel_rl.support.families import FAMILIES
 from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
@@ -56,15 +56,15 @@ def other_experts(live: Tensor) -> Tensor:
     return torch.where(moved, (live + 3) % 8, live)
 
 
-def noisy_engine(*arguments: Any) -> tuple[RolloutEngine, Transport]:
-    """This rank's engine, with noise in its routers' choices, but not in what they weigh."""
-    engine, transport = make_engine(*arguments)
-    assert isinstance(engine, TransformersEngine)
+def noisy_generator(*arguments: Any) -> tuple[Generator, Transport]:
+    """This rank's generator, with noise in its routers' choices, but not in what they weigh."""
+    generator, transport = make_generator(*arguments)
+    assert isinstance(generator, TransformersGenerator)
     torch.manual_seed(torch.distributed.get_rank())
-    family = FAMILIES[engine.model.config.model_type]
-    for router in routers_of(numbered_layers(engine.model), family).values():
+    family = FAMILIES[generator.model.config.model_type]
+    for router in routers_of(numbered_layers(generator.model), family).values():
         router.forward = functools.partial(noisy, router.forward, router.top_k)
-    return engine, transport
+    return generator, transport
 
 
 def noisy(inner: Callable[..., Any], top_k: int, hidden: Tensor) -> Any:
@@ -73,11 +73,11 @@ def noisy(inner: Callable[..., Any], top_k: int, hidden: Tensor) -> Any:
 
 
 def train_noisily(settings: Settings) -> None:
-    with mock.patch("automodel_rl.rollout.collect.make_engine", noisy_engine):
+    with mock.patch("automodel_rl.rollout.supervisor.make_generator", noisy_generator):
         trainer_of(settings).train()
 
 
-def test_log_probabilities_are_the_engines_with_replay_alone(
+def test_log_probabilities_are_the_generators_with_replay_alone(
     ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
 ) -> None:
     parallel = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2, "cp": 2, "ep": 2}
@@ -118,7 +118,7 @@ def test_a_pipeline_with_replay_follows_one_process(
 
 
 def train_on_tokens_noise(settings: Settings) -> None:
-    """Noise that hangs on the tokens, so that it is the same for any number of engines."""
+    """Noise that hangs on the tokens, so that it is the same for any number of generators."""
 
     def by_token(live: Tensor) -> Tensor:
         return torch.where((live.sum(1, keepdim=True) % 3) == 0, (live + 3) % 8, live)
@@ -127,7 +127,7 @@ def train_on_tokens_noise(settings: Settings) -> None:
         train_noisily(settings)
 
 
-def test_ranks_whose_engines_wrote_nothing_still_train(
+def test_ranks_whose_generators_wrote_nothing_still_train(
     ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2, "cp": 2}, batch={"row_tokens": 256})
@@ -137,7 +137,7 @@ def test_ranks_whose_engines_wrote_nothing_still_train(
         assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
 
 
-def test_routes_of_batches_that_engines_in_processes_wrote_ahead_are_followed(
+def test_routes_of_batches_that_generators_in_processes_wrote_ahead_are_followed(
     ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2}, length={"steps": 3})
@@ -150,7 +150,7 @@ def test_routes_of_batches_that_engines_in_processes_wrote_ahead_are_followed(
     assert all(row["rollout/routes_missing"] == 0 and row["replay/differs"] > 0 for row in others)
 
 
-class Damaging(TransformersEngine):
+class Damaging(TransformersGenerator):
     """Damages routes on one rank, in the way that `damage` says."""
 
     damage: Callable[[Any], Any]
@@ -167,7 +167,7 @@ def run_damaged(settings: Settings, damage: Callable[[Any], Any]) -> str:
     """How training ends."""
     trainer = trainer_of(settings)
     Damaging.damage = staticmethod(damage)
-    trainer.rollouts.engine.__class__ = Damaging
+    trainer.supervisor.generator.__class__ = Damaging
     try:
         trainer.train()
     except RolloutError as error:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from automodel_rl.generator_messages import Started, receive_start
 from automodel_rl.launch.quiet import quiet_libraries
-from automodel_rl.weight_sync.engine_end import EngineEnd
+from automodel_rl.weight_sync.generator_end import GeneratorEnd
 from automodel_rl.weight_sync.receiver import Receiver
-from tests.distributed.weight_sync.engines import empty_homes
+from tests.distributed.weight_sync.generators import empty_homes
 
 
 class Faulty(Receiver):
@@ -50,10 +51,10 @@ def main() -> None:
             except (EOFError, OSError):
                 os._exit(0)
 
-    connection.recv()
-    connection.send(("started",))
+    receive_start(connection)
+    connection.send(Started())
     threading.Thread(target=read, daemon=True).start()
-    end = EngineEnd(receiver, device, messages, connection.send)
+    end = GeneratorEnd(receiver, device, messages, connection.send)
     while True:
         end.handle(messages.get())
 

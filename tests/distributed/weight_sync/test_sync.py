@@ -1,4 +1,4 @@
-"""After a sync every tensor of every engine is the trainer's, bit for bit: layouts, families, ways, buffers."""
+"""After a sync every tensor of every generator is the trainer's, bit for bit: layouts, families, ways, buffers."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.sync import WeightSync
-from tests.distributed.weight_sync.engines import (
+from tests.distributed.weight_sync.generators import (
     empty_homes,
     make_transport,
     own_tensors,
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def exchange(folder: Path, parallel: dict[str, Any], transport: str, changes: dict[str, Any]) -> list[str]:
-    """Names of tensors that differ after two updates, with a training step between them."""
+    """Names of tensors that differ after two weight syncs, with a training step between them."""
     dtype = getattr(torch, changes.get("dtype", "float32"))
     handle, engine = trained_model(folder, parallel)
     receiver = Receiver(empty_homes(folder, dtype))
@@ -48,7 +48,7 @@ def exchange(folder: Path, parallel: dict[str, Any], transport: str, changes: di
     sync = WeightSync(handle, way, config)
     wrong: list[str] = []
     for version in (1, 2):
-        sync.update()
+        sync.send()
         assert receiver.version == sync.version == version
         stages = gather_objects(own_tensors(handle, dtype), handle.layout.pp_control)
         expected = {name: tensor for stage in stages for name, tensor in stage.items()}
@@ -82,7 +82,7 @@ def test_ways_and_dtypes(ranks: RankPool, tmp_path: Path, way: str) -> None:
 
 
 def sync_adapters(folder: Path, parallel: dict[str, Any], adapters: str) -> tuple[dict[str, float], int]:
-    """How far the engine's tensors are from what plain tensors give, and how many it got."""
+    """How far the generator's tensors are from what plain tensors give, and how many it got."""
     handle, _ = trained_model(folder, parallel, "float64", lora={"rank": 3, "alpha": 6.0})
     own = {name: parameter for part in handle.parts for name, parameter in part.named_parameters()}
     whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in own.items()}
@@ -98,7 +98,7 @@ def sync_adapters(folder: Path, parallel: dict[str, Any], adapters: str) -> tupl
     receiver = Receiver({name: torch.full_like(tensor, -77.0) for name, tensor in expected.items()})
     config = sync_config(adapters=adapters, dtype="float32", checksum=True)
     way, _ = make_transport("local", receiver, handle, config.timeout)
-    WeightSync(handle, way, config).update()
+    WeightSync(handle, way, config).send()
     # Merged in float64 on shards; the products are rounded where they are cast, so they may differ in the last bit.
     worst = {n: (receiver.homes[n] - t).abs().max().item() for n, t in expected.items()}
     return {name: value for name, value in worst.items() if value > 1e-7}, len(expected)

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from automodel_rl.config import GRPOConfig, describe_keys, dump_config, load_config
+from automodel_rl.config.load import RENAMED
 from automodel_rl.errors import InputError
 
 SHIPPED = sorted((Path(__file__).parents[3] / "configs").glob("**/*.yaml"))
@@ -76,6 +77,17 @@ def test_mistakes_are_named_with_key_rule_and_remedy(minimal: Path, overrides: l
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_is_answered_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(GRPO))
+    with pytest.raises(InputError) as caught:
+        load_config(tmp_path / "c.yaml", [f"--{old}", "1"])
+    assert f"{old} is now called {new}: rename it" in str(caught.value).split("; ")
+    keys = [f"{key}." for key, _, _ in describe_keys(GRPOConfig)]
+    assert any(key.startswith(f"{new}.") for key in keys)
+    assert not any(key.startswith(f"{old}.") for key in keys)
+
+
 def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("output: x")
     with pytest.raises(InputError, match=r"model: this key is required"):
@@ -128,10 +140,10 @@ GRPO: dict[str, Any] = {
         ({"rollout": {"own_process": True}}, "ipc"),
         ({"rollout": {"own_process": True}, "weight_sync": {"transport": "collective"}}, "collective"),
         ({"rollout": {"own_process": True, "devices": [1]}}, "collective"),
-        ({"rollout": {"engine": "vllm", "devices": [1]}}, "vllm"),
+        ({"rollout": {"generator": "vllm", "devices": [1]}}, "vllm"),
     ],
 )
-def test_weights_go_the_way_that_fits_the_engines_place(changes: dict[str, Any], transport: str) -> None:
+def test_weights_go_the_way_that_fits_the_generators_place(changes: dict[str, Any], transport: str) -> None:
     rollout = GRPO["rollout"] | changes.get("rollout", {})
     assert GRPOConfig.model_validate(GRPO | changes | {"rollout": rollout}).transport == transport
 
@@ -144,15 +156,15 @@ def test_weights_go_the_way_that_fits_the_engines_place(changes: dict[str, Any],
             {"weight_sync": {"transport": "ipc"}, "rollout": {"own_process": True, "devices": [1]}},
             "it can be collective: use auto",
         ),
-        ({"rollout": {"devices": [1]}}, "devices=.1. are for engines in processes: set own_process to true"),
-        ({"rollout": {"max_staleness": 1}}, "an engine in this process cannot write while it trains"),
+        ({"rollout": {"devices": [1]}}, "devices=.1. are for generators in processes: set own_process to true"),
+        ({"rollout": {"max_staleness": 1}}, "a generator in this process cannot write while it trains"),
         (
             {"rollout": {"max_staleness": 1, "own_process": True}},
             "loss.correction.kind=none: completions of older weights need a correction",
         ),
-        ({"weight_sync": {"adapters": "alone"}}, "adapters=alone needs model.lora and rollout.engine=transformers"),
+        ({"weight_sync": {"adapters": "alone"}}, "adapters=alone needs model.lora and rollout.generator=transformers"),
         (
-            {"weight_sync": {"checksum": True}, "rollout": {"engine": "vllm"}},
+            {"weight_sync": {"checksum": True}, "rollout": {"generator": "vllm"}},
             "vllm keeps weights in other shapes than checkpoints",
         ),
     ],

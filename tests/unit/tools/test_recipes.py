@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from automodel_rl.config import load_config
 from automodel_rl.errors import DoesNotFitError
-from automodel_rl.tools.plan.command import GIB, engine_bytes, plan
+from automodel_rl.tools.plan.command import GIB, generator_bytes, plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -67,11 +67,11 @@ def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["--rollout.engine", "transformers"], 1000.0),
+        (["--rollout.generator", "transformers"], 1000.0),
         (["--rollout.vllm.memory_fraction", "0.5"], 0.5 * 139.8 * GIB),
         (["--rollout.devices", "[1]"], 0.0),
     ],
 )
-def test_plans_leave_room_for_the_rollout_engine(overrides: list[str], expected: float) -> None:
+def test_plans_leave_room_for_the_generator(overrides: list[str], expected: float) -> None:
     config = load_config(CONFIGS / "qwen3_0.6b" / "grpo.yaml", overrides)
-    assert engine_bytes(config, 1000, "H200") == pytest.approx(expected + 4 * 1000)  # and buffers
+    assert generator_bytes(config, 1000, "H200") == pytest.approx(expected + 4 * 1000)  # and buffers

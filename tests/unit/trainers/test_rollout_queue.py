@@ -1,4 +1,4 @@
-"""How far engines are ahead of training, and where a run goes on."""
+"""How far generators are ahead of training, and where a run goes on."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class Prompts:
         self.place = state["place"]
 
 
-class Engines:
+class Generators:
     """Notes what it is asked, and gives back what it was asked."""
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Engines:
 
 def make_queue(max_staleness: int) -> tuple[RolloutQueue, Any, Any]:
     prompts: Any = Prompts()
-    engines: Any = Engines()
+    generators: Any = Generators()
     settings = {"prompts": 2, "own_process": True, "max_staleness": max_staleness}
-    return RolloutQueue(prompts, engines, RolloutConfig.model_validate(settings)), prompts, engines
+    return RolloutQueue(prompts, generators, RolloutConfig.model_validate(settings)), prompts, generators
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,20 @@ def make_queue(max_staleness: int) -> tuple[RolloutQueue, Any, Any]:
         (5, "asked 0, asked 2, asked 4, took 0, took 2, took 4"),
     ],
 )
-def test_engines_are_asked_ahead_but_not_beyond_the_end(max_staleness: int, log: str) -> None:
-    queue, _, engines = make_queue(max_staleness)
+def test_generators_are_asked_ahead_but_not_beyond_the_end(max_staleness: int, log: str) -> None:
+    queue, _, generators = make_queue(max_staleness)
     batches = [queue.next(steps_left) for steps_left in (3, 2, 1)]
     assert [prompts for prompts, _ in batches] == [[0, 1], [2, 3], [4, 5]]
     assert all(prompts == rollouts for prompts, rollouts in batches)
-    assert ", ".join(engines.log) == log
+    assert ", ".join(generators.log) == log
 
 
 def test_a_run_goes_on_with_the_first_batch_that_was_not_taken() -> None:
-    queue, prompts, engines = make_queue(2)
+    queue, prompts, generators = make_queue(2)
     queue.next(9)
     assert prompts.place == 6
     assert queue.state_dict() == {"place": 2}
-    engines.fails = True
+    generators.fails = True
     with pytest.raises(RolloutError):
         queue.next(8)
     assert queue.state_dict() == {"place": 2}
@@ -82,13 +82,13 @@ def test_a_run_goes_on_with_the_first_batch_that_was_not_taken() -> None:
     again.load_state_dict(queue.state_dict())
     assert again.next(8)[0] == [2, 3]
     queue.load_state_dict({"place": 2})
-    engines.fails = False
+    generators.fails = False
     assert queue.next(8)[0] == [2, 3]
 
 
 def test_refills_come_after_what_is_under_way() -> None:
-    queue, _, engines = make_queue(1)
+    queue, _, generators = make_queue(1)
     queue.next(9)
     assert queue.more(1)[0] == [4]
     assert queue.next(8)[0] == [2, 3]
-    assert engines.log[-2:] == ["asked 5", "took 2"]
+    assert generators.log[-2:] == ["asked 5", "took 2"]

@@ -1,4 +1,4 @@
-"""The engine's side: what is agreed, what is written, and when it has weights."""
+"""The generator's side: what is agreed, what is written, and when it has weights."""
 
 import pytest
 import torch
@@ -21,10 +21,10 @@ def make_receiver() -> Receiver:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"a": torch.zeros(3, 2)}, r"the trainer sends a \[3, 2\] float32, and the engine's is \[2, 3\] float32"),
-        ({"b": torch.zeros(4)}, r"the trainer sends b \[4\] float32, and the engine's is \[4\] bfloat16"),
-        ({"c": torch.zeros(1)}, r"the trainer sends c \[1\] float32, and the engine has no such tensor"),
-        ({"b": None}, "the trainer does not send b and 0 more of the engine"),
+        ({"a": torch.zeros(3, 2)}, r"the trainer sends a \[3, 2\] float32, and the generator's is \[2, 3\] float32"),
+        ({"b": torch.zeros(4)}, r"the trainer sends b \[4\] float32, and the generator's is \[4\] bfloat16"),
+        ({"c": torch.zeros(1)}, r"the trainer sends c \[1\] float32, and the generator has no such tensor"),
+        ({"b": None}, "the trainer does not send b and 0 more of the generator"),
     ],
 )
 def test_names_shapes_and_dtypes_are_agreed_before_anything_is_sent(
@@ -65,7 +65,7 @@ def test_between_begin_and_commit_there_is_no_version() -> None:
     receive(receiver, make_tensors(), version=7)
     assert receiver.complete_version() == 7
     receiver.begin()
-    with pytest.raises(WeightSyncError, match="an update was interrupted"):
+    with pytest.raises(WeightSyncError, match="a weight sync was interrupted"):
         receiver.complete_version()
 
 

@@ -1,4 +1,4 @@
-"""Receiving ends without a model: tensors by name, and a thread that answers as an engine's process does."""
+"""Receiving ends without a model: tensors by name, and a thread that answers as a generator's process does."""
 
 import os
 import queue
@@ -14,11 +14,11 @@ from torch import Tensor
 from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, ParallelConfig, pack, sft_loss
 from automodel_rl.config import WeightSyncConfig
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.rollout.engine_process import EngineProcess
+from automodel_rl.generator_messages import Message
+from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.support.families import FAMILIES
-from automodel_rl.weight_sync.channel import Message
 from automodel_rl.weight_sync.collective import Collective
-from automodel_rl.weight_sync.engine_end import EngineEnd
+from automodel_rl.weight_sync.generator_end import GeneratorEnd
 from automodel_rl.weight_sync.ipc import Ipc
 from automodel_rl.weight_sync.local import Local
 from automodel_rl.weight_sync.receiver import Receiver
@@ -28,17 +28,17 @@ from tests.tiny import make_sequences
 CPU = torch.device("cpu")
 
 
-class ThreadEngine:
-    """Both ends of a channel: this rank's, and an engine's in a thread."""
+class ThreadGenerator:
+    """Both ends of a channel: this rank's, and a generator's in a thread."""
 
     def __init__(self, receiver: Receiver, device: torch.device = CPU):
         self.inbox: queue.Queue[Message] = queue.Queue()
         self.outbox: queue.Queue[Message] = queue.Queue()
         self.gone = False
-        self.end = EngineEnd(receiver, device, self.inbox, self.outbox.put)
+        self.end = GeneratorEnd(receiver, device, self.inbox, self.outbox.put)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.ready()
         self.inbox.put(message)
 
@@ -46,17 +46,17 @@ class ThreadEngine:
         if not self.outbox.empty():
             return True
         if self.gone:
-            raise WeightSyncError("the engine is gone")
+            raise WeightSyncError("the generator is gone")
         return False
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         return self.outbox.get(timeout=1)
 
     def _run(self) -> None:
         while not self.gone:
             try:
                 self.end.handle(self.inbox.get())
-            except SystemExit:  # a test has the engine die
+            except SystemExit:  # a test has the generator die
                 self.gone = True
 
 
@@ -73,21 +73,21 @@ def empty_homes(folder: Path, dtype: torch.dtype, device: torch.device = CPU) ->
 
 def receiving_process(
     folder: Path, kind: str = "sound", device: str = "cpu", visible: str | None = None
-) -> EngineProcess:
-    """An engine's process that only takes weights; see receiving.py."""
+) -> GeneratorProcess:
+    """A generator's process that only takes weights; see receiving.py."""
     command = [sys.executable, "-m", "tests.distributed.weight_sync.receiving", str(folder), kind, device]
     environment = None if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
-    return EngineProcess(command, environment, ("start",))
+    return GeneratorProcess(command, environment, None)
 
 
 def make_transport(kind: str, receiver: Receiver, handle: ModelHandle, seconds: float) -> tuple[Transport, Any]:
     device = handle.layout.device
     if kind == "local":
         return Local(receiver, device), None
-    engine = ThreadEngine(receiver)
+    generator = ThreadGenerator(receiver)
     if kind == "ipc":
-        return Ipc(engine, device, seconds), engine
-    return Collective(engine, handle.layout, seconds), engine
+        return Ipc(generator, device, seconds), generator
+    return Collective(generator, handle.layout, seconds), generator
 
 
 def trained_model(

@@ -1,4 +1,4 @@
-"""The engine's end of a channel: does what the rank says, one update at a time, between two tokens."""
+"""The generator's end of a channel: does what the rank asks for, one weight sync at a time, between two tokens."""
 
 import functools
 import queue
@@ -10,7 +10,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.errors import WeightSyncError, reason
-from automodel_rl.weight_sync.channel import JoinOrder, Message
+from automodel_rl.generator_messages import (
+    Agree,
+    Agreed,
+    Begin,
+    Bucket,
+    Commit,
+    Committed,
+    Failure,
+    GiveUp,
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    MakeRoom,
+    Message,
+    OpenBuffers,
+    Opened,
+    Receive,
+    Received,
+    Room,
+    Taken,
+    unknown,
+)
 from automodel_rl.weight_sync.link import Link, raise_failure
 from automodel_rl.weight_sync.receiver import Receiver, in_turn
 from automodel_rl.weight_sync.shared_memory import SharedBuffer
@@ -20,12 +43,12 @@ ROOM = 0.8
 """Share of the free device memory that buffers may take."""
 
 
-class EngineEnd:
-    """Handles messages of `channel`.
+class GeneratorEnd:
+    """Handles a rank's messages about weights.
 
     Args:
-        receiver: of the engine.
-        device: of the engine's tensors.
+        receiver: of the generator.
+        device: of the generator's tensors.
         messages: that come from the rank.
         answer: sends one back.
     """
@@ -45,30 +68,33 @@ class EngineEnd:
         self.store: dist.Store | None = None
 
     def handle(self, message: Message) -> None:
-        """Does what a message asks for. What goes wrong is answered, and leaves the engine without weights."""
-        kind, *rest = message
+        """Does what a message asks for. What goes wrong is answered, and leaves the generator without weights."""
         try:
-            if kind == "hello":
-                self.answer(message)
-            elif kind == "agree":
-                self.receiver.agree(rest[0])
-                self.answer(("agreed",))
-            elif kind == "open":
-                self.answer(("opened", self._open(rest[0])))
-            elif kind == "room":
-                self.answer(("room", self._make_room(*rest)))
-            elif kind == "join":
-                self._join(rest[0])
-                self.answer(("joined",))
-            elif kind == "leave":
-                self._leave()
-                self.answer(("left",))
-            elif kind == "begin":
-                self._update(*rest)
-            # Anything else belongs to an update that has failed.
+            match message:
+                case Hello():
+                    self.answer(message)
+                case Agree(plans):
+                    self.receiver.agree(plans)
+                    self.answer(Agreed())
+                case OpenBuffers(buffers):
+                    self.answer(Opened(self._open(buffers)))
+                case MakeRoom(num_bytes, num_buffers):
+                    self.answer(Room(self._make_room(num_bytes, num_buffers)))
+                case Join():
+                    self._join(message)
+                    self.answer(Joined())
+                case Leave():
+                    self._leave()
+                    self.answer(Left())
+                case Begin(version, seconds):
+                    self._sync(version, seconds)
+                case Bucket() | Receive() | Commit() | GiveUp():
+                    pass  # left of a weight sync that has failed
+                case _:
+                    raise unknown(message)
         except Exception as error:
             self._leave()
-            self.answer(("error", reason(error)))
+            self.answer(Failure(reason(error)))
 
     def _open(self, buffers: Sequence[SharedBuffer]) -> list[bytes]:
         self.slots = Slots([buffer.open(self.device) for buffer in buffers])
@@ -85,7 +111,7 @@ class EngineEnd:
         count = min(num_buffers, _room(self.device) // num_bytes)
         if count == 0:
             raise WeightSyncError(
-                f"the engine's device has no room for a buffer of {num_bytes / 2**20:.0f} MiB: lower "
+                f"the generator's device has no room for a buffer of {num_bytes / 2**20:.0f} MiB: lower "
                 "weight_sync.buffer_mib"
             )
         self.slots = Slots.allocate(num_bytes, count, self.device)
@@ -96,35 +122,44 @@ class EngineEnd:
             link.close(broken=True)
         self.links = []
 
-    def _join(self, order: JoinOrder) -> None:
+    def _join(self, order: Join) -> None:
         self.store = order.address.store(order.seconds)
         self.links = [
-            Link(self.store, f"sender{n}", 1 + order.engine, 1 + order.num_engines, self.device, order.seconds)
+            Link(self.store, f"sender{n}", 1 + order.generator, 1 + order.num_generators, self.device, order.seconds)
             for n in range(order.num_senders)
         ]
 
-    def _update(self, version: int, seconds: float) -> None:
+    def _sync(self, version: int, seconds: float) -> None:
         self.receiver.begin()
         self.slots.join()
         while True:
             try:
-                kind, *rest = self.messages.get(timeout=seconds)
+                message = self.messages.get(timeout=seconds)
             except queue.Empty:
-                raise WeightSyncError(f"the trainer was silent for {seconds:g} s in the middle of an update") from None
-            if kind == "bucket":
-                self._take(*rest)
-            elif kind == "receive":
-                self._receive()
-                self.answer(("received",))
-            elif kind == "commit":
-                self.slots.rejoin()
-                if self.device.type == "cuda":
-                    torch.cuda.current_stream(self.device).synchronize()
-                self.receiver.commit(version)
-                self.answer(("committed", self.receiver.version, self.receiver.checksums() if rest[0] else None))
-                return
-            else:
-                return
+                raise WeightSyncError(
+                    f"the trainer was silent for {seconds:g} s in the middle of a weight sync"
+                ) from None
+            match message:
+                case Bucket(sender, number, slot):
+                    self._take(sender, number, slot)
+                    self.answer(Taken(slot))
+                case Receive():
+                    self._receive()
+                    self.answer(Received())
+                case Commit(sums):
+                    self._commit(version)
+                    self.answer(Committed(self.receiver.version, self.receiver.checksums() if sums else None))
+                    return
+                case GiveUp():
+                    return
+                case _:
+                    raise unknown(message)
+
+    def _commit(self, version: int) -> None:
+        self.slots.rejoin()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self.receiver.commit(version)
 
     def _take(self, sender: int, number: int, turn: int) -> None:
         """Reads a shared buffer."""
@@ -135,7 +170,6 @@ class EngineEnd:
             self.receiver.load(sender, number, slot.buffer)
             if slot.stream is not None:
                 self.emptied[turn].record(slot.stream)
-        self.answer(("taken", turn))
 
     def _receive(self) -> None:
         """Takes all buckets from the links: as many as there are slots are on their way at once."""

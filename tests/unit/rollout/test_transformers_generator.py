@@ -9,9 +9,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from automodel_rl.errors import WeightSyncError
+from automodel_rl.generator_messages import Request
 from automodel_rl.quickstart.model import train_tokenizer
-from automodel_rl.rollout.protocol import Completion, Request
-from automodel_rl.rollout.transformers_engine import TransformersEngine
+from automodel_rl.rollout.model_copy import ModelCopy
+from automodel_rl.rollout.protocol import Completion
+from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing
 from tests.tiny import VOCAB, save_tiny_model
 from tests.weights import receive
 
@@ -36,11 +38,14 @@ def weights_on_disk(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **options: object) -> TransformersEngine:
-    settings = {"max_new_tokens": 12, "batch_size": 3, "stop": (), **options}
-    engine = TransformersEngine(model.config, model.dtype, torch.device("cpu"), tokenizer, **settings)
-    receive(engine.receiver, weights_on_disk(Path(model.config._name_or_path)))
-    return engine
+def make_generator(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, capture_routes: bool = False, **options: object
+) -> TransformersGenerator:
+    writing = Writing(**{"tokenizer": tokenizer, "max_new_tokens": 12, "batch_size": 3, "stop": (), **options})
+    copy = ModelCopy(model.config, model.dtype, torch.device("cpu"), capture_routes=capture_routes)
+    generator = TransformersGenerator(copy, writing)
+    receive(generator.receiver, weights_on_disk(Path(model.config._name_or_path)))
+    return generator
 
 
 @torch.no_grad()
@@ -52,10 +57,10 @@ def score(model: PreTrainedModel, prompt: list[int], completion: Completion, tem
 
 
 def test_it_reports_the_logprobs_of_what_it_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = make_engine(model, tokenizer)
+    generator = make_generator(model, tokenizer)
     requests = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
     tolerance = 2e-6 if model.dtype == torch.float64 else 1e-4  # rotary tables are float32
-    for request, completion in zip(requests, engine.generate(requests), strict=True):
+    for request, completion in zip(requests, generator.generate(requests), strict=True):
         assert len(completion.logprobs) == len(completion.token_ids)
         assert completion.finish == ("length" if len(completion.token_ids) == 12 else "stop")
         expected = score(model, request.prompt, completion, 0.7)
@@ -67,14 +72,14 @@ def test_it_reports_the_logprobs_of_what_it_sampled(model: PreTrainedModel, toke
 def test_it_says_which_experts_prompt_and_completion_went_to(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    engine = make_engine(model, tokenizer, capture_routes=True)
+    generator = make_generator(model, tokenizer, capture_routes=True)
     model.config.eos_token_id = None
     requests = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
     chosen: list[Tensor] = []
     for layer in model.model.layers:
         router = layer.mlp.router if "router" in dict(layer.mlp.named_children()) else layer.mlp.gate
         router.register_forward_hook(lambda _module, _input, output: chosen.append(output[2]))
-    for request, completion in zip(requests, engine.generate(requests), strict=True):
+    for request, completion in zip(requests, generator.generate(requests), strict=True):
         chosen.clear()
         with torch.no_grad():
             model(torch.tensor([[*request.prompt, *completion.token_ids]]))
@@ -89,18 +94,18 @@ def dense(tmp_path: Path) -> PreTrainedModel:
 
 
 def test_a_completion_depends_on_its_own_seed_only(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = make_engine(dense, tokenizer)
+    generator = make_generator(dense, tokenizer)
     requests = [Request(prompt, seed, 1.0) for seed, prompt in enumerate(PROMPTS)]
-    together = engine.generate(requests)
-    alone = [engine.generate([request])[0] for request in reversed(requests)][::-1]
+    together = generator.generate(requests)
+    alone = [generator.generate([request])[0] for request in reversed(requests)][::-1]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    others = engine.generate([Request(r.prompt, r.seed + 100, 1.0) for r in requests])
+    others = generator.generate([Request(r.prompt, r.seed + 100, 1.0) for r in requests])
     assert [c.token_ids for c in together] != [c.token_ids for c in others]
 
 
 def test_samples_follow_the_distribution(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = make_engine(dense, tokenizer, max_new_tokens=1, batch_size=4000)
-    drawn = engine.generate([Request([5, 6, 7], seed, 1.5) for seed in range(4000)])
+    generator = make_generator(dense, tokenizer, max_new_tokens=1, batch_size=4000)
+    drawn = generator.generate([Request([5, 6, 7], seed, 1.5) for seed in range(4000)])
     with torch.no_grad():
         expected = (dense(torch.tensor([[5, 6, 7]])).logits[0, -1] / 1.5).softmax(-1)
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in drawn]), minlength=VOCAB)
@@ -110,24 +115,24 @@ def test_samples_follow_the_distribution(dense: PreTrainedModel, tokenizer: PreT
 
 
 def test_temperature_0_takes_the_likeliest_token(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    engine = make_engine(dense, tokenizer)
+    generator = make_generator(dense, tokenizer)
     for prompt in PROMPTS:
-        (completion,) = engine.generate([Request(prompt, 0, 0.0)])
+        (completion,) = generator.generate([Request(prompt, 0, 0.0)])
         written = dense.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
         assert completion.token_ids == written.tolist()
 
 
 def test_stop_tokens_and_texts_end_a_completion(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    (free,) = make_engine(dense, tokenizer).generate([Request([5, 6, 7], 1, 1.0)])
+    (free,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, 1.0)])
     assert len(free.token_ids) == 12
     text = tokenizer.decode(free.token_ids[4])
-    (stopped,) = make_engine(dense, tokenizer, stop=[text]).generate([Request([5, 6, 7], 1, 1.0)])
+    (stopped,) = make_generator(dense, tokenizer, stop=(text,)).generate([Request([5, 6, 7], 1, 1.0)])
     assert stopped.finish == "stop"
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     assert text in tokenizer.decode(stopped.token_ids)
     assert len(stopped.token_ids) <= 5
     dense.config.eos_token_id = free.token_ids[2]
-    (ended,) = make_engine(dense, tokenizer).generate([Request([5, 6, 7], 1, 1.0)])
+    (ended,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, 1.0)])
     assert ended.finish == "stop"
     assert ended.token_ids[-1] == free.token_ids[2]
     assert len(ended.token_ids) <= 3
@@ -136,12 +141,12 @@ def test_stop_tokens_and_texts_end_a_completion(dense: PreTrainedModel, tokenize
 def test_without_complete_weights_it_does_not_generate(
     dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    engine = make_engine(dense, tokenizer)
-    engine.receiver.begin()
+    generator = make_generator(dense, tokenizer)
+    generator.receiver.begin()
     with pytest.raises(WeightSyncError, match="no complete weights"):
-        engine.generate([Request([5], 0, 1.0)])
-    engine.receiver.commit(2)
-    (completion,) = engine.generate([Request([5], 0, 1.0)])
+        generator.generate([Request([5], 0, 1.0)])
+    generator.receiver.commit(2)
+    (completion,) = generator.generate([Request([5], 0, 1.0)])
     assert completion.versions == (2, 2)
 
 
@@ -149,25 +154,25 @@ def test_weights_that_come_in_the_midst_of_a_completion_are_those_of_the_next_to
     dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The first tokens are the old weights', the others are scored by the new ones, over the old keys and values."""
-    engine = make_engine(dense, tokenizer)
+    generator = make_generator(dense, tokenizer)
     old = weights_on_disk(Path(dense.config._name_or_path))
     new = {
         name: tensor + (0.05 if name == "lm_head.weight" else 0.0) * tensor.roll(1, 0) for name, tensor in old.items()
     }
     request, tokens = Request([5, 6, 7], 3, 1.0), 0
-    (before,) = engine.generate([request])
+    (before,) = generator.generate([request])
 
-    def update() -> None:
+    def load() -> None:
         nonlocal tokens
         tokens += 1
         if tokens == 5:
-            receive(engine.receiver, new, version=2)
+            receive(generator.receiver, new, version=2)
 
-    (across,) = engine.generate([request], between_tokens=update)
+    (across,) = generator.generate([request], between_tokens=load)
     assert across.versions == (1, 2)
     assert across.logprobs[:4] == before.logprobs[:4]
     assert across.logprobs[4:] != before.logprobs[4:]
-    (after,) = engine.generate([request])
+    (after,) = generator.generate([request])
     assert after.versions == (2, 2)
     if after.token_ids[:4] == across.token_ids[:4]:  # only the head differs, so keys and values do not
         assert after.logprobs[4] == pytest.approx(across.logprobs[4], abs=1e-12)

@@ -1,10 +1,10 @@
-"""Which device an engine gets."""
+"""Which device a generator gets."""
 
 import pytest
 import torch
 
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.make_engine import visible_device
+from automodel_rl.rollout.make_generator import visible_device
 
 
 def device(
@@ -24,6 +24,6 @@ def test_devices_of_their_own_are_dealt_to_the_ranks_of_a_machine(monkeypatch: p
         device(monkeypatch, 0, (6,), None)
 
 
-def test_an_engine_shares_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generator_shares_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device(monkeypatch, rank, (), None) for rank in (0, 1)] == ["0", "1"]
     assert [device(monkeypatch, rank, (), "4,5") for rank in (0, 1)] == ["4", "5"]

@@ -1,0 +1,30 @@
+"""Completions of what workers and servers report, checked: it may come from elsewhere."""
+
+import math
+
+from automodel_rl.generator_messages import Written
+from automodel_rl.rollout.protocol import Completion
+
+
+def completion_of(written: Written) -> Completion:
+    """A completion, or its error: for values that cannot be, and for ends other than stop and length, such as vLLM's
+    abort."""
+    wrong = _what_is_wrong(written.token_ids, written.logprobs)
+    if wrong is not None:
+        return Completion([], [], "error", f"the generator's answer makes no sense: {wrong}")
+    versions = None if written.oldest is None or written.newest is None else (written.oldest, written.newest)
+    match written.finish:
+        case "stop" | "length" as finish:
+            return Completion(written.token_ids, written.logprobs, finish, versions=versions, routes=written.routes)
+        case other:
+            return Completion([], [], "error", f"the generator ended it: {other}")
+
+
+def _what_is_wrong(token_ids: object, logprobs: object) -> str | None:
+    if not isinstance(token_ids, list) or not isinstance(logprobs, list) or len(token_ids) != len(logprobs):
+        return "token_ids and logprobs are not lists of one length"
+    if not all(type(token) is int and 0 <= token < 2**31 for token in token_ids):
+        return "a token id is no whole number from 0 on"
+    if not all(type(score) in (int, float) and math.isfinite(score) and score <= 1e-3 for score in logprobs):
+        return "a log-probability is not a number up to 0"
+    return None

@@ -1,0 +1,129 @@
+"""A generator in a process of its own: requests go in, completions come out, and weights in between."""
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.generator_messages import Completions, Failed, Failure, Generate, Message, Request, Start, Started
+from automodel_rl.rollout.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
+from automodel_rl.rollout.completions import completion_of
+from automodel_rl.rollout.protocol import Completion
+
+
+class GeneratorProcess:
+    """The rank's end: a `Generator`, and the `Channel` of its weights.
+
+    A thread takes what the process sends as soon as it sends it: the process must not wait, in the midst of a long
+    message, for a rank that trains, or that is itself sending one.
+
+    Args:
+        command: of the worker.
+        environment: its variables; None for this process's.
+        settings: of the generator, as its worker takes them.
+
+    Raises:
+        OSError: the process cannot be started.
+        RuntimeError: the generator cannot; the text says why.
+    """
+
+    num_workers = 1
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None, settings: Any):
+        self.child = ChildProcess(command, environment)
+        self._batches = 0
+        self._done: dict[int, Completions | Failed] = {}
+        self._answers: deque[Message] = deque()
+        self._news = threading.Condition()
+        self._ended: ChildEndedError | None = None
+        self._reader = threading.Thread(target=self._read, daemon=True, name="generator-messages")
+        self._reader.start()
+        try:
+            self.child.send(Start(settings))
+            self._wait_for(lambda: bool(self._answers))
+            match self.receive():
+                case Started():
+                    pass
+                case Failure(text):
+                    raise RuntimeError(text)
+                case other:
+                    raise RuntimeError(f"it answered {type(other).__name__} where Started was due")
+        except RuntimeError:
+            self.close()
+            raise
+
+    def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
+        """Lets it begin; what is returned waits for the completions.
+
+        Raises:
+            ChildEndedError: the process is gone.
+        """
+        if not requests:
+            return list
+        self._batches += 1
+        self.child.send(Generate(self._batches, list(requests)))
+        return functools.partial(self._completions, self._batches)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self.submit(requests)()
+
+    def close(self) -> None:
+        self.child.close()
+        self._reader.join()
+
+    def send(self, message: Message) -> None:
+        try:
+            self.child.send(message)
+        except ChildEndedError as error:
+            raise WeightSyncError(str(error)) from None
+
+    def ready(self) -> bool:
+        if not self._answers and self._ended is not None:
+            raise WeightSyncError(str(self._ended))
+        return bool(self._answers)
+
+    def receive(self) -> Message:
+        return self._answers.popleft()
+
+    def _completions(self, number: int) -> list[Completion]:
+        self._wait_for(lambda: number in self._done)
+        match self._done.pop(number):
+            case Failed(_, text):
+                raise RuntimeError(text)
+            case Completions(_, written):
+                return [completion_of(one) for one in written]
+
+    def _wait_for(self, arrived: Callable[[], bool]) -> None:
+        """Raises ChildEndedError if it never will."""
+        with self._news:
+            while not arrived():
+                if self._ended is not None:
+                    raise self._ended
+                self._news.wait(LOOK_SECONDS)
+
+    def _read(self) -> None:
+        """Puts completions with completions, and everything else with the answers about weights."""
+        while self._ended is None:
+            message = self._next_message()
+            with self._news:
+                match message:
+                    case ChildEndedError():
+                        self._ended = message
+                    case Completions(number) | Failed(number):
+                        self._done[number] = message
+                    case _:
+                        self._answers.append(message)
+                self._news.notify_all()
+
+    def _next_message(self) -> Any:
+        """What the process has sent, or the error that there will be nothing more."""
+        try:
+            return self.child.receive()
+        except ChildEndedError as error:
+            return error
+        except (OSError, TypeError, ValueError):  # closed by this rank in the midst of reading
+            return ChildEndedError("it is closed")
+        except Exception as error:  # classes that this side does not have
+            return ChildEndedError(f"its process sent what cannot be read ({innermost(error)})")

@@ -1,0 +1,163 @@
+"""The generator that a config asks for, and the way of weights to it."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.config import GRPOConfig
+from automodel_rl.errors import InputError
+from automodel_rl.generator_messages import VllmSettings
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.rollout.generator_process import GeneratorProcess
+from automodel_rl.rollout.model_copy import ModelCopy
+from automodel_rl.rollout.protocol import Generator
+from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing, stop_ids
+from automodel_rl.rollout.vllm_checks import connect_servers
+from automodel_rl.rollout.vllm_process import start_vllm
+from automodel_rl.rollout.vllm_servers import VllmServers
+from automodel_rl.weight_sync.collective import Collective
+from automodel_rl.weight_sync.ipc import Ipc
+from automodel_rl.weight_sync.local import Local
+from automodel_rl.weight_sync.sync import sync_dtype
+from automodel_rl.weight_sync.transport import Transport
+from automodel_rl.weight_sync.vllm import VllmNccl, VllmSameDevice
+
+TRANSFORMERS_WORKER = ("-m", "automodel_rl.rollout.transformers_worker")
+
+
+def make_generator(
+    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Generator, Transport]:
+    """Starts this rank's generator, which has no weights yet, and makes the way that they come.
+
+    Args:
+        config: of the run.
+        handle: the model that is trained.
+        tokenizer: of the model.
+
+    Raises:
+        InputError: the generator does not start.
+    """
+    if config.rollout.generator == "transformers":
+        return _transformers(config, handle, tokenizer)
+    if config.rollout.vllm.servers:
+        return _vllm_servers(config, handle, tokenizer)
+    return _vllm_process(config, handle, tokenizer)
+
+
+def _transformers(
+    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Generator, Transport]:
+    rollout, weights, device = config.rollout, config.weight_sync, handle.layout.device
+    lora = handle.model.lora if weights.adapters == "alone" else None
+    copy = ModelCopy(
+        handle.config,
+        sync_dtype(weights, handle),
+        device,
+        adapters=None if lora is None else (lora, handle.source),
+        capture_routes=config.router_replay.enabled,
+    )
+    writing = Writing(tokenizer, rollout.max_new_tokens, rollout.stop, rollout.batch_size)
+    if not rollout.own_process:
+        generator = TransformersGenerator(copy, writing)
+        return generator, Local(generator.receiver, device)
+    if config.transport == "collective" and device.type == "cuda" and not rollout.devices:
+        raise InputError(
+            "weight_sync.transport=collective: NCCL does not join two processes on one device: use ipc, or give the "
+            "generators rollout.devices of their own"
+        )
+    process = start_transformers(copy, writing, visible_device(rollout.devices, device))
+    if config.transport == "ipc":
+        return process, Ipc(process, device, weights.timeout)
+    return process, Collective(process, handle.layout, weights.timeout)
+
+
+def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -> GeneratorProcess:
+    """A transformers generator in a process of its own.
+
+    Args:
+        copy: its model.
+        writing: how it writes.
+        visible: its CUDA_VISIBLE_DEVICES, one device, on which it then computes; None leaves the environment's.
+
+    Raises:
+        InputError: it does not start.
+    """
+    environment = None
+    if visible is not None:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+        copy = dataclasses.replace(copy, device=torch.device("cuda", 0))
+    try:
+        return GeneratorProcess([sys.executable, *TRANSFORMERS_WORKER], environment, (copy, writing))
+    except RuntimeError as error:
+        raise InputError(f"rollout.own_process: the generator does not start ({error})") from None
+
+
+def _vllm_servers(
+    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Generator, Transport]:
+    servers = connect_servers(config.rollout.vllm.servers, routes=config.router_replay.enabled)
+    generator = VllmServers(servers, _sampling(config, handle, tokenizer), leads=dist.get_rank() == 0)
+    return generator, VllmNccl(generator.weights, handle.layout, config.weight_sync.timeout)
+
+
+def _vllm_process(
+    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Generator, Transport]:
+    rollout, weights, layout = config.rollout, config.weight_sync, handle.layout
+    options = {
+        "model": str(handle.source),
+        "dtype": str(sync_dtype(weights, handle)).removeprefix("torch."),
+        "max_model_len": rollout.max_prompt_tokens + rollout.max_new_tokens,
+        "gpu_memory_utilization": rollout.vllm.memory_fraction,
+        "skip_tokenizer_init": not rollout.stop,
+        "weight_transfer_config": {"backend": "nccl" if rollout.devices else "same_device"},
+        **({"enable_return_routed_experts": True} if config.router_replay.enabled else {}),
+        **rollout.vllm.options,
+    }
+    settings = VllmSettings(options, _sampling(config, handle, tokenizer))
+    process = start_vllm(rollout.vllm.python, settings, visible_device(rollout.devices, layout.device))
+    way = VllmNccl if rollout.devices else VllmSameDevice
+    return process, way(process, layout, weights.timeout)
+
+
+def _sampling(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Of vllm.SamplingParams."""
+    sampling: dict[str, Any] = {
+        "max_tokens": config.rollout.max_new_tokens,
+        "stop_token_ids": sorted(stop_ids(handle.config, tokenizer)),
+    }
+    if config.rollout.stop:
+        sampling |= {"stop": list(config.rollout.stop), "include_stop_str_in_output": True}
+    return sampling
+
+
+def visible_device(devices: Sequence[int], device: torch.device) -> str | None:
+    """What CUDA_VISIBLE_DEVICES is to be for the generator of this rank, which computes on `device`; None to leave it.
+
+    Args:
+        devices: of the generators' own, by their number on the machine; none if each shares its rank's.
+        device: this rank's.
+
+    Raises:
+        InputError: there are fewer devices for generators than ranks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if devices:
+        local_ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if len(devices) < local_ranks:
+            raise InputError(
+                f"rollout.devices={list(devices)}: each of the {local_ranks} ranks on a machine needs one: list "
+                f"{local_ranks}"
+            )
+        return str(devices[local_rank])
+    if device.type != "cuda":
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[device.index] if visible else str(device.index)

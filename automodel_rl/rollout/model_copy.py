@@ -1,0 +1,115 @@
+"""The copy of the model from which a transformers generator samples: how it is built, and which tensors get weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from automodel_rl.config.model import LoraConfig
+from automodel_rl.errors import InputError
+from automodel_rl.hf.names import to_hf
+from automodel_rl.hf.read import persistent_tensors
+from automodel_rl.lora.layers import add_adapters, install_adapters, is_adapter
+from automodel_rl.mixture.routers import routers_of
+from automodel_rl.model.part_forward import numbered_layers
+from automodel_rl.support.description import describe_model
+from automodel_rl.support.families import FAMILIES
+
+
+@dataclass(frozen=True)
+class ModelCopy:
+    """Which model, and where.
+
+    Attributes:
+        config: of the trained model.
+        dtype: that the copy computes in.
+        device: where it computes.
+        adapters: that alone are trained: their config, and the checkpoint they belong to. Else None, and the copy has
+            no weights until the first weight sync.
+        capture_routes: note which experts tokens go to.
+    """
+
+    config: PretrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    adapters: tuple[LoraConfig, Path] | None = None
+    capture_routes: bool = False
+
+
+def build_model(copy: ModelCopy) -> Any:
+    """The model, on its device.
+
+    Raises:
+        InputError: the device has no room for it.
+    """
+    config = type(copy.config).from_dict(copy.config.to_dict())  # the trained model's has its own attention
+    # transformers' sdpa leaves out soft caps and sinks, and its grouped_mm knows no float64.
+    kernels = {"attn_implementation": "eager" if describe_model(config).needs_eager_attention else "sdpa"}
+    if FAMILIES[config.model_type].is_moe and copy.dtype == torch.float64:
+        kernels["experts_implementation"] = "eager"
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=copy.dtype, **kernels)
+    _check_room(sum(p.numel() * p.element_size() for p in empty.parameters()), copy.device)
+    if copy.adapters is None:
+        with torch.device(copy.device):
+            return AutoModelForCausalLM.from_config(config, dtype=copy.dtype, **kernels).eval()
+    lora, base = copy.adapters
+    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=copy.dtype, **kernels).eval()
+    add_adapters(model, lora)
+    model.to(copy.device)
+    install_adapters(model)
+    return model
+
+
+def synced_tensors(model: nn.Module, copy: ModelCopy) -> dict[str, Tensor]:
+    """The tensors that weight syncs write, by their Hugging Face names: the adapters where they alone are trained, else
+    all."""
+    return {
+        piece: view
+        for name, tensor in persistent_tensors(model)
+        if copy.adapters is None or is_adapter(name)
+        for piece, view in to_hf(name, tensor.detach(), copy.config.model_type)
+    }
+
+
+class RouteRecorder:
+    """Notes which experts the routers of a model choose.
+
+    Args:
+        routers: by layer.
+    """
+
+    def __init__(self, routers: dict[int, Any]):
+        self._chosen: list[Tensor] = []
+        for number in sorted(routers):
+            routers[number].register_forward_hook(self._note)
+
+    @classmethod
+    def of(cls, model: Any) -> "RouteRecorder | None":
+        """Of all routers of a model; None if it has none."""
+        routers = routers_of(numbered_layers(model), FAMILIES[model.config.model_type])
+        return cls(routers) if routers else None
+
+    def _note(self, _: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
+        self._chosen.append(output[2])
+
+    def take(self, num_rows: int) -> np.ndarray:
+        """Of the last forward, over `num_rows` sequences of the same length: int16 [rows, n, M, K]."""
+        chosen = torch.stack(self._chosen, 1).short().cpu().numpy()
+        self._chosen.clear()
+        return chosen.reshape(num_rows, -1, *chosen.shape[1:])
+
+
+def _check_room(num_bytes: int, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    if num_bytes > 0.9 * free:
+        raise InputError(
+            f"rollout.generator=transformers: a whole copy of the model takes {num_bytes / 2**30:.0f} GiB and {device} "
+            f"has {free / 2**30:.0f} GiB left: use rollout.generator=vllm with devices or servers of its own"
+        )

@@ -1,0 +1,52 @@
+"""What a server of vLLM must be before a run uses it."""
+
+import json
+from collections.abc import Sequence
+
+from automodel_rl.errors import InputError
+from automodel_rl.rollout.vllm_http import TOKEN_VARIABLE, VllmServer
+
+SERVE = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs "
+    """--weight-transfer-config '{"backend": "nccl"}'"""
+)
+
+
+def connect_servers(urls: Sequence[str], routes: bool) -> list[VllmServer]:
+    """Servers that can be used.
+
+    Args:
+        urls: where they are.
+        routes: they have to report which experts tokens go to.
+
+    Raises:
+        InputError: a server cannot be used; the text says how to start it.
+    """
+    servers = [VllmServer(url) for url in urls]
+    for server in servers:
+        _check(server, routes)
+    return servers
+
+
+def _check(server: VllmServer, routes: bool) -> None:
+    what = f"rollout.vllm.servers: {server.url}"
+    if server.is_exposed:
+        raise InputError(
+            f"{what} is not on this machine, so whoever reaches it could use it: start it with --api-key and set "
+            f"{TOKEN_VARIABLE} to that key"
+        )
+    try:
+        info = json.dumps(server.get("/server_info?config_format=json"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{what} does not answer ({error}): start it with {SERVE}") from None
+    if server.get("/is_paused")["is_paused"]:
+        raise InputError(f"{what} is paused, as after a weight sync that failed: start it anew")
+    if routes and '"enable_return_routed_experts": true' not in info:
+        raise InputError(
+            f"{what} does not say which experts its tokens go to, which router_replay needs: start it with {SERVE} "
+            "--enable-return-routed-experts"
+        )
+    if "processed_logprobs" not in info:
+        raise InputError(
+            f"{what} reports raw log-probabilities, which are wrong at any temperature but 1: start it with {SERVE}"
+        )

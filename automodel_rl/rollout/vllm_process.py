@@ -1,0 +1,46 @@
+"""Generation by vLLM in a process next to this rank.
+
+vLLM is asked for *processed* log-probabilities: the raw ones, which it gives otherwise, are those of temperature 1.
+"""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from automodel_rl.errors import InputError
+from automodel_rl.generator_messages import VllmSettings
+from automodel_rl.rollout.generator_process import GeneratorProcess
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+
+_OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+"""How variables of this job begin that vLLM would take for its own."""
+
+
+def start_vllm(python: str | None, settings: VllmSettings, device: str | None) -> GeneratorProcess:
+    """vLLM's offline engine in a process of its own.
+
+    Args:
+        python: the interpreter of an environment that has vLLM; None for this one's.
+        settings: of vLLM.
+        device: its CUDA_VISIBLE_DEVICES; None leaves the environment's.
+
+    Raises:
+        InputError: it does not start.
+    """
+    python = python or sys.executable
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a killed worker leaves its own child behind
+    if device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = device
+    options = {**settings.options, "logprobs_mode": "processed_logprobs"}
+    try:
+        return GeneratorProcess([python, str(WORKER)], environment, dataclasses.replace(settings, options=options))
+    except OSError as error:
+        raise InputError(f"rollout.vllm.python={python}: cannot start it ({error.strerror})") from None
+    except RuntimeError as error:
+        raise InputError(
+            f"rollout.generator=vllm: it does not start ({error}): give rollout.vllm.python the interpreter of an "
+            "environment with vLLM, or change rollout.vllm.memory_fraction or options"
+        ) from None

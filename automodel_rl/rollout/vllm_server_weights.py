@@ -1,0 +1,129 @@
+"""The channel of weights to servers of vLLM: the first rank passes messages on over HTTP, the others count versions."""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.generator_messages import (
+    Begin,
+    Commit,
+    Committed,
+    Failure,
+    GiveUp,
+    InitTransfer,
+    Loaded,
+    LoadWeights,
+    Message,
+    Ready,
+    unknown,
+)
+from automodel_rl.rollout.vllm_http import VllmServer, at_once
+
+
+class ServerWeights:
+    """A `VllmChannel` to all servers of a run. Its messages are worked off in the background, one after the other.
+
+    A server whose weight sync fails has no complete weights, and nothing but a restart gives it some.
+
+    Args:
+        servers: that get weights.
+        leads: whether this rank sends to them; others only count versions.
+
+    Attributes:
+        version: of the weights that the servers have.
+        is_broken: the servers have no complete weights, for a weight sync failed.
+    """
+
+    def __init__(self, servers: Sequence[VllmServer], leads: bool):
+        self.servers, self.leads = servers, leads
+        self.version = 0
+        self.is_broken = False
+        self._coming = 0
+        self._orders = ThreadPoolExecutor(1)
+        self._answers: deque[Message] = deque()
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of all servers that hold weights; 0 on ranks that do not lead."""
+        return sum(self._world_sizes()) if self.leads else 0
+
+    def send(self, message: Message) -> None:
+        if not self.leads:
+            self._count(message)
+            return
+        try:
+            self._orders.submit(self._pass_on, message)
+        except RuntimeError:
+            raise WeightSyncError("the servers are given up") from None
+
+    def ready(self) -> bool:
+        return bool(self._answers)
+
+    def receive(self) -> Message:
+        return self._answers.popleft()
+
+    def close(self) -> None:
+        """Lets go of what is not sent yet."""
+        self._orders.shutdown(wait=False, cancel_futures=True)
+
+    def _pass_on(self, message: Message) -> None:
+        """Does what a message asks for on all servers. Running requests wait, and go on with new keys and values."""
+        try:
+            match message:
+                case InitTransfer(info):
+                    self._init(info)
+                    self._answers.append(Ready())
+                case Begin(version):
+                    self._coming, self.is_broken = version, False
+                    self._to_all("/pause?mode=keep", {})
+                    self._to_all("/start_weight_update", {"is_checkpoint_format": True})
+                case LoadWeights(info) if not self.is_broken:
+                    self._to_all("/update_weights", {"update_info": info})
+                    self._answers.append(Loaded())
+                case Commit() if not self.is_broken:
+                    self._to_all("/finish_weight_update", {})
+                    self.version = self._coming
+                    self._to_all("/resume", {})
+                    self._answers.append(Committed(self.version))
+                case LoadWeights() | Commit() | GiveUp():
+                    pass  # of a weight sync that has failed
+                case _:
+                    raise unknown(message)
+        except Exception as error:
+            self.is_broken = True
+            self._answers.append(Failure(innermost(error)))
+
+    def _count(self, message: Message) -> None:
+        """Answers for the leading rank's servers."""
+        match message:
+            case InitTransfer():
+                self._answers.append(Ready())
+            case Begin(version):
+                self._coming = version
+            case LoadWeights():
+                self._answers.append(Loaded())
+            case Commit():
+                self.version = self._coming
+                self._answers.append(Committed(self.version))
+            case GiveUp():
+                pass
+            case _:
+                raise unknown(message)
+
+    def _init(self, info: dict[str, Any]) -> None:
+        offsets = itertools.accumulate(self._world_sizes(), initial=info["rank_offset"])
+        bodies = [{"init_info": {**info, "rank_offset": offset}} for offset in offsets]
+
+        def init(server: VllmServer, body: dict[str, Any]) -> None:
+            server.post("/init_weight_transfer_engine", body)
+
+        at_once(init, self.servers, bodies)
+
+    def _world_sizes(self) -> list[int]:
+        return [server.get("/get_world_size?include_dp=true")["world_size"] for server in self.servers]
+
+    def _to_all(self, path: str, body: dict[str, Any]) -> None:
+        at_once(lambda server: server.post(path, body), self.servers)

@@ -1,0 +1,104 @@
+"""Generation by servers of vLLM that are there, request by request."""
+
+import base64
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from automodel_rl.errors import WeightSyncError
+from automodel_rl.generator_messages import Request, Written
+from automodel_rl.rollout.completions import completion_of
+from automodel_rl.rollout.protocol import Completion
+from automodel_rl.rollout.vllm_http import VllmServer
+from automodel_rl.rollout.vllm_server_weights import ServerWeights
+
+REQUESTS_AT_ONCE = 64
+
+WHOLE_DISTRIBUTION = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Said with every request, for a server fills in what is not said from the checkpoint's generation_config.json."""
+
+
+class VllmServers:
+    """A `Generator` of servers that were checked by `connect_servers`; requests go to them in turn.
+
+    Args:
+        servers: that write.
+        sampling: of vllm.SamplingParams, the same for every request.
+        leads: whether this rank sends them weights.
+
+    Attributes:
+        weights: the channel of their weights.
+    """
+
+    def __init__(self, servers: Sequence[VllmServer], sampling: dict[str, Any], leads: bool):
+        self.servers, self.sampling = servers, sampling
+        self.weights = ServerWeights(servers, leads)
+        self.model = servers[0].get("/v1/models")["data"][0]["id"]
+        self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE)
+
+    def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
+        if self.weights.is_broken:
+            raise WeightSyncError("a server has no complete weights, for a weight sync failed: start the servers anew")
+        futures = [
+            self._requests.submit(self._complete, request, server)
+            for request, server in zip(requests, itertools.cycle(self.servers), strict=False)
+        ]
+
+        def wait() -> list[Completion]:
+            completions = [future.result() for future in futures]
+            if completions and all(completion.finish == "error" for completion in completions):
+                raise RuntimeError(f"every request failed, the first with: {completions[0].error}")
+            return completions
+
+        return wait
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self.submit(requests)()
+
+    def close(self) -> None:
+        """The servers were there before."""
+        self._requests.shutdown(wait=False, cancel_futures=True)
+        self.weights.close()
+
+    def _complete(self, request: Request, server: VllmServer) -> Completion:
+        body = {
+            "model": self.model,
+            "prompt": request.prompt,
+            "seed": request.seed,
+            "temperature": request.temperature,
+            "logprobs": 1,
+            "return_token_ids": True,
+            **WHOLE_DISTRIBUTION,
+            **self.sampling,
+        }
+        oldest = self.weights.version
+        try:
+            choice = server.post("/v1/completions", body)["choices"][0]
+            written = Written(
+                choice["token_ids"],
+                choice["logprobs"]["token_logprobs"],
+                choice["finish_reason"],
+                oldest,
+                self.weights.version,
+                _decoded(choice.get("routed_experts")),
+            )
+            return completion_of(written)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            text = f"{server.url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return Completion([], [], "error", text)
+
+
+def _decoded(routes: str | None) -> np.ndarray | None:
+    """The array in base64 of the bytes of a .npy file."""
+    return None if routes is None else np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)

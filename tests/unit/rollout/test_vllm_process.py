@@ -1,0 +1,256 @@
+"""How vLLM is driven in a process of its own: requests, weights in between, and an environment without this package.
+
+A stand-in takes vLLM's place here; the real one is run on GPUs by benchmarks/grpo.py and benchmarks/vllm_sync.py.
+"""
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_rl.errors import InputError, WeightSyncError
+from automodel_rl.generator_messages import (
+    Begin,
+    Commit,
+    Committed,
+    InitTransfer,
+    Loaded,
+    LoadWeights,
+    MakeRoom,
+    Ready,
+    Request,
+    VllmSettings,
+)
+from automodel_rl.rollout.generator_process import GeneratorProcess
+from automodel_rl.rollout.vllm_process import WORKER, start_vllm
+from automodel_rl.weight_sync.channel import expect
+from tests.weights import send_weights
+
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+STAND_IN = """
+import os
+from types import SimpleNamespace as Object
+
+class SamplingParams:
+    def __init__(self, *, seed, temperature, logprobs, max_tokens=16, stop_token_ids=None, stop=None):
+        assert logprobs == 0
+        self.seed, self.temperature = seed, temperature
+
+class LLM:
+    def __init__(self, model, *, logprobs_mode, dtype="auto", enable_return_routed_experts=False):
+        self.says_routes = enable_return_routed_experts
+        assert logprobs_mode == "processed_logprobs"
+        if model == "missing":
+            raise FileNotFoundError("no such model")
+        assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(os.environ)
+        self.loaded, self.waiting, self.llm_engine, self.open = 0, {}, self, False
+
+    def add_request(self, name, prompt, params):
+        if prompt["prompt_token_ids"] == [99]:
+            raise ValueError("the prompt is too long")
+        self.waiting[name] = [prompt["prompt_token_ids"], params, 3]
+
+    def abort_request(self, names):
+        for name in names:
+            self.waiting.pop(name, None)
+
+    def step(self):
+        print("noise on stdout")
+        outputs = []
+        for name, request in list(self.waiting.items()):
+            prompt, params, left = request
+            request[2] -= 1
+            if request[2]:
+                continue
+            del self.waiting[name]
+            ids = [params.seed % 7, self.loaded, len(prompt)]
+            logprobs = [{i: Object(logprob=-params.temperature)} for i in ids]
+            reason = {0: "abort", 1: "stop", 2: "length"}[params.seed % 7]
+            routes = None
+            if self.says_routes:
+                import numpy as np
+
+                routes = np.full((len(prompt) + len(ids) - 1, 2, 1), len(prompt), np.uint8)
+            completion = Object(token_ids=ids, logprobs=logprobs, finish_reason=reason, routed_experts=routes)
+            outputs.append(Object(finished=True, request_id=name, outputs=[completion]))
+        return outputs
+
+    def init_weight_transfer_engine(self, request):
+        assert request["init_info"] == {"buffers": []}
+
+    def start_weight_update(self, is_checkpoint_format):
+        assert is_checkpoint_format and not self.open
+        self.open = True
+
+    def update_weights(self, request):
+        assert self.open
+        if request["update_info"]["names"] == ["bad"]:
+            self.open = False
+            raise ValueError("no parameter called bad")
+        self.loaded += len(request["update_info"]["names"])
+
+    def finish_weight_update(self):
+        assert self.open
+        self.open = False
+
+    def reset_prefix_cache(self, reset_running_requests):
+        assert reset_running_requests == bool(self.waiting)
+        return True
+"""
+
+
+@pytest.fixture
+def python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {
+        "vllm/__init__.py": STAND_IN,
+        "vllm/sampling_params.py": "class RequestOutputKind:\n    FINAL_ONLY = 2\n",
+        "vllm/distributed/weight_transfer/factory.py": (
+            "class WeightTransferEngineFactory:\n"
+            "    @staticmethod\n"
+            "    def register_engine(name, module, cls):\n"
+            "        assert (name, module, cls) == ('same_device', 'vllm_same_device', 'SameDeviceEngine')\n"
+        ),
+    }
+    for name, text in modules.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv(AGENT, "True")
+
+
+def make_process(**options: Any) -> GeneratorProcess:
+    return start_vllm(sys.executable, VllmSettings({"model": "m", **options}, {"max_tokens": 3}), device=None)
+
+
+@pytest.mark.usefixtures("python_path")
+def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
+    generator = make_process()
+    try:
+        requests = [Request([1, 2], seed, 0.5) for seed in (8, 9)]
+        first, second = generator.generate(requests)
+        assert (first.token_ids, second.token_ids) == ([1, 0, 2], [2, 0, 2])
+        assert first.logprobs == [-0.5] * 3
+        assert (first.finish, second.finish) == ("stop", "length")
+        assert first.versions == (0, 0)
+        (aborted,) = generator.generate([Request([1, 2], 7, 0.5)])
+        assert (aborted.finish, aborted.error) == ("error", "the generator ended it: abort")
+        generator.send(InitTransfer({"buffers": []}))
+        expect(generator, Ready, 5.0)
+        assert send_weights(generator, 4, "a", "b") == Committed(4)
+        (after,) = generator.generate(requests[:1])
+        assert (after.token_ids, after.versions) == ([1, 2, 2], (4, 4))
+        assert generator.generate([]) == []
+        with pytest.raises(RuntimeError, match="ValueError: the prompt is too long"):
+            generator.generate([requests[0], Request([99], 8, 0.5)])
+        assert generator.generate(requests[:1]) == [after]
+        os.kill(generator.child.process.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="its process ended with code -9"):
+            generator.generate(requests)
+        with pytest.raises(WeightSyncError, match="its process ended with code -9"):
+            send_weights(generator, 5, "a")
+    finally:
+        generator.close()
+
+
+@pytest.mark.usefixtures("python_path")
+def test_weights_that_a_process_cannot_load_leave_it_refusing_to_generate() -> None:
+    generator = make_process()
+    try:
+        generator.send(Begin(1, 5.0))
+        generator.send(LoadWeights({"names": ["bad"]}))
+        with pytest.raises(WeightSyncError, match="ValueError: no parameter called bad"):
+            expect(generator, Loaded, 5.0)
+        generator.send(LoadWeights({"names": ["a"]}))  # were on their way
+        generator.send(Commit(sums=False))
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            generator.generate([Request([1, 2], 8, 0.5)])
+    finally:
+        generator.close()
+
+
+@pytest.mark.usefixtures("python_path")
+def test_weights_come_between_two_steps_of_running_requests() -> None:
+    generator = make_process()
+    try:
+        many = [Request([1, 2], 8, 0.5)] * 200
+        waits = [generator.submit(many) for _ in range(20)]
+        assert send_weights(generator, 1, "a") == Committed(1)
+        versions = [completion.versions for wait in waits for completion in wait()]
+        assert set(versions) <= {(0, 0), (0, 1), (1, 1)}
+        assert len(versions) == 4000
+    finally:
+        generator.close()
+    assert "generator-messages" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.usefixtures("python_path")
+@pytest.mark.parametrize(
+    ("python", "model", "message"),
+    [
+        ("/no/such/python", "m", "rollout.vllm.python=/no/such/python: cannot start it"),
+        (sys.executable, "missing", "does not start .FileNotFoundError: no such model"),
+    ],
+)
+def test_a_generator_that_does_not_start_is_bad_input(python: str, model: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        start_vllm(python, VllmSettings({"model": model}, {}), device=None)
+
+
+@pytest.mark.usefixtures("python_path")
+def test_a_process_says_the_routes_of_prompt_and_completion() -> None:
+    for options, expected in (({}, None), ({"enable_return_routed_experts": True}, [[[2], [2]]] * 4)):
+        generator = make_process(**options)
+        try:
+            (completion,) = generator.generate([Request([1, 2], 8, 0.5)])
+            assert (None if completion.routes is None else completion.routes.tolist()) == expected
+        finally:
+            generator.close()
+
+
+ALONE = """
+import importlib.util, runpy, sys
+
+assert not {*sys.modules} & {"automodel_rl", "torch", "numpy"}
+assert importlib.util.find_spec("automodel_rl") is None
+sys.path.insert(0, sys.argv[1])
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+@pytest.mark.usefixtures("python_path")
+def test_the_worker_needs_neither_the_package_nor_what_it_is_installed_with(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-S", "-c", ALONE, str(tmp_path), str(WORKER)]
+    settings = VllmSettings({"model": "m", "logprobs_mode": "processed_logprobs"}, {"max_tokens": 3})
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", AGENT)}
+    generator = GeneratorProcess(command, environment, settings)
+    try:
+        assert send_weights(generator, 7, "a") == Committed(7)
+        (completion,) = generator.generate([Request([1, 2], 8, 0.5)])
+        assert (completion.token_ids, completion.finish, completion.versions) == ([1, 1, 2], "stop", (7, 7))
+    finally:
+        generator.close()
+
+
+@pytest.mark.usefixtures("python_path")
+def test_a_message_that_is_not_for_vllm_is_refused_by_name() -> None:
+    generator = make_process()
+    try:
+        generator.send(MakeRoom(1, 1))
+        with pytest.raises(WeightSyncError, match="got MakeRoom, which it does not know, or not at this point"):
+            expect(generator, Ready, 5.0)
+    finally:
+        generator.close()
+
+
+@pytest.mark.usefixtures("python_path")
+def test_a_worker_of_another_version_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("automodel_rl.generator_messages.PROTOCOL", "of an older version")
+    with pytest.raises(
+        InputError, match="different versions of automodel_rl/generator_messages.py, .*: start the run again"
+    ):
+        make_process()

@@ -1,0 +1,153 @@
+"""Servers of vLLM over HTTP: what they are asked, what they are told of weights, and which ones are refused."""
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from automodel_rl.errors import InputError, WeightSyncError
+from automodel_rl.generator_messages import Committed, InitTransfer, Ready, Request
+from automodel_rl.rollout.vllm_checks import connect_servers
+from automodel_rl.rollout.vllm_servers import VllmServers
+from automodel_rl.weight_sync.channel import expect
+from tests.weights import send_weights
+
+
+def connect(urls: Sequence[str], leads: bool = True, routes: bool = False, **sampling: Any) -> VllmServers:
+    return VllmServers(connect_servers(urls, routes), sampling, leads)
+
+
+class Server(BaseHTTPRequestHandler):
+    mode = "processed_logprobs"
+    routes: ClassVar[np.ndarray | None] = None
+    paused = False
+    told: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def do_GET(self) -> None:
+        if self.path == "/is_paused":
+            self._answer({"is_paused": self.paused})
+        elif self.path.startswith("/get_world_size"):
+            self._answer({"world_size": 2})
+        elif self.path.startswith("/server_info"):
+            model = {"logprobs_mode": self.mode, "enable_return_routed_experts": self.routes is not None}
+            self._answer({"vllm_config": {"model_config": model}})
+        else:
+            self._answer({"data": [{"id": "served"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.path.startswith("/v1"):
+            Server.told.append((self.path, body))
+            if body.get("update_info", {}).get("names") == ["bad"]:
+                self.send_error(500)
+            else:
+                self._answer(None)
+        elif body["prompt"] == [13]:
+            self.send_error(500)
+        else:
+            assert body["model"] == "served"
+            assert body["top_p"] == body["repetition_penalty"] == 1
+            ids = [*body["prompt"], body["seed"]]
+            logprobs = {"token_logprobs": [-body["temperature"]] * len(ids)}
+            choice = {"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}
+            if self.routes is not None:
+                file = io.BytesIO()
+                np.save(file, self.routes)
+                choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+            self._answer({"choices": [choice]})
+
+    def _answer(self, value: Any) -> None:
+        text = b"" if value is None else json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_servers_answer_requests_one_by_one(url: str) -> None:
+    generator = connect([url, url + "/"], max_tokens=3)
+    good, bad = generator.generate([Request([5], 7, 0.5), Request([13], 7, 0.5)])
+    assert good.token_ids == [5, 7]
+    assert good.logprobs == [-0.5, -0.5]
+    assert good.finish == "length"
+    assert bad.finish == "error"
+    assert "500" in bad.error
+    with pytest.raises(RuntimeError, match="every request failed, the first with: .*500"):
+        generator.generate([Request([13], 7, 0.5)])
+    generator.close()
+
+
+def test_servers_say_routes_or_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="router_replay needs: start it with .* --enable-return-routed-experts"):
+        connect([url], routes=True)
+    routes = np.arange(300, 306, dtype=np.uint16).reshape(1, 2, 3)
+    monkeypatch.setattr(Server, "routes", routes)
+    generator = connect([url], routes=True)
+    (completion,) = generator.generate([Request([5], 7, 0.5)])
+    assert completion.routes.dtype == np.uint16
+    assert np.array_equal(completion.routes, routes)
+    generator.close()
+
+
+def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str) -> None:
+    generator = connect([url, url])
+    assert generator.weights.num_workers == 4
+    Server.told.clear()
+    generator.weights.send(InitTransfer({"rank_offset": 1, "world_size": 5}))
+    expect(generator.weights, Ready, 5.0)
+    offsets = sorted(body["init_info"]["rank_offset"] for _, body in Server.told)
+    assert offsets == [1, 3]
+    Server.told.clear()
+    assert send_weights(generator.weights, 3, "a") == Committed(3)
+    assert [path for path, _ in Server.told[::2]] == [
+        "/pause?mode=keep",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/resume",
+    ]
+    assert len(Server.told) == 10
+    (after,) = generator.generate([Request([5], 7, 0.5)])
+    assert after.versions == (3, 3)
+    other = connect([url], leads=False)
+    assert other.weights.num_workers == 0
+    Server.told.clear()
+    assert send_weights(other.weights, 3, "a") == Committed(3)
+    assert other.generate([Request([5], 7, 0.5)])[0].versions == (3, 3)
+    assert Server.told == []
+    with pytest.raises(WeightSyncError, match="500"):
+        send_weights(generator.weights, 4, "bad")
+    with pytest.raises(WeightSyncError, match="start the servers anew"):
+        generator.generate([Request([5], 7, 0.5)])
+    generator.close()
+
+
+def test_servers_that_are_not_there_or_report_raw_logprobs_are_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match="http://127.0.0.1:9 does not answer"):
+        connect(["http://127.0.0.1:9"])
+    monkeypatch.setattr(Server, "paused", True)
+    with pytest.raises(InputError, match="is paused, as after a weight sync that failed: start it anew"):
+        connect([url])
+    monkeypatch.setattr(Server, "paused", False)
+    monkeypatch.setattr(Server, "mode", "raw_logprobs")
+    with pytest.raises(InputError, match="reports raw log-probabilities, .* start it with VLLM_SERVER_DEV_MODE=1"):
+        connect([url])

@@ -1,0 +1,85 @@
+"""Messages between a rank and its generator's process: who may import what, and two sides of different versions."""
+
+import ast
+import dataclasses
+import sys
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from automodel_rl import generator_messages
+from automodel_rl.generator_messages import ProtocolError, Start, receive_start
+from automodel_rl.rollout.generator_process import GeneratorProcess
+
+PACKAGE = Path(generator_messages.__file__).parent
+ALONE = {
+    "generator_messages.py": set(),
+    "rollout/vllm_worker.py": {"vllm"},
+    "rollout/vllm_same_device.py": {"torch", "vllm"},
+}
+
+
+@pytest.mark.parametrize("file", ALONE)
+def test_files_that_run_beside_vllm_import_nothing_of_this_package(file: str) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add((node.module or "").split(".")[0])
+    assert imported - sys.stdlib_module_names == ALONE[file]
+
+
+def first_message(message: Any) -> Start:
+    """What a worker makes of it."""
+    ours, theirs = Pipe()
+    with ours, theirs:
+        ours.send(message)
+        return receive_start(theirs)
+
+
+def test_a_rank_of_the_same_version_may_start_a_generator() -> None:
+    assert first_message(Start({"a": 1})).settings == {"a": 1}
+
+
+class Vanishing:
+    """Of a class that the other side does not have."""
+
+
+def test_a_rank_that_knows_other_messages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for message in (("start", {}), Start({}, protocol="another"), SimpleNamespace()):
+        with pytest.raises(ProtocolError, match="different versions of automodel_rl/generator_messages.py"):
+            first_message(message)
+    ours, theirs = Pipe()
+    with ours, theirs:
+        ours.send(Vanishing())
+        monkeypatch.delattr(f"{__name__}.Vanishing")
+        with pytest.raises(ProtocolError, match="different versions of .* .*Can't get attribute 'Vanishing'"):
+            receive_start(theirs)
+
+
+def test_the_fingerprint_changes_with_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert generator_messages._fingerprint() == generator_messages.PROTOCOL
+    other = dataclasses.make_dataclass("Bucket", ["sender", "number", "place"])
+    monkeypatch.setattr(generator_messages, "Bucket", other)
+    assert generator_messages._fingerprint() != generator_messages.PROTOCOL
+
+
+UNREADABLE = """
+import sys
+from multiprocessing.connection import Connection
+
+connection = Connection(int(sys.argv[-1]))
+connection.recv_bytes()
+connection.send_bytes(b"cautomodel_rl.generator_messages\\nNewer\\n.")
+connection.recv_bytes()
+"""
+
+
+def test_an_answer_that_this_side_cannot_read_ends_the_generator() -> None:
+    with pytest.raises(RuntimeError, match="its process sent what cannot be read .AttributeError: .*'Newer'"):
+        GeneratorProcess([sys.executable, "-c", UNREADABLE], None, None)

@@ -1,0 +1,78 @@
+"""A rank's talk with its generator: which answers are taken, and what is let go when nobody answers."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_rl.errors import WeightSyncError
+from automodel_rl.generator_messages import Agree, Agreed, Failure, Hello, Loaded, Message, Ready, Taken
+from automodel_rl.weight_sync.channel import expect, greet
+from automodel_rl.weight_sync.collective import Collective
+
+
+class Scripted:
+    """A channel whose answers are known before; `gone` once there are none."""
+
+    def __init__(self, *answers: Message, greeted: bool = False):
+        self.answers, self.greeted = deque(answers), greeted
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+        if self.greeted and isinstance(message, Hello):
+            self.answers.insert(len(self.answers) - 1, message)
+
+    def ready(self) -> bool:
+        if not self.answers:
+            raise WeightSyncError("the generator is gone")
+        return True
+
+    def receive(self) -> Message:
+        return self.answers.popleft()
+
+
+def test_an_answer_of_another_kind_and_a_failure_are_errors() -> None:
+    assert expect(Scripted(Taken(3)), Taken, 1.0) == Taken(3)
+    with pytest.raises(WeightSyncError, match="the generator answered Loaded where Ready was due"):
+        expect(Scripted(Loaded()), Ready, 1.0)
+    with pytest.raises(WeightSyncError, match="^no room$"):
+        expect(Scripted(Failure("no room")), Ready, 1.0)
+    with pytest.raises(WeightSyncError, match="the generator is gone"):
+        expect(Scripted(), Ready, 1.0)
+
+
+def test_a_greeting_passes_over_what_is_left_of_the_sync_before() -> None:
+    channel = Scripted(Taken(0), Failure("the sync before"), Agreed(), greeted=True)
+    greet(channel, [], 1.0)
+    assert channel.sent[1:] == [Agree([])]
+    assert not channel.answers
+
+
+class Gone:
+    def send(self, message: Message) -> None:
+        raise WeightSyncError("its process ended with code -9")
+
+    def ready(self) -> bool:
+        raise WeightSyncError("its process ended with code -9")
+
+    def receive(self) -> Message:
+        raise AssertionError
+
+
+class FakeLink:
+    closed = False
+
+    def close(self, *, broken: bool) -> None:
+        self.closed = broken
+
+
+def test_links_are_closed_though_the_generator_is_gone() -> None:
+    layout: Any = None
+    transport, link, store = Collective(Gone(), layout, 1.0), FakeLink(), torch.distributed.HashStore()
+    transport.link, transport.store = link, store  # type: ignore[assignment]
+    transport.close()
+    assert link.closed
+    assert transport.link is None
+    assert transport.store is None
