@@ -32,6 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
     },
     "qwen3_30b_a3b": {
         "model_type": "qwen3_moe",
