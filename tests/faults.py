@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from automodel_rl.batch import LocalRow, PackedBatch, local_row
+from automodel_rl.config import MuonConfig
 
 PLANTED = "AUTOMODEL_RL_PLANTED_FAULT"
 """Environment variable with the fault that tests and their ranks run with."""
@@ -214,16 +215,16 @@ def _reduced_in_compute_dtype() -> Any:
 
 def _setting_ignored(**settings: Any) -> Any:
     """The optimizer is made without regard to what the config says of something."""
-    from automodel_rl.engine.optimizer import build_optimizer
+    from automodel_rl.optimizers import ModelOptimizer
 
-    def build(part: Any, config: Any) -> Any:
-        return build_optimizer(part, config.model_copy(update=settings))
+    def make(parts: Any, description: Any, config: Any) -> Any:
+        return ModelOptimizer(parts, description, config.model_copy(update=settings))
 
-    return _patch("engine.engine.build_optimizer", build)
+    return _patch("engine.engine.ModelOptimizer", make)
 
 
 def _schedule_ignored(**settings: Any) -> Any:
-    from automodel_rl.engine.optimizer import learning_rate
+    from automodel_rl.optimizers import learning_rate
 
     def rate(config: Any, *place: Any) -> float:
         return learning_rate(config.model_copy(update=settings), *place)
@@ -241,15 +242,34 @@ def _everywhere(replacement: Any, *targets: str) -> Iterator[None]:
 
 
 def _decay_of_everything() -> Any:
-    from automodel_rl.engine.optimizer import build_optimizer
+    from automodel_rl.optimizers import ModelOptimizer
 
-    def build(part: Any, config: Any) -> Any:
-        optimizer = build_optimizer(part, config)
-        for group in optimizer.param_groups:
+    def make(parts: Any, description: Any, config: Any) -> Any:
+        optimizer = ModelOptimizer(parts, description, config)
+        for group in optimizer.groups:
             group["weight_decay"] = config.weight_decay
         return optimizer
 
-    return _patch("engine.engine.build_optimizer", build)
+    return _patch("engine.engine.ModelOptimizer", make)
+
+
+def _muon_of_shards() -> Any:
+    """Every rank orthogonalises its own shard."""
+
+    def of_shards(work: Any, shard_of: Any, parameters: Any, _: Any) -> Any:
+        return [(parameter, work(shard_of(parameter))) for parameter in parameters]
+
+    return _patch("optimizers.muon.on_whole_matrices", of_shards)
+
+
+def _muon_of_a_stack() -> Any:
+    """All experts of a stack are one matrix."""
+    from automodel_rl.optimizers.muon import orthogonal
+
+    def of_one(matrix: Tensor, num_steps: int) -> Tensor:
+        return orthogonal(matrix.flatten(0, -2), num_steps).view_as(matrix)
+
+    return _patch("optimizers.muon.orthogonal", of_one)
 
 
 def _first_chunk_again() -> Any:
@@ -454,6 +474,7 @@ INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
 ENCODERS = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
 READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
 REPLAY = {"replay": True}
+WITH_MUON = {"optimizer": "muon"}
 FAILED = "distributed/engine/test_failed_steps.py"
 LOSSES = "unit/losses/test_losses.py"
 GRPO = "distributed/trainers/test_grpo.py"
@@ -536,6 +557,13 @@ FAULTS: dict[str, Fault] = {
     "betas hard-coded": Fault(lambda: _setting_ignored(betas=(0.9, 0.95)), Verified("qwen3")),
     "weight decay left out": Fault(lambda: _setting_ignored(weight_decay=0.0), Verified("qwen3")),
     "weight decay of norms": Fault(_decay_of_everything, Verified("qwen3")),
+    "Muon orthogonalises shards of dp": Fault(_muon_of_shards, Verified("qwen3", {"dp_shard": 2}, case=WITH_MUON)),
+    "Muon orthogonalises shards of tp": Fault(_muon_of_shards, Verified("qwen3", {"tp": 2}, case=WITH_MUON)),
+    "Muon takes a stack of experts for one matrix": Fault(_muon_of_a_stack, Verified("qwen3_moe", case=WITH_MUON)),
+    "Muon's settings hard-coded": Fault(
+        lambda: _setting_ignored(muon=MuonConfig()),
+        Verified("qwen3", case={**WITH_MUON, "muon": MuonConfig(momentum=0.8)}),
+    ),
     "warm-up ignored": Fault(lambda: _schedule_ignored(warmup_steps=0), Verified("qwen3")),
     "decay of the learning rate ignored": Fault(lambda: _schedule_ignored(decay="constant"), Verified("qwen3")),
     "master weights in bfloat16": Fault(
@@ -567,7 +595,7 @@ FAULTS: dict[str, Fault] = {
         _merged_without_scale, f"{GRPO}::test_adapters_are_trained_against_the_model_without_them"
     ),
     "moments of a checkpoint dropped": Fault(
-        lambda: _patch("checkpoint.state._restore_moments", return_value=None),
+        lambda: _patch("checkpoint.state._restore_state", return_value=None),
         "distributed/checkpoint/test_state.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit",
     ),
     "gradients of a failed step kept": Fault(

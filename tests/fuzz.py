@@ -124,7 +124,16 @@ def _keys_nearby(path: list[str]) -> list[str]:
     keys = {
         "model": ["attention", "implementation", "frozen", "lora", "moe", "pickled_weights", "trust_remote_code"],
         "data": ["shuffle", "overlong", "num_workers", "chat_template", "train_on", "validation"],
-        "optimizer": ["betas", "eps", "weight_decay", "max_grad_norm", "min_lr_ratio", "max_skipped_steps"],
+        "optimizer": [
+            "name",
+            "muon",
+            "betas",
+            "eps",
+            "weight_decay",
+            "max_grad_norm",
+            "min_lr_ratio",
+            "max_skipped_steps",
+        ],
         "rollout": ["generator", "temperature", "max_staleness", "own_process", "devices", "warn_logprob_error"],
         "checkpoint": ["every_steps", "every_minutes", "keep_last", "keep_best", "async", "format"],
         "observe": ["trackers", "samples", "sample_tokens"],

@@ -36,7 +36,10 @@ GROUPS = {
         *("ModelConfig", "LoraConfig", "MoEConfig", "MemoryConfig", "ParallelConfig"),
         *("ModulesConfig", "VisionModule", "LanguageModule"),
     ),
-    "Configs of training": ("OptimizerConfig", "DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig"),
+    "Configs of training": (
+        *("OptimizerConfig", "MuonConfig"),
+        *("DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig"),
+    ),
     "Errors": ("InputError", "MicrobatchError"),
 }
 

@@ -30,7 +30,6 @@ from automodel_rl.checkpoint.random_state import random_state
 from automodel_rl.checkpoint.state import engine_tensors
 from automodel_rl.checkpoint.storage import SafetensorsWriter, WritePlan, keys_of
 from automodel_rl.engine.engine import Engine
-from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.errors import innermost
 from automodel_rl.files import publish_folder
 from automodel_rl.hf.read import stored_buffers
@@ -39,10 +38,6 @@ from automodel_rl.parallel.layout import own_group
 from automodel_rl.parallel.sharding import local_tensor
 
 Nested = dict[str, dict[str, dict[str, Tensor]]]
-
-
-UPDATES_BYTES = 4
-"""Of a parameter's count of updates."""
 
 
 @dataclass
@@ -72,7 +67,7 @@ class CheckpointSaver:
     A checkpoint is filled under a hidden name, its marker comes last, and then it gets its name.
 
     Args:
-        engine: whose weights, moments and step are stored.
+        engine: whose weights, optimizer state and step are stored.
         texts: files that are kept with every checkpoint, by name; the run's config at least.
         in_background: return at once; everything is copied to the host before it changes next, and written from a
             thread.
@@ -222,8 +217,8 @@ def _sizes_to_come(engine: Engine) -> Iterator[int]:
     for part in engine.handle.parts:
         for _, parameter in part.named_parameters():
             if parameter.requires_grad:
-                yield from [local_tensor(parameter.detach()).nbytes] * (1 + len(MOMENTS))
-                yield UPDATES_BYTES
+                size = local_tensor(parameter.detach()).nbytes
+                yield from [size, *engine.optimizer.state_names[parameter].sizes(size)]
         yield from (buffer.nbytes for _, buffer in stored_buffers(part))
 
 

@@ -1,4 +1,4 @@
-"""What of an engine a checkpoint holds: weights, moments and update counts, by module and name.
+"""What of an engine a checkpoint holds: weights, what the optimizer keeps of each, and buffers, by module and name.
 
 torch's distributed checkpoint (DCP) stores every tensor with its place in the whole, so a checkpoint does not know the
 layout that wrote it, nor on which ranks a module was.
@@ -7,16 +7,15 @@ layout that wrote it, nor on which ranks a module was.
 import re
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from automodel_rl.checkpoint.folder import CheckpointError
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.engine.engine import Engine
-from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.hf.read import EMBEDDING, stored_buffers
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.optimizers import COUNT, OPTIMIZERS
 from automodel_rl.parallel.host_collectives import gather_objects
 
 WEIGHT = re.compile(r"(\w+)\.model\.(.+)")
@@ -24,28 +23,33 @@ WEIGHT = re.compile(r"(\w+)\.model\.(.+)")
 
 BUFFER = re.compile(r"(\w+)\.buffers\.(.+)")
 
+KINDS = {COUNT: "updates"}
+"""How checkpoints call what an optimizer keeps, where it is not the optimizer's own name."""
+
 ByModule = dict[str, dict[str, nn.Parameter]]
 
 
 def engine_tensors(engine: Engine) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """By module and kind this rank's weights, moments and update counts by name; moments must be on the device."""
+    """By module and kind this rank's weights, optimizer state and buffers by name; moments must be on the device."""
     return _tensors(engine, _trained(engine.handle))
 
 
 def restore_tensors(engine: Engine, folder: Path) -> None:
-    """Fills weights, moments, update counts and stored buffers in place. A collective.
+    """Fills weights, the optimizer's state and stored buffers in place. A collective.
 
     Args:
         engine: of any layout.
         folder: of the tensors.
 
     Raises:
-        CheckpointError: the checkpoint holds other weights than those that are trained.
+        CheckpointError: the checkpoint holds other weights than those that are trained, or was written with another
+            optimizer.
     """
     handle = engine.handle
     parameters = _trained(handle)
     reader = SafetensorsReader(folder)
     _check_names(handle, parameters, reader)
+    _check_optimizer(engine, parameters, reader)
     handle.has_changed = True
     copy = None if handle.tied is None else handle.tied.trained_copy
     if copy is not None:  # restored from the weight it copies, which with V placement is on the same rank
@@ -54,7 +58,7 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
         state = _tensors(engine, parameters)
         dcp.load(state, storage_reader=reader, process_group=handle.layout.world_control)
         for module in handle.modules:
-            _restore_moments(engine, parameters[module.name], state[module.name])
+            _restore_state(engine, parameters[module.name], state[module.name])
         if copy is not None and copy is not parameters["language"][EMBEDDING]:
             _copy_trained(engine, parameters["language"][EMBEDDING], copy)
 
@@ -86,45 +90,46 @@ def _check_names(handle: ModelHandle, parameters: ByModule, reader: SafetensorsR
             )
 
 
+def _check_optimizer(engine: Engine, parameters: ByModule, reader: SafetensorsReader) -> None:
+    """Raises CheckpointError where the checkpoint has not what the optimizer keeps of a weight, on any rank."""
+    own = {
+        f"{module}.{KINDS.get(kind, kind)}.{name}"
+        for module, named in parameters.items()
+        for name, parameter in named.items()
+        for kind in engine.optimizer.state_names[parameter].all
+    }
+    lacks = sorted(own - reader.shapes.keys())
+    for key in gather_objects(next(iter(lacks), None), engine.handle.layout.world_control):
+        if key is not None:
+            raise CheckpointError(
+                f"{reader.folder.parent}: has no {key}, which optimizer.name={engine.config.name} keeps, so another "
+                f"optimizer wrote it: resume with the optimizer.name that did, one of {', '.join(OPTIMIZERS)}"
+            )
+
+
 def _tensors(engine: Engine, parameters: ByModule) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """By module and kind the weights, moments and update counts by name. Parameters that were never updated have zero
-    moments."""
-    optimizer_of = _optimizer_of(engine)
+    """By module and kind the weights, buffers and what the optimizer keeps, by name; all 0 before a first step."""
     state = {}
     for module in engine.handle.modules:
-        of_module: dict[str, dict[str, Tensor]] = {"model": {}, "updates": {}, **{moment: {} for moment in MOMENTS}}
+        of_module: dict[str, dict[str, Tensor]] = {"model": {}}
         # Routers' biases, which are trained without an optimizer.
         of_module["buffers"] = {name: buffer for part in module.parts for name, buffer in stored_buffers(part)}
         for name, parameter in parameters[module.name].items():
-            moments = optimizer_of[parameter].state.get(parameter, {})
             of_module["model"][name] = parameter.detach()
-            of_module["updates"][name] = moments.get("step", torch.zeros(())).detach().clone()
-            for moment in MOMENTS:
-                of_module[moment][name] = moments[moment] if moments else torch.zeros_like(parameter.detach())
+            for kind, tensor in engine.optimizer.state_of(parameter).items():
+                of_module.setdefault(KINDS.get(kind, kind), {})[name] = tensor
         state[module.name] = of_module
     return state
 
 
-def _restore_moments(engine: Engine, parameters: dict[str, nn.Parameter], state: dict[str, dict[str, Tensor]]) -> None:
-    optimizer_of = _optimizer_of(engine)
+def _restore_state(engine: Engine, parameters: dict[str, nn.Parameter], state: dict[str, dict[str, Tensor]]) -> None:
     for name, parameter in parameters.items():
-        optimizer, step = optimizer_of[parameter], state["updates"][name]
-        optimizer.state[parameter] = {
-            # A fused optimizer counts on the device.
-            "step": step.to(parameter.device) if optimizer.defaults["fused"] else step.cpu(),
-            **{moment: state[moment][name] for moment in MOMENTS},
-        }
+        kinds = engine.optimizer.state_names[parameter].all
+        engine.optimizer.set_state(parameter, {kind: state[KINDS.get(kind, kind)][name] for kind in kinds})
 
 
 def _copy_trained(engine: Engine, source: nn.Parameter, copy: nn.Parameter) -> None:
-    """Gives a parameter the weight of another one, and its moments and count, in tensors of its own."""
-    optimizer_of = _optimizer_of(engine)
+    """Gives a parameter the weight of another one, and its optimizer state, in tensors of its own."""
     copy.detach().copy_(source.detach())
-    optimizer_of[copy].state[copy] = {
-        name: tensor.clone() for name, tensor in optimizer_of[source].state[source].items()
-    }
-
-
-def _optimizer_of(engine: Engine) -> dict[nn.Parameter, torch.optim.Optimizer]:
-    groups = [(optimizer, group) for optimizer in engine.optimizers for group in optimizer.param_groups]
-    return {parameter: optimizer for optimizer, group in groups for parameter in group["params"]}
+    state = engine.optimizer.state_of(source)
+    engine.optimizer.set_state(copy, {kind: tensor.clone() for kind, tensor in state.items()})

@@ -15,7 +15,7 @@ from automodel_rl.config.load import ALGORITHMS, describe_keys, differing_keys, 
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig
 from automodel_rl.config.modules import LanguageModule, ModulesConfig, VisionModule
-from automodel_rl.config.optimizer import OptimizerConfig
+from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
 from automodel_rl.config.run import CheckpointConfig, LengthConfig, ObserveConfig, RunConfig
@@ -41,6 +41,7 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "ModulesConfig",
+    "MuonConfig",
     "ObserveConfig",
     "OptimizerConfig",
     "PairBatchConfig",

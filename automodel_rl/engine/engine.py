@@ -13,11 +13,11 @@ from automodel_rl.batch import LocalRow, PackedBatch, set_values, sum_by_sequenc
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.kept_rows import keep_rows
 from automodel_rl.engine.offload import Offloaded
-from automodel_rl.engine.optimizer import MOMENTS, build_optimizer, learning_rate
 from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import Head, read_targets, top_logits
+from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer, learning_rate
 from automodel_rl.parallel.sharding import by_mesh
 from automodel_rl.step.runner import StepRunner
 from automodel_rl.step.totals import share_totals
@@ -35,8 +35,8 @@ class TrainOutput:
         num_tokens: tokens that counted in the loss.
         lr: learning rate of the step.
         skipped: True when no weight changed: loss or gradient were not finite, or there was nothing to train.
-        nothing_to_train: True when the global batch had no rows, or no trained token and no gradient: AdamW would have
-            moved the weights by what it remembers of earlier steps.
+        nothing_to_train: True when the global batch had no rows, or no trained token and no gradient: the optimizer
+            would have moved the weights by what it remembers of earlier steps.
         metrics: the loss's own metrics.
 
     Example:
@@ -58,7 +58,7 @@ class Engine:
 
     Args:
         handle: the model.
-        optimizer: AdamW and its schedule.
+        optimizer: which one, its settings and its schedule.
         total_steps: length of the run, for a decaying learning rate.
 
     Attributes:
@@ -85,9 +85,8 @@ class Engine:
         self.config = optimizer or OptimizerConfig(decay="constant")
         learning_rate(self.config, self.config.warmup_steps, total_steps)  # refuses a decay without an end
         self.total_steps = total_steps
-        # A stage may have no adapter.
-        trained = [part for part in handle.parts if any(p.requires_grad for p in part.parameters())]
-        self.optimizers = [build_optimizer(part, self.config) for part in trained]
+        parts = [(part, module.layout.group_of) for module in handle.modules for part in module.parts]
+        self.optimizer = ModelOptimizer(parts, OPTIMIZERS[self.config.name], self.config)
         self._offloaded: Offloaded | None = None
         self.step = 0
         self.skipped_in_a_row = 0
@@ -238,14 +237,13 @@ class Engine:
     def moments_on_device(self) -> Iterator[None]:
         """Within this block the optimizer's moments are on the device; else they wait on the host, if so configured."""
         if self._offloaded is not None:
-            self._offloaded.restore()
+            self._offloaded.restore()  # where it fails, all of them are still on the host
             self._offloaded = None
         try:
             yield
         finally:
             if self.handle.memory.offload_optimizer:
-                states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-                self._offloaded = Offloaded(state[moment] for state in states for moment in MOMENTS)
+                self._offloaded = Offloaded(self.optimizer.moments())
 
     def _update(self, lr: float, grad_norm: float) -> None:
         if self.config.max_grad_norm is not None:
@@ -256,10 +254,7 @@ class Engine:
         self.handle.before_change()
         self.handle.has_changed = True
         with self.moments_on_device():
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                optimizer.step()
+            self.optimizer.step(lr)
 
     def _count_not_finite(self, skipped: bool, loss: float, grad_norm: float, batches: Sequence[PackedBatch]) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

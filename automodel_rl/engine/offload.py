@@ -27,9 +27,15 @@ class Offloaded:
 
     @torch.no_grad()
     def restore(self) -> None:
-        for storage, host in self._waiting:
-            storage.resize_(host.numel())
-            _as_bytes(storage).copy_(host, non_blocking=True)
+        """Brings all tensors back, or, where it raises for want of memory, none: it can be called again."""
+        try:
+            for storage, host in self._waiting:
+                storage.resize_(host.numel())
+                _as_bytes(storage).copy_(host, non_blocking=True)
+        except BaseException:
+            for storage, _ in self._waiting:
+                storage.resize_(0)
+            raise
 
 
 def _on_host(storage: torch.UntypedStorage) -> Tensor:

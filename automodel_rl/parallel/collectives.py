@@ -95,14 +95,15 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(tensor, sent, received, group)
+        return all_to_all(tensor, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        return all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+def all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """[sum of `sent`, ...], rows for rank 0 first, to [sum of `received`, ...], rows of rank 0 first."""
     out = tensor.new_empty(sum(received), *tensor.shape[1:])
     dist.all_to_all_single(out, tensor.contiguous(), received, sent, group=group)
     return out

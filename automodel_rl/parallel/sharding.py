@@ -2,9 +2,11 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -88,21 +90,65 @@ def gather_whole(tensor: Tensor, layout: Layout) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
+    whole = tensor.to_local()
+    for cut in reversed(cuts_of(tensor)):
+        whole = cut.gather(whole, layout.group_of(cut.axis))
+    return whole.contiguous()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One mesh axis along which a tensor is cut, as torch.chunk cuts.
+
+    Attributes:
+        axis: its name.
+        dim: of the tensor.
+        size: of this dim before the cut.
+        count: ranks along the axis.
+        index: of this rank.
+    """
+
+    axis: str
+    dim: int
+    size: int
+    count: int
+    index: int
+
+    @property
+    def longest(self) -> int:
+        """Size of the first rank's piece; no rank has more."""
+        return -(-self.size // self.count)
+
+    @property
+    def piece(self) -> slice:
+        """What this rank holds."""
+        return _chunk(slice(0, self.size), self.count, self.index)
+
+    def padded(self, tensor: Tensor, length: int) -> Tensor:
+        """A tensor with the dim that is cut in front, filled up with 0 to a length."""
+        own = tensor.movedim(self.dim, 0)
+        return torch.cat([own, own.new_zeros(length - len(own), *own.shape[1:])])
+
+    def joined(self, pieces: Tensor) -> Tensor:
+        """What is whole along the dim, of the padded pieces of all ranks, one after the other."""
+        return pieces[: self.size].movedim(0, self.dim)
+
+    def gather(self, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The pieces of all ranks along the axis, joined. A collective of these ranks."""
+        return self.joined(all_gather(self.padded(piece, self.longest), group))
+
+
+def cuts_of(tensor: DTensor) -> list[Cut]:
+    """How a tensor is cut, in the order in which it is: the inner axis first."""
     mesh, sizes, coordinate = tensor.device_mesh, list(tensor.shape), _coordinate(tensor)
-    steps = []  # as local_box cuts: the axis, the dim, and its size before the cut
+    cuts = []
     for axis in reversed(range(mesh.ndim)):
         placement: Any = tensor.placements[axis]
         if not placement.is_replicate():
-            steps.append((axis, placement.dim, sizes[placement.dim]))
-            part = _chunk(slice(0, sizes[placement.dim]), mesh.size(axis), coordinate[axis])
-            sizes[placement.dim] = part.stop - part.start
-    whole = tensor.to_local()
-    for axis, dim, size in reversed(steps):
-        longest = -(-size // mesh.size(axis))
-        own = whole.movedim(dim, 0)
-        own = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
-        whole = all_gather(own, layout.group_of(_axis_names(tensor)[axis]))[:size].movedim(0, dim)
-    return whole.contiguous()
+            dim = placement.dim
+            cuts.append(Cut(_axis_names(tensor)[axis], dim, sizes[dim], mesh.size(axis), coordinate[axis]))
+            sizes[dim] = cuts[-1].piece.stop - cuts[-1].piece.start
+    return cuts
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

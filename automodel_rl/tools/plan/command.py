@@ -43,13 +43,13 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     description = describe_model(full)
     compute, _ = dtypes_of(config.model)
     reads_entropy = isinstance(config, GRPOConfig)
-    model = MemoryModel(language_config(full), config.model, config.batch.row_tokens, reads_entropy)
+    model = MemoryModel(language_config(full), config.model, config.batch.row_tokens, reads_entropy, config.optimizer)
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
     modules = (config.modules or one_layout(parallel)) if description.vision else None
-    encoder = (
-        None if modules is None else plan_encoder(full, config.model, config.memory, modules, packing.patches or 0)
-    )
+    encoder = None
+    if modules is not None:
+        encoder = plan_encoder(full, config.model, config.memory, modules, packing.patches or 0, config.optimizer)
     peak = _peak(step, encoder, modules)
     generator = generator_bytes(config, sum(step.stage_weights) * compute.itemsize, device)
     capacity = DEVICES[device] * USABLE * GIB - generator

@@ -14,11 +14,12 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForImageTextToText, PretrainedConfig
 
 from automodel_rl.compat.modules import set_attention
-from automodel_rl.config import ModelConfig, ModulesConfig
+from automodel_rl.config import ModelConfig, ModulesConfig, OptimizerConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.model.vision import VisionPart, encoder_layers, freeze, split_modules
+from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.support.description import language_config
 from automodel_rl.support.families import VISION_FAMILIES
 from automodel_rl.tools.plan.activations import META, LiveBytes, attention_stand_in, stand_in_norms
@@ -34,7 +35,7 @@ class EncoderMemory:
 
     Attributes:
         parameters: of the encoder, a number.
-        weights, moments: master copies of its shards, and AdamW's two of those that are trained.
+        weights, moments: master copies of its shards, and what the optimizer keeps of those that are trained.
         gathered, gradients: whole, in the compute and in the master dtype.
         activations: of its images, from their forward until the language model's schedule is done.
     """
@@ -52,7 +53,12 @@ class EncoderMemory:
 
 
 def plan_encoder(
-    config: PretrainedConfig, model: ModelConfig, memory: MemoryConfig, modules: ModulesConfig, patches: int
+    config: PretrainedConfig,
+    model: ModelConfig,
+    memory: MemoryConfig,
+    modules: ModulesConfig,
+    patches: int,
+    optimizer: OptimizerConfig,
 ) -> EncoderMemory:
     """What an encoder rank needs.
 
@@ -62,6 +68,7 @@ def plan_encoder(
         memory: what is recomputed or offloaded.
         modules: the layout.
         patches: of all images of a step.
+        optimizer: which one trains it.
     """
     compute, master = dtypes_of(model)
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, 1))
@@ -72,11 +79,13 @@ def plan_encoder(
     vision = modules.vision
     sizes = [_size(config, name, p, vision.tp, vision.dp_shard) for name, p in part.named_parameters()]
     trained = [size for size in sizes if size.is_trained]
+    states = OPTIMIZERS[optimizer.name].state_names(part)
+    moments = sum(size.largest_shard * len(states[size.name].moments) for size in trained)
     own_patches = -(-patches // vision.dp_shard)
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),
         weights=sum(size.largest_shard for size in sizes) * master.itemsize,
-        moments=0 if memory.offload_optimizer else 2 * sum(size.largest_shard for size in trained) * master.itemsize,
+        moments=0 if memory.offload_optimizer else moments * master.itemsize,
         gathered=sum(size.gathered for size in sizes) * compute.itemsize,
         gradients=sum(size.gathered for size in trained) * master.itemsize,
         activations=0 if "vision" in model.frozen or not patches else _kept(part, own_patches, memory, compute),

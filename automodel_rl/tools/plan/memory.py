@@ -2,7 +2,7 @@
 
 What is counted, in bytes, for the first rank of each FSDP group (no rank has more):
   weights        master copies of this rank's shards
-  moments        AdamW's two, of the shards that are trained
+  moments        what the optimizer keeps of the shards that are trained
   gathered       weights in the compute dtype, whole, from the first forward to the end of the step
   gradients      sums over microbatches in the master dtype, not yet sharded; a single microbatch reduces at once, and
                  keeps only shards
@@ -20,9 +20,10 @@ from typing import Literal
 from transformers import PretrainedConfig
 
 from automodel_rl.block_sizes import block_sizes
-from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.model.parallelise import dtypes_of
+from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
 from automodel_rl.tools.plan.activations import LayerActivations, layer_activations
@@ -86,14 +87,24 @@ class MemoryModel:
         model: its precision and adapters.
         row_tokens: tokens of a microbatch.
         reads_entropy: whether the loss gets entropies.
+        optimizer: which one trains it.
     """
 
-    def __init__(self, config: PretrainedConfig, model: ModelConfig, row_tokens: int, reads_entropy: bool):
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        model: ModelConfig,
+        row_tokens: int,
+        reads_entropy: bool,
+        optimizer: OptimizerConfig,
+    ):
         self.config, self.row_tokens, self.reads_entropy = config, row_tokens, reads_entropy
         self.trains_head = model.lora is None and "language" not in model.frozen
         self._dtype, master = dtypes_of(model)
         self.compute, self.master = self._dtype.itemsize, master.itemsize
         self._model = empty_model(config, master, model)
+        states = OPTIMIZERS[optimizer.name].state_names(self._model)
+        self._num_moments = {name: len(names.moments) for name, names in states.items()}
         # A pipeline gives a tied head a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
         self._activations: Callable[..., LayerActivations] = cache(self._measure)
@@ -136,13 +147,14 @@ class MemoryModel:
         sizes = [size for stage in stages for size in stage]
         shards = sum(size.largest_shard for size in sizes)
         trained_shards = sum(size.largest_shard for size in sizes if size.is_trained)
+        moments = sum(size.largest_shard * self._num_moments.get(size.name, 0) for size in sizes)
         gathered = sum(size.gathered for size in sizes)
         trained = sum(size.gathered for size in sizes if size.is_trained)
         adds_up = timeline.num_microbatches > 1 or parallel.pp > 1
         reduction = 2 * max(max(_units(stage, trained_only=True).values()) for stage in stages) * self.master
         return RankMemory(
             weights=shards * self.master,
-            moments=0 if memory.offload_optimizer else 2 * trained_shards * self.master,
+            moments=0 if memory.offload_optimizer else moments * self.master,
             gathered=gathered * self.compute,
             gradients=(trained if adds_up else trained_shards) * self.master,
             activations=round(timeline.most_held[rank]),

@@ -66,7 +66,8 @@ def verify(config: RunConfig, as_json: bool) -> None:
         folder = Path(_from_first_rank(own_folder))
         if is_first:
             if not as_json:
-                print(f"small {full.model_type}, {description.num_layers} layers, {modules or parallel}, {dtype}")
+                how = f"{description.num_layers} layers, {modules or parallel}, {dtype}, {config.optimizer.name}"
+                print(f"small {full.model_type}, {how}")
             if description.vision is None:
                 small = shrink(full, parallel)
             else:
@@ -78,7 +79,7 @@ def verify(config: RunConfig, as_json: bool) -> None:
         dist.barrier()
     rows = judge(found, tolerances)
     if is_first:
-        print(json.dumps(as_record(modules or parallel, dtype, rows, left_out)) if as_json else format_table(rows))
+        print(json.dumps(as_record(modules or parallel, case, rows, left_out)) if as_json else format_table(rows))
     failed = [row.kind for row in rows if not row.is_equal]
     if failed:
         cause = likeliest_cause(found, tolerances.judge, parallel)
@@ -125,6 +126,8 @@ def case_of(
         modules=config.modules,
         frozen=model.frozen,
         aux_loss=aux_loss,
+        optimizer=config.optimizer.name,
+        muon=config.optimizer.muon,
     )
     return case, left_out
 
@@ -174,10 +177,11 @@ def format_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def as_record(layout: Section, dtype: str, rows: list[Row], left_out: list[str]) -> dict:
+def as_record(layout: Section, case: Case, rows: list[Row], left_out: list[str]) -> dict:
     return {
         "layout": layout.model_dump(),
-        "dtype": dtype,
+        "dtype": case.dtype,
+        "optimizer": case.optimizer,
         "equal": all(row.is_equal for row in rows),
         "differences": {row.kind: row.difference for row in rows},
         "first_steps": {row.kind: row.first_step for row in rows if row.first_step is not None},

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from automodel_rl.batch import PackedBatch, TokenSequence, empty_row, pack_row
 from automodel_rl.block_sizes import small_blocks
-from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config import ModelConfig, MuonConfig, ParallelConfig
 from automodel_rl.config.model import Attention, Dtype, Implementation, MemoryConfig
 from automodel_rl.config.modules import ModulesConfig
+from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
-from automodel_rl.engine.optimizer import learning_rate
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import Readout, count, sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.optimizers import learning_rate
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.tools.verify.images import with_images
@@ -45,6 +46,7 @@ class Case:
         modules: in place of `parallel`, meshes for the modules of a vision-language model.
         frozen: parts of it that are not trained.
         aux_loss: weight of a mixture's load-balancing loss; it is taken over each rank's part of a row, so without cp.
+        optimizer, muon: which one trains, and the settings of Muon.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -57,12 +59,25 @@ class Case:
     modules: ModulesConfig | None = None
     frozen: tuple[str, ...] = ()
     aux_loss: float = 0.0
+    optimizer: OptimizerName = "adamw"
+    muon: MuonConfig = field(default_factory=MuonConfig)
 
     @property
     def training(self) -> Training:
         """How both sides train."""
         steps = len(self.rows)
-        return Training(1e-3, BETAS, EPS, WEIGHT_DECAY, 0.5, min(2, steps - 1), 2 * steps, self.aux_loss)
+        return Training(
+            lr=1e-3,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=0.5,
+            warmup_steps=min(2, steps - 1),
+            total_steps=2 * steps,
+            aux_loss=self.aux_loss,
+            optimizer=self.optimizer,
+            muon=self.muon,
+        )
 
 
 @dataclass
@@ -135,7 +150,7 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
 
 def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
     handle = ModelHandle.from_pretrained(_model(case, folder), case.parallel, case.memory, case.modules)
-    engine = _engine(handle, case)
+    engine = Engine(handle, case.training.config, case.training.total_steps)
     expected = OneProcess(folder, handle.dtype, case.training, handle.layout.device)
     frozen = [name for name, parameter in handle.named_parameters() if not parameter.requires_grad]
     expected.freeze({name for of_rank in gather_objects(frozen, handle.layout.world_control) for name in of_rank})
@@ -169,20 +184,6 @@ def _model(case: Case, folder: Path) -> ModelConfig:
             "moe": {"aux_loss": case.aux_loss},
         }
     )
-
-
-def _engine(handle: ModelHandle, case: Case) -> Engine:
-    training = case.training
-    config = OptimizerConfig(
-        lr=training.lr,
-        betas=training.betas,
-        eps=training.eps,
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
-        warmup_steps=training.warmup_steps,
-        decay="linear",
-    )
-    return Engine(handle, config, training.total_steps)
 
 
 def _rows_of(step: int, rank: int, num_rows: int, handle: ModelHandle, replay: bool) -> list[list[TokenSequence]]:

@@ -1,9 +1,9 @@
-"""What a layout is compared with: plain transformers in one process, one sequence at a time, and torch's AdamW.
+"""What a layout is compared with: plain transformers in one process, one sequence at a time, and torch's optimizers.
 
-It shares no code with the rest of the package but the data structure of a sequence.
+It shares no code with what is compared: optimizers' reference steps are written apart from their own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from transformers import (
 )
 
 from automodel_rl.batch import Routes, TokenSequence
+from automodel_rl.config import MuonConfig, OptimizerConfig
+from automodel_rl.config.optimizer import OptimizerName
+from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
 from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
 
 
@@ -83,10 +86,9 @@ class Training:
     """How a model is trained. By default the learning rate is constant.
 
     Attributes:
-        lr, betas, eps, weight_decay: of AdamW; what is decayed are matrices and embeddings.
-        max_grad_norm: gradients are clipped to.
-        warmup_steps, total_steps: of a learning rate that rises to `lr` and falls in a line to 0, one step after the
-            last; None lets it stay.
+        lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, optimizer, muon: of `OptimizerConfig`, `optimizer`
+            its name.
+        total_steps: where the learning rate, which falls in a line after the warm-up, would reach 0; None lets it stay.
         aux_loss: weight of the routers' load-balancing loss, which is taken over each row.
     """
 
@@ -98,6 +100,23 @@ class Training:
     warmup_steps: int = 0
     total_steps: int | None = None
     aux_loss: float = 0.0
+    optimizer: OptimizerName = "adamw"
+    muon: MuonConfig = field(default_factory=MuonConfig)
+
+    @property
+    def config(self) -> OptimizerConfig:
+        """The same for an `Engine`."""
+        return OptimizerConfig(
+            name=self.optimizer,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            warmup_steps=self.warmup_steps,
+            decay="constant" if self.total_steps is None else "linear",
+            muon=self.muon,
+        )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, from 0."""
@@ -109,7 +128,7 @@ class Training:
 
 
 class OneProcess:
-    """AdamW with clipping on a transformers model.
+    """A transformers model that is trained with clipping.
 
     Args:
         folder: of the checkpoint.
@@ -132,7 +151,7 @@ class OneProcess:
         )
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
-        self.optimizer = self._adamw()
+        self.optimizers = OPTIMIZERS[training.optimizer].reference(self.model, training.config)
         self.routes: Routes | None = None  # of the sequence that is computed
         self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}  # logits and choices of a row's sequences by layer
         if FAMILIES[config["model_type"]].is_moe:
@@ -220,22 +239,13 @@ class OneProcess:
     def step(self) -> float:
         """Clips, updates, forgets the gradients, and returns the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.training.rate(self.num_steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.training.rate(self.num_steps) * group[LR_FACTOR]
+            optimizer.step()
+        self.model.zero_grad()
         self.num_steps += 1
         return norm.item()
-
-    def _adamw(self) -> torch.optim.AdamW:
-        named = list(self.model.named_parameters())
-        decayed = [p for name, p in named if p.ndim > 1 and not name.endswith("bias")]
-        others = [p for name, p in named if p.ndim == 1 or name.endswith("bias")]
-        groups = [
-            {"params": decayed, "weight_decay": self.training.weight_decay},
-            {"params": others, "weight_decay": 0},
-        ]
-        return torch.optim.AdamW(groups, lr=self.training.lr, betas=self.training.betas, eps=self.training.eps)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._named_parameters()}

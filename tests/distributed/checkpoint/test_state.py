@@ -12,7 +12,6 @@ from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
-from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.hf.read import persistent_tensors
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
@@ -83,9 +82,8 @@ def states_of(engine: Engine) -> dict[str, Tensor]:
     states = {}
     for name, parameter in engine.handle.named_parameters():
         states[name] = gather_whole(parameter, layout).clone()
-        for optimizer in engine.optimizers:
-            for moment in MOMENTS if parameter in optimizer.state else ():
-                states[f"{name} {moment}"] = gather_whole(optimizer.state[parameter][moment], layout).clone()
+        for kind, tensor in engine.optimizer.state_of(parameter).items():
+            states[f"{name} {kind}"] = gather_whole(tensor, layout).clone()
     return states
 
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig
+from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
 from automodel_rl.lora.layers import is_adapter
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.support.families import TEXT_FAMILIES
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.rank_pool import RankPool
@@ -28,11 +30,11 @@ def sequences_of(step: int, data_rank: int, row: int) -> list:
     return make_sequences(1 + (row + data_rank) % 3, 100 * step + 10 * data_rank + row)
 
 
-def train(folder: Path, parallel: ParallelConfig) -> list[float]:
+def train(folder: Path, parallel: ParallelConfig, optimizer: OptimizerName) -> list[float]:
     """Trains adapters and writes them before and after; the losses."""
     model = ModelConfig(path=str(folder), dtype="float64", lora=LoraConfig(rank=4, alpha=8.0))
     handle = ModelHandle.from_pretrained(model, parallel)
-    engine = Engine(handle, OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant"))
+    engine = Engine(handle, OptimizerConfig(name=optimizer, lr=1e-2, max_grad_norm=0.5, decay="constant"))
     handle.save_pretrained(folder / "initial")
     losses = []
     for step in range(STEPS):
@@ -42,11 +44,10 @@ def train(folder: Path, parallel: ParallelConfig) -> list[float]:
     return losses
 
 
-def train_with_peft(folder: Path, data_ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    reference = OneProcess(folder, torch.float64, Training(lr=1e-2), torch.device("cpu"))
+def train_with_peft(folder: Path, data_ranks: int, optimizer: OptimizerName) -> tuple[list[float], dict[str, Tensor]]:
+    reference = OneProcess(folder, torch.float64, Training(lr=1e-2, optimizer=optimizer), torch.device("cpu"))
     reference.model = PeftModel.from_pretrained(reference.model, folder / "initial", is_trainable=True)
-    trained = [p for p in reference.model.parameters() if p.requires_grad]
-    reference.optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    reference.optimizers = OPTIMIZERS[optimizer].reference(reference.model, reference.training.config)
     losses = []
     for step in range(STEPS):
         everyone = [s for rank in range(data_ranks) for row in range(3) for s in sequences_of(step, rank, row)]
@@ -61,23 +62,24 @@ DENSE_LAYERS = {"mlp_only_layers": [0, 2]}
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "sizes"),
+    ("family", "model", "sizes", "optimizer"),
     [
-        ("qwen3", {}, {}),
-        ("qwen3", {}, {"pp": 2}),
-        ("qwen3", {}, {"cp": 2}),
-        ("llama", {}, {"pp": 2, "dp_shard": 2}),
-        ("qwen3_moe", {}, {"cp": 2, "ep": 2}),
-        ("qwen3_moe", DENSE_LAYERS, {"pp": 2}),
+        ("qwen3", {}, {}, "adamw"),
+        ("qwen3", {}, {"pp": 2}, "adamw"),
+        ("qwen3", {}, {"cp": 2}, "adamw"),
+        ("qwen3", {}, {"cp": 2}, "muon"),
+        ("llama", {}, {"pp": 2, "dp_shard": 2}, "adamw"),
+        ("qwen3_moe", {}, {"cp": 2, "ep": 2}, "adamw"),
+        ("qwen3_moe", DENSE_LAYERS, {"pp": 2}, "adamw"),
     ],
 )
 def test_training_and_files_are_those_of_peft(
-    ranks: RankPool, tmp_path: Path, family: str, model: dict, sizes: dict
+    ranks: RankPool, tmp_path: Path, family: str, model: dict, sizes: dict, optimizer: OptimizerName
 ) -> None:
     save_tiny_model(tmp_path, family, **model)
     parallel = ParallelConfig(**sizes)
-    losses = ranks(parallel.world_size).run(train, tmp_path, parallel)[0]
-    expected_losses, expected = train_with_peft(tmp_path, parallel.num_data_ranks)
+    losses = ranks(parallel.world_size).run(train, tmp_path, parallel, optimizer)[0]
+    expected_losses, expected = train_with_peft(tmp_path, parallel.num_data_ranks, optimizer)
     assert losses == pytest.approx(expected_losses, rel=1e-9)
     saved = load_file(tmp_path / "trained" / "adapter_model.safetensors")
     assert saved.keys() == expected.keys()

@@ -1,6 +1,7 @@
 """Recomputation and offloading change memory, and no number."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
-from automodel_rl.engine.offload import Offloaded
+from automodel_rl.engine.offload import Offloaded, _as_bytes
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.part_forward import layers_of
@@ -75,6 +76,63 @@ def test_recomputation_and_offloading_take_place_and_change_no_number(
 ) -> None:
     save_tiny_model(tmp_path, family)
     ranks(2).run(compare_modes, tmp_path, ParallelConfig(**sizes), modes)
+
+
+class PlantedError(Exception):
+    """What no code of the package catches."""
+
+
+def fail_inside(folder: Path) -> None:
+    """Failures within the block and on the way into it, between steps, against steps without any."""
+    model = ModelConfig(path=str(folder), dtype="float64")
+    steady, engine = (
+        Engine(ModelHandle.from_pretrained(model, memory=MODES["offload"]), OptimizerConfig(lr=1e-2, decay="constant"))
+        for _ in range(2)
+    )
+    rows = [pack_row(make_sequences(2, seed=0))]
+    for failure in (None, fail_in_the_block, fail_on_the_way_in):
+        if failure is not None:
+            failure(engine)
+            assert not bytes_on_device(engine)
+            assert engine._offloaded is not None
+        assert engine.train_step(rows, sft_loss) == steady.train_step(rows, sft_loss)
+    pairs = zip(engine.handle.parts[0].parameters(), steady.handle.parts[0].parameters(), strict=True)
+    assert all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs)
+
+
+def bytes_on_device(engine: Engine) -> int:
+    return sum(local_tensor(moment).untyped_storage().nbytes() for moment in engine.optimizer.moments())
+
+
+def fail_in_the_block(engine: Engine) -> None:
+    def block() -> None:
+        with engine.moments_on_device():
+            assert bytes_on_device(engine)
+            raise PlantedError
+
+    with pytest.raises(PlantedError):
+        block()
+
+
+def fail_on_the_way_in(engine: Engine) -> None:
+    """The device has no memory for the third of the moments."""
+    num_calls = 0
+
+    def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise PlantedError
+        return _as_bytes(storage)
+
+    entered = engine.moments_on_device()
+    with mock.patch("automodel_rl.engine.offload._as_bytes", as_bytes), pytest.raises(PlantedError):
+        entered.__enter__()
+
+
+def test_moments_are_on_the_host_after_a_failure_and_training_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=1)
+    ranks(1).run(fail_inside, tmp_path)
 
 
 def test_offloaded_tensors_come_back_bit_for_bit() -> None:

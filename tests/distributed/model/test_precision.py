@@ -9,7 +9,6 @@ from torch import Tensor
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, PackedBatch, ParallelConfig, Readout, sft_loss
 from automodel_rl.batch import pack_row
 from automodel_rl.config import ModelConfig
-from automodel_rl.engine.optimizer import MOMENTS
 from automodel_rl.parallel.sharding import gather_whole, local_tensor
 from automodel_rl.step.runner import StepRunner
 from tests.rank_pool import RankPool
@@ -69,10 +68,9 @@ def trained(folder: Path, parallel: ParallelConfig) -> tuple[set[torch.dtype], s
     for _ in range(STEPS):
         engine.train_step(make_microbatches(engine.handle.layout.data_rank, parallel.num_data_ranks), sft_loss)
     moved = torch.cat([(local_tensor(p.detach()) - before[name]).abs().flatten() for name, p in named.items()])
-    states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
     return (
         {p.dtype for p in named.values()},
-        {state[moment].dtype for state in states for moment in MOMENTS},
+        {moment.dtype for moment in engine.optimizer.moments()},
         {tensor.dtype for _, tensor in engine.handle.named_hf_tensors()},
         moved.median().item(),
     )

@@ -135,13 +135,8 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
         f"{module.name} {name} {kind}": gather_whole(tensor, module.layout).clone()
         for module in handle.modules
         for name, parameter in handle.named_parameters(module)
-        for kind, tensor in [("weight", parameter), *state_of(engine, parameter)]
+        for kind, tensor in [("weight", parameter), *engine.optimizer.state_of(parameter).items()]
     }
-
-
-def state_of(engine: Engine, parameter: Tensor) -> list[tuple[str, Tensor]]:
-    states = [optimizer.state[parameter] for optimizer in engine.optimizers if parameter in optimizer.state]
-    return [(kind, tensor) for state in states for kind, tensor in state.items()]
 
 
 def train_with_few_images(folder: Path, modules: ModulesConfig, images_of: tuple[int, ...]) -> tuple[float, float]:

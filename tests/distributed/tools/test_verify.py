@@ -212,10 +212,11 @@ def test_the_command_starts_ranks_and_reports(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen3")
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config_of(tmp_path, {"pp": 2}).model_dump(mode="json")))
-    done = run_verify(file, "--json")
+    done = run_verify(file, "--optimizer.name", "muon", "--json")
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["equal"] is True
+    assert record["optimizer"] == "muon"
     assert record["not_compared"] == ["weights of the checkpoint", "model.dtype=float32"]
     assert {"loss", "gradient of self_attn.q_proj.weight", "exported tensors"} <= record["differences"].keys()
 

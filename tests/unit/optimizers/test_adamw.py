@@ -1,19 +1,24 @@
 """What AdamW is made with, and which weights decay."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.engine.optimizer import build_optimizer
+from automodel_rl.optimizers import OPTIMIZERS
 from tests.tiny import save_tiny_model
+
+
+def no_groups(axis: str) -> NoReturn:
+    raise AssertionError(f"{axis}: one process has no groups")
 
 
 def test_matrices_decay_and_norms_and_biases_do_not_also_those_of_experts(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "gpt_oss", num_layers=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
+    (optimizer,) = OPTIMIZERS["adamw"].build(model, OptimizerConfig(lr=0.1, weight_decay=0.5), no_groups)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -27,7 +32,7 @@ def test_matrices_decay_and_norms_and_biases_do_not_also_those_of_experts(tmp_pa
 def test_adamw_has_the_settings_of_the_config() -> None:
     model = torch.nn.Linear(2, 3)
     config = OptimizerConfig(lr=0.1, betas=(0.7, 0.8), eps=0.3, weight_decay=0.5)
-    optimizer = build_optimizer(model, config)
+    (optimizer,) = OPTIMIZERS["adamw"].build(model, config, no_groups)
     settings = [{key: group[key] for key in ("lr", "betas", "eps")} for group in optimizer.param_groups]
     assert settings == [{"lr": 0.1, "betas": (0.7, 0.8), "eps": 0.3}] * 2
     for parameter in model.parameters():

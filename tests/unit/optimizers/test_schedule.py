@@ -5,8 +5,8 @@ import math
 import pytest
 
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.engine.optimizer import learning_rate
 from automodel_rl.errors import InputError
+from automodel_rl.optimizers import learning_rate
 
 
 def rates(decay: str, steps: int = 10) -> list[float]:

@@ -1,0 +1,13 @@
+"""Optimizers by name, and what follows from each: its torch optimizers, its state in bytes and in files, and the step
+of one process that `verify` compares with."""
+
+from automodel_rl.config.optimizer import OptimizerName
+from automodel_rl.optimizers.adamw import ADAMW
+from automodel_rl.optimizers.description import COUNT, LR_FACTOR, OptimizerDescription, StateNames
+from automodel_rl.optimizers.model_optimizer import ModelOptimizer
+from automodel_rl.optimizers.muon import MUON
+from automodel_rl.optimizers.schedule import learning_rate
+
+OPTIMIZERS: dict[OptimizerName, OptimizerDescription] = {"adamw": ADAMW, "muon": MUON}
+
+__all__ = ["COUNT", "LR_FACTOR", "OPTIMIZERS", "ModelOptimizer", "OptimizerDescription", "StateNames", "learning_rate"]

@@ -1,0 +1,88 @@
+"""All optimizers of this rank's parts as one: steps, and the state that checkpoints store and the host keeps."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from automodel_rl.config import OptimizerConfig
+from automodel_rl.optimizers.description import COUNT, LR_FACTOR, OptimizerDescription, StateNames
+from automodel_rl.parallel.whole_matrices import GroupOf
+
+
+class ModelOptimizer:
+    """Trains parts of a model as a description says.
+
+    Args:
+        parts: this rank's, each with the groups of its layout; what is not trained of them is left alone.
+        description: of the kind of optimizer.
+        config: its settings.
+
+    Attributes:
+        state_names: what it keeps, of every parameter that it trains.
+    """
+
+    def __init__(
+        self, parts: Iterable[tuple[nn.Module, GroupOf]], description: OptimizerDescription, config: OptimizerConfig
+    ):
+        self.state_names: dict[nn.Parameter, StateNames] = {}
+        self._optimizer_of: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        for part, group_of in parts:
+            named = dict(part.named_parameters(remove_duplicate=False))
+            self.state_names |= {named[name]: names for name, names in description.state_names(part).items()}
+            self._optimizers += description.build(part, config, group_of)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                self._optimizer_of |= dict.fromkeys(group["params"], optimizer)
+        assert self._optimizer_of.keys() == self.state_names.keys()
+
+    @property
+    def groups(self) -> list[dict]:
+        """torch's parameter groups, with their settings."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def step(self, lr: float) -> None:
+        """Takes one optimizer step with the gradients that are there. A collective of each part's ranks.
+
+        Args:
+            lr: of the schedule.
+        """
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group[LR_FACTOR]
+            optimizer.step()
+
+    def moments(self) -> Iterator[Tensor]:
+        """The moments of all parameters that have taken a step."""
+        for parameter, names in self.state_names.items():
+            state = self._optimizer_of[parameter].state.get(parameter, {})
+            yield from (state[moment] for moment in names.moments if moment in state)
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What is kept of a parameter, by the names in `state_names`; all 0 before its first step.
+
+        Args:
+            parameter: one that is trained.
+
+        Returns:
+            The moments themselves, like the parameter, and a copy of its count of steps, fp32 [].
+        """
+        names, state = self.state_names[parameter], self._optimizer_of[parameter].state.get(parameter, {})
+        count = {COUNT: state.get(COUNT, torch.zeros(())).detach().clone()} if names.counts else {}
+        return count | {
+            moment: state[moment] if state else torch.zeros_like(parameter.detach()) for moment in names.moments
+        }
+
+    def set_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
+        """Gives a parameter a state, without copying its moments.
+
+        Args:
+            parameter: one that is trained.
+            state: as `state_of` gives it.
+        """
+        optimizer = self._optimizer_of[parameter]
+        count = {}
+        if COUNT in state:  # a fused optimizer counts on the device
+            count = {COUNT: state[COUNT].to(parameter.device) if optimizer.defaults["fused"] else state[COUNT].cpu()}
+        optimizer.state[parameter] = {**state, **count}

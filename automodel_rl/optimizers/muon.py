@@ -1,0 +1,139 @@
+"""Muon: the step of a matrix is its momentum made orthogonal (Jordan et al., kellerjordan.github.io/posts/muon).
+
+Which weights are matrices: those of linear layers, adapters and an encoder's layers among them, and every expert of a
+mixture by itself, as transformers' module holds it (gate and up projection are one matrix where they are fused, and a
+transposed stack stays transposed). AdamW trains the rest, as Jordan et al. and Moonlight (Liu et al., arXiv:2502.16982)
+do: embeddings and the head, whose rows are tokens' own vectors and are met by few of a step's tokens; norm weights and
+biases, which are no matrices; and routers, whose rows are experts' own vectors, a head over experts.
+
+The numbers are those of torch.optim.Muon. The orthogonalisation of a shard is not the shard of the orthogonalisation,
+so it is of whole matrices; momentum stays sharded.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_rl.config import OptimizerConfig
+from automodel_rl.optimizers.adamw import STATE as ADAMW_STATE
+from automodel_rl.optimizers.adamw import adamw_of
+from automodel_rl.optimizers.description import (
+    LR_FACTOR,
+    Named,
+    OptimizerDescription,
+    StateNames,
+    trained_parameters,
+)
+from automodel_rl.optimizers.muon_reference import reference
+from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.parallel.whole_matrices import GroupOf, on_whole_matrices
+
+MOMENTUM = "momentum_buffer"
+STATE = StateNames((MOMENTUM,))
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic Newton-Schulz iteration (Jordan et al.)."""
+
+SMALLEST_NORM = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon for sharded matrices, and for stacks of matrices. A step is a collective of their ranks.
+
+    Args:
+        parameters: [m, n], or stacks [k, m, n], fp32 or float64.
+        config: its settings, learning rate and weight decay.
+        group_of: the ranks along an axis of the parameters' mesh.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig, group_of: GroupOf):
+        peak = config.muon.lr or config.lr
+        group = {"params": parameters, LR_FACTOR: peak / config.lr, "weight_decay": config.weight_decay}
+        super().__init__([group], {"lr": peak})
+        self.config, self.group_of = config.muon, group_of
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Takes one step. Parameters without a gradient stay as they are.
+
+        Args:
+            closure: torch's; none is called.
+        """
+        work = functools.partial(orthogonal, num_steps=self.config.ns_steps)
+        for group in self.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter, direction in on_whole_matrices(work, self._averaged, stepped, self.group_of):
+                weight, rate = local_tensor(parameter), group["lr"]
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.add_(direction, alpha=-rate * self._rate_factor(parameter))
+
+    def _averaged(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's shard of the averaged gradient, in the dtype that it is orthogonalised in."""
+        if MOMENTUM not in self.state[parameter]:
+            self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
+        assert parameter.grad is not None
+        momentum, gradient = local_tensor(self.state[parameter][MOMENTUM]), local_tensor(parameter.grad)
+        momentum.lerp_(gradient, 1 - self.config.momentum)
+        averaged = gradient.lerp(momentum, self.config.momentum) if self.config.nesterov else momentum
+        return averaged.to(torch.float64 if averaged.dtype == torch.float64 else torch.bfloat16)
+
+    def _rate_factor(self, parameter: nn.Parameter) -> float:
+        rows, columns = parameter.shape[-2:]
+        if self.config.adjust_lr_fn == "original":
+            return math.sqrt(max(1, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+
+def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
+    """The nearest orthogonal matrix, roughly: singular values come to lie around 1.
+
+    Args:
+        matrix: [m, n] or a stack [k, m, n], bf16, in which torch.optim.Muon computes this, or float64, which keeps
+            layouts exact.
+        num_steps: Newton-Schulz iterations.
+
+    Returns:
+        The same shape and dtype.
+    """
+    a, b, c = COEFFICIENTS
+    stack = matrix if matrix.ndim == 3 else matrix[None]
+    is_tall = stack.shape[-2] > stack.shape[-1]
+    wide = stack.mT if is_tall else stack
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(num_steps):
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.mT if is_tall else wide).view_as(matrix)
+
+
+def _matrix_names(part: nn.Module) -> set[str]:
+    """Names of the weights that Muon trains, of those that are trained at all."""
+    names = set()
+    for path, module in part.named_modules():
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            names.add(f"{path}.weight")
+        elif path.endswith(".experts"):
+            own = module.named_parameters(recurse=False)
+            names |= {f"{path}.{name}" for name, parameter in own if parameter.ndim == 3}
+    return names
+
+
+def _build(part: nn.Module, config: OptimizerConfig, group_of: GroupOf) -> list[torch.optim.Optimizer]:
+    names, named = _matrix_names(part), trained_parameters(part)
+    matrices = [parameter for name, parameter in named if name in names]
+    others: Named = [(name, parameter) for name, parameter in named if name not in names]
+    muon = [Muon(matrices, config, group_of)] if matrices else []
+    return [*muon, *adamw_of(others, config)]
+
+
+def _state_names(part: nn.Module) -> dict[str, StateNames]:
+    names = _matrix_names(part)
+    trained = trained_parameters(part, remove_duplicate=False)
+    return {name: STATE if name in names else ADAMW_STATE for name, _ in trained}
+
+
+MUON = OptimizerDescription(_build, _state_names, reference)

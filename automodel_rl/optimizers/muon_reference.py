@@ -1,0 +1,72 @@
+"""torch.optim.Muon on plain transformers in one process, with which layouts are compared."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_rl.config import OptimizerConfig
+from automodel_rl.optimizers.adamw import plain_adamw
+from automodel_rl.optimizers.description import LR_FACTOR
+
+NO_MATRICES = ("embed_tokens", "position_embedding", "lm_head", "gate", "router")
+"""Names of modules whose weights AdamW trains although they have two dims: embeddings, the head, routers."""
+
+
+class _Exact(Tensor):
+    """A float64 gradient that torch.optim.Muon orthogonalises in float64: it asks for bfloat16, and gets a copy."""
+
+    def bfloat16(self, *_: Any, **__: Any) -> Tensor:
+        return self.clone()
+
+
+class PlainMuon(torch.optim.Muon):
+    """torch.optim.Muon, which takes matrices alone, an expert at a time where a weight is a stack of them.
+
+    Args:
+        weights: [m, n] or stacks [k, m, n] of a model in one process.
+        settings: of torch.optim.Muon.
+    """
+
+    def __init__(self, weights: list[nn.Parameter], **settings: Any):
+        self.places = [(w, place) for w in weights for place in ([...] if w.ndim == 2 else range(len(w)))]
+        self.matrices = [nn.Parameter(weight.detach()[place]) for weight, place in self.places]  # share storage
+        super().__init__(self.matrices, **settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Takes one step with the gradients of the weights.
+
+        Args:
+            closure: torch's.
+        """
+        for matrix, (weight, place) in zip(self.matrices, self.places, strict=True):
+            gradient = None if weight.grad is None else weight.grad[place]
+            if gradient is not None and gradient.dtype == torch.float64:
+                gradient = gradient.as_subclass(_Exact)
+            matrix.grad = gradient
+        super().step(closure)
+
+
+def reference(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """PlainMuon for matrices, chosen by their names, and AdamW for the rest."""
+    named = list(model.named_parameters())
+    matrices = [(name, p) for name, p in named if _is_matrix(name, p)]
+    others = [(name, p) for name, p in named if not _is_matrix(name, p)]
+    muon = config.muon
+    settings = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
+    optimizer = PlainMuon(
+        [parameter for _, parameter in matrices],
+        lr=muon.lr or config.lr,
+        weight_decay=config.weight_decay,
+        adjust_lr_fn=muon.adjust_lr_fn,
+        **settings,
+    )
+    optimizer.param_groups[0][LR_FACTOR] = 1.0 if muon.lr is None else muon.lr / config.lr
+    return [optimizer, plain_adamw(others, config)]
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    module = name.split(".")[-2]
+    return parameter.ndim in (2, 3) and not name.endswith("bias") and module not in NO_MATRICES
