@@ -11,12 +11,12 @@ class BlockSizes:
 
     Attributes:
         head_tokens: whose logits exist at once: 512 x 152k x 4 bytes is 0.3 GiB.
-        forward_rows: of one pass without gradients; enough that a pipeline is full most of the time.
+        forward_microbatches: of one pass without gradients; enough that a pipeline is full most of the time.
         bucket_bytes: that are gathered at once of whole tensors, or one tensor if that is larger.
     """
 
     head_tokens: int = 512
-    forward_rows: int = 64
+    forward_microbatches: int = 64
     bucket_bytes: int = 2**29
 
 
@@ -28,7 +28,7 @@ block_sizes = BlockSizes()
 def small_blocks() -> Iterator[None]:
     """Within this block sizes are so small that a few short sequences need several of each."""
     before = dict(vars(block_sizes))
-    vars(block_sizes).update(head_tokens=7, forward_rows=2, bucket_bytes=2**13)
+    vars(block_sizes).update(head_tokens=7, forward_microbatches=2, bucket_bytes=2**13)
     try:
         yield
     finally:

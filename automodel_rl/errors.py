@@ -34,11 +34,11 @@ class MicrobatchError(RuntimeError):
 
     Example:
         >>> import torch
-        >>> def broken(outputs, batch):
+        >>> def broken(outputs, microbatch):
         ...     raise KeyError("advantages")
-        >>> rows = pack([TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))], capacity=8)
+        >>> microbatches = pack([TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))], capacity=8)
         >>> try:
-        ...     _ = Engine(ModelHandle.from_pretrained(checkpoint)).train_step(rows, broken)
+        ...     _ = Engine(ModelHandle.from_pretrained(checkpoint)).train_step(microbatches, broken)
         ... except MicrobatchError as error:
         ...     print(error.place, repr(error.__cause__))
         loss of microbatch 0 on stage 0 KeyError('advantages')

@@ -51,16 +51,18 @@ def run(options: argparse.Namespace, staleness: int) -> dict[str, Any]:
     code = run_local_ranks([sys.executable, "-m", "automodel_rl", "grpo", f"{options.folder}/grpo.yaml", *flags], 1)
     if code:
         sys.exit(code)
-    first, *rows = read_metrics(output / "metrics.jsonl")
-    held_out = [row["val/reward_mean"] for row in rows if "val/reward_mean" in row]
+    first, *microbatches = read_metrics(output / "metrics.jsonl")
+    held_out = [microbatch["val/reward_mean"] for microbatch in microbatches if "val/reward_mean" in microbatch]
     return {
         "max_staleness": staleness,
         "reward before": round(first["val/reward_mean"], 3),
         "reward after, every 5 steps": [round(reward, 3) for reward in held_out],
         "mean of the last 3": round(statistics.mean(held_out[-3:]), 3),
-        "reward of the last 10 steps": round(statistics.mean(row["rollout/reward_mean"] for row in rows[-10:]), 3),
-        "staleness": round(statistics.mean(row["rollout/staleness_mean"] for row in rows[1:]), 2),
-        **{part: round(statistics.median(row[part] for row in rows[1:-1]), 3) for part in PARTS},
+        "reward of the last 10 steps": round(
+            statistics.mean(microbatch["rollout/reward_mean"] for microbatch in microbatches[-10:]), 3
+        ),
+        "staleness": round(statistics.mean(microbatch["rollout/staleness_mean"] for microbatch in microbatches[1:]), 2),
+        **{part: round(statistics.median(microbatch[part] for microbatch in microbatches[1:-1]), 3) for part in PARTS},
     }
 
 

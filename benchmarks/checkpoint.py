@@ -4,7 +4,7 @@
     python benchmarks/checkpoint.py W1 - --tiny --tokens 2048 --rounds 1          check the script on a CPU
 
 Every round is a checkpoint and the steps after it, at least `--steps` and until it is written; the step right after it
-is told apart. bf16 compute, fp32 master weights and moments, 65,536 tokens a step and device in packed rows of 8,192,
+is told apart. bf16 compute, fp32 master weights and moments, 65,536 tokens a step and device in microbatches of 8,192,
 the device synchronised at step edges. Prints one JSON line.
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from workload import ROW_TOKENS, make_sequences, model_sizes, parse_layout, write_model
 
-from automodel_rl import Engine, ModelHandle, OptimizerConfig, PackedBatch, pack, sft_loss
+from automodel_rl import Engine, Microbatch, ModelHandle, OptimizerConfig, pack, sft_loss
 from automodel_rl.checkpoint.folder import CONFIG
 from automodel_rl.checkpoint.saver import CheckpointSaver
 from automodel_rl.config import ModelConfig
@@ -47,7 +47,7 @@ def main() -> None:
     quiet_libraries()
     parallel, memory = parse_layout(options.layout)
     join_process_group(parallel.world_size)
-    sizes, row = model_sizes(options.workload, options.tiny), 128 if options.tiny else ROW_TOKENS
+    sizes, microbatch = model_sizes(options.workload, options.tiny), 128 if options.tiny else ROW_TOKENS
     folder = Path(options.folder) / (options.workload + ("_tiny" if options.tiny else ""))
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, sizes)
@@ -55,26 +55,26 @@ def main() -> None:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-5, decay="constant"))
     generator = np.random.default_rng(0)
-    sequences = make_sequences(options.tokens * parallel.world_size, sizes["vocab_size"], generator, row)
+    sequences = make_sequences(options.tokens * parallel.world_size, sizes["vocab_size"], generator, microbatch)
     ranks = {"num_data_ranks": parallel.num_data_ranks, "data_rank": handle.layout.data_rank}
-    rows = pack(sequences, row, min_rows=parallel.pp, cost=handle.flops, **ranks)
+    microbatches = pack(sequences, microbatch, min_microbatches=parallel.pp, cost=handle.flops, **ranks)
     savers = {
         True: CheckpointSaver(engine, {CONFIG: ""}, in_background=True),
         False: CheckpointSaver(engine, {CONFIG: ""}, in_background=False),
     }
     for _ in range(WARM_UP):
-        timed_step(engine, rows)
+        timed_step(engine, microbatches)
     gc.collect()
     gc.freeze()  # as runs do
     out = Path(options.folder) / "checkpoint"
     rounds = {in_background: [] for in_background in savers}
     plain: list[float] = []
     for number in range(options.rounds):
-        plain += [timed_step(engine, rows) for _ in range(options.steps)]
+        plain += [timed_step(engine, microbatches) for _ in range(options.steps)]
         for in_background, saver in savers.items():
             if not in_background and number > 0:  # it takes long, and says the same every time
                 continue
-            rounds[in_background].append(one_round(engine, saver, rows, out / f"step_{number}", options.steps))
+            rounds[in_background].append(one_round(engine, saver, microbatches, out / f"step_{number}", options.steps))
             shutil.rmtree(out, ignore_errors=True) if dist.get_rank() == 0 else None
             dist.barrier()
     if dist.get_rank() == 0:
@@ -95,16 +95,16 @@ def main() -> None:
     os._exit(0)  # a finished measurement must not wait for libraries to tear down
 
 
-def timed_step(engine: Engine, rows: list[PackedBatch]) -> float:
+def timed_step(engine: Engine, microbatches: list[Microbatch]) -> float:
     synchronise()
     started = time.perf_counter()
-    engine.train_step(rows, sft_loss)
+    engine.train_step(microbatches, sft_loss)
     synchronise()
     return time.perf_counter() - started
 
 
 def one_round(
-    engine: Engine, saver: CheckpointSaver, rows: list[PackedBatch], folder: Path, steps: int
+    engine: Engine, saver: CheckpointSaver, microbatches: list[Microbatch], folder: Path, steps: int
 ) -> dict[str, float]:
     """Times of a checkpoint and of the steps beside it."""
     synchronise()
@@ -113,7 +113,7 @@ def one_round(
     blocked = time.perf_counter() - started
     times, written_after = [], 0.0
     while len(times) < steps or not written_after:
-        times.append(timed_step(engine, rows))
+        times.append(timed_step(engine, microbatches))
         if not written_after and any_rank([saver.is_done], engine.handle.layout)[0]:
             written_after = time.perf_counter() - started
     assert saver.wait() is None

@@ -48,18 +48,22 @@ def main() -> None:
     trainer = GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options)))
     differences = watch_differences(trainer) if options.replay else []
     trainer.train()
-    rows = read_metrics(output / "metrics.jsonl")
-    for row, measured in zip(rows, differences, strict=False):
-        row |= measured
-    for row in rows:
-        print(json.dumps({key: value for key, value in row.items() if shown(row, key)}))
-    rows = rows[1:] or rows
-    result = {key: statistics.median(row[key] for row in rows) for key in sorted(rows[0]) if shown(rows[0], key)}
-    share = [1 - sum(row[key] for key in WORK) / row["time/step_s"] for row in rows]
+    microbatches = read_metrics(output / "metrics.jsonl")
+    for microbatch, measured in zip(microbatches, differences, strict=False):
+        microbatch |= measured
+    for microbatch in microbatches:
+        print(json.dumps({key: value for key, value in microbatch.items() if shown(microbatch, key)}))
+    microbatches = microbatches[1:] or microbatches
+    result = {
+        key: statistics.median(microbatch[key] for microbatch in microbatches)
+        for key in sorted(microbatches[0])
+        if shown(microbatches[0], key)
+    }
+    share = [1 - sum(microbatch[key] for key in WORK) / microbatch["time/step_s"] for microbatch in microbatches]
     print(json.dumps({"generator": options.generator, "overhead": statistics.median(share), **result}))
 
 
-def shown(row: dict[str, Any], key: str) -> bool:
+def shown(microbatch: dict[str, Any], key: str) -> bool:
     wanted = (
         "difference/",
         "replay/differs",
@@ -71,7 +75,7 @@ def shown(row: dict[str, Any], key: str) -> bool:
         "perf/",
         "memory/",
     )
-    return key.startswith(wanted) and isinstance(row[key], int | float)
+    return key.startswith(wanted) and isinstance(microbatch[key], int | float)
 
 
 def watch_differences(trainer: Any) -> list[dict[str, float]]:
@@ -79,17 +83,20 @@ def watch_differences(trainer: Any) -> list[dict[str, float]]:
     found: list[dict[str, float]] = []
     train_step = trainer.engine.train_step
 
-    def watching(rows: Any, *arguments: Any) -> Any:
+    def watching(microbatches: Any, *arguments: Any) -> Any:
         measured = {}
         for name, key in (("old_logprobs", "replay"), ("live_logprobs", "live")):
-            pairs = [(row.values["rollout_logprobs"] - row.values[name])[row.loss_mask].abs() for row in rows]
+            pairs = [
+                (microbatch.values["rollout_logprobs"] - microbatch.values[name])[microbatch.loss_mask].abs()
+                for microbatch in microbatches
+            ]
             difference = torch.cat(pairs)
             measured |= {
                 f"difference/{key}_mean": difference.mean().item(),
                 f"difference/{key}_max": difference.max().item(),
             }
         found.append(measured)
-        return train_step(rows, *arguments)
+        return train_step(microbatches, *arguments)
 
     trainer.engine.train_step = watching
     return found
@@ -116,7 +123,7 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
         "output": str(output),
         "model": {"path": str(model), "dtype": "float32" if options.tiny else "bfloat16"},
         "data": {"train": [{"path": options.prompts}]},
-        "batch": {"row_tokens": 8192},
+        "microbatch": {"microbatch_tokens": 8192},
         "rollout": {
             "prompts": 4 if options.tiny else 16,
             "group_size": 8,

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 benchmarks/layouts.py W1 pp=4 dp_shard=4 cp=4 --against losses.json
     torchrun --nproc-per-node 2 benchmarks/layouts.py W1 pp=2 cp=2 --tiny --tokens 2048     check on a CPU
 
-Every layout trains on the same global batches of skewed random tokens, in packed rows of 8,192. Prints one JSON line
+Every layout trains on the same global batches of skewed random tokens, in microbatches of 8,192. Prints one JSON line
 for each with the largest relative difference of any step's loss.
 """
 
@@ -39,16 +39,18 @@ def main() -> None:
     options = parser.parse_args()
     quiet_libraries()
     join_process_group(parse_layout(options.layouts[0])[0].world_size)
-    sizes, row = model_sizes(options.workload, options.tiny), 128 if options.tiny else ROW_TOKENS
+    sizes, microbatch = model_sizes(options.workload, options.tiny), 128 if options.tiny else ROW_TOKENS
     folder = Path(options.folder) / (options.workload + ("_tiny" if options.tiny else ""))
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, sizes)
     dist.barrier()
     generator = np.random.default_rng(0)
-    data = [make_sequences(options.tokens, sizes["vocab_size"], generator, row, 6.0) for _ in range(options.steps)]
+    data = [
+        make_sequences(options.tokens, sizes["vocab_size"], generator, microbatch, 6.0) for _ in range(options.steps)
+    ]
     expected = json.loads(Path(options.against).read_text()) if options.against else None
     for layout in options.layouts:
-        losses = train(layout, folder, data, row)
+        losses = train(layout, folder, data, microbatch)
         if dist.get_rank() == 0:
             result = {"layout": layout, "first": round(losses[0], 4), "last": round(losses[-1], 4)}
             if expected is not None:
@@ -61,19 +63,19 @@ def main() -> None:
     os._exit(0)  # a finished measurement must not wait for libraries to tear down
 
 
-def train(layout: str, folder: Path, data: list[list[TokenSequence]], row: int) -> list[float]:
+def train(layout: str, folder: Path, data: list[list[TokenSequence]], microbatch: int) -> list[float]:
     parallel, memory = parse_layout(layout)
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-4, warmup_steps=3, decay="constant"))
     losses = []
     for sequences in data:
-        batches = pack(
+        microbatches = pack(
             sequences,
-            row,
+            microbatch,
             share=handle.layout.data_share,
             cost=handle.flops,
         )
-        losses.append(engine.train_step(batches, sft_loss).loss)
+        losses.append(engine.train_step(microbatches, sft_loss).loss)
     del engine, handle
     gc.collect()
     if torch.cuda.is_available():

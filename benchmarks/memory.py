@@ -4,8 +4,8 @@
     python benchmarks/memory.py --vocabulary 32768    W1 as it is
     python benchmarks/memory.py --tiny                check the script on a CPU
 
-W1 with a vocabulary of 151,936. 65,536 tokens in rows of 8,192: forward-only, then a training step; what the peak adds
-to what was allocated before. The naive logits would take 37 GiB in fp32.
+W1 with a vocabulary of 151,936. 65,536 tokens in microbatches of 8,192: forward-only, then a training step; what the
+peak adds to what was allocated before. The naive logits would take 37 GiB in fp32.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 from workload import model_sizes, write_model
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, sft_loss
-from automodel_rl.batch import pack_row
+from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import ModelConfig
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.launch.quiet import quiet_libraries
@@ -40,11 +40,15 @@ def main() -> None:
     length, count = (128, 2) if tiny else (8192, 8)
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, sizes["vocab_size"], (length,), generator=generator) for _ in range(count)]
-    rows = [pack_row([TokenSequence(i, torch.ones(length, dtype=torch.bool))]) for i in ids]
-    engine.logprobs(rows[:1])
-    print(json.dumps({"forward_only_gib": added(lambda: engine.logprobs(rows)), "allocated_gib": allocated()}))
-    engine.train_step(rows[:1], sft_loss)
-    print(json.dumps({"training_gib": added(lambda: engine.train_step(rows, sft_loss)), "allocated_gib": allocated()}))
+    microbatches = [pack_microbatch([TokenSequence(i, torch.ones(length, dtype=torch.bool))]) for i in ids]
+    engine.logprobs(microbatches[:1])
+    print(json.dumps({"forward_only_gib": added(lambda: engine.logprobs(microbatches)), "allocated_gib": allocated()}))
+    engine.train_step(microbatches[:1], sft_loss)
+    print(
+        json.dumps(
+            {"training_gib": added(lambda: engine.train_step(microbatches, sft_loss)), "allocated_gib": allocated()}
+        )
+    )
     reference = ReferenceWeights(handle)
     seconds: list[list[float]] = [[], []]
     for _ in range(4):

@@ -1,12 +1,13 @@
-"""Packed rows against padded rows of plain transformers, on the same chats and the same 1.5B model, one device.
+"""Packed microbatches against padded microbatches of plain transformers, on the same chats and the same 1.5B model, one
+device.
 
     python benchmarks/packing.py gsm8k/sft_train.jsonl
     python benchmarks/packing.py gsm8k/sft_train.jsonl --tiny --sequences 16 --steps 1      check on a CPU
 
 Three ways to train on the same sequences, bf16 compute on fp32 master weights under FSDP2 in all of them:
-  packed     this package, rows of 4,096
+  packed     this package, microbatches of 4,096
   padded     plain transformers (sdpa), every sequence padded to 4,096
-  longest    plain transformers (sdpa), batches of 32 padded to their longest
+  longest    plain transformers (sdpa), microbatches of 32 padded to their longest
 Prints one JSON line for each with non-pad tokens/s, then the throughput ratios next to the ratios of tokens computed,
 which are the most that leaving out padding alone can give.
 """
@@ -56,8 +57,8 @@ def main() -> None:
     few = sequences[: max(2, options.sequences // 16)]
     results = {
         "packed": measure(packed(folder), sequences, options.steps, device),
-        "padded": measure(padded(folder, device, batch=1, width=ROW), few, options.steps, device),
-        "longest": measure(padded(folder, device, batch=BATCH, width=None), sequences, options.steps, device),
+        "padded": measure(padded(folder, device, microbatch=1, width=ROW), few, options.steps, device),
+        "longest": measure(padded(folder, device, microbatch=BATCH, width=None), sequences, options.steps, device),
     }
     for name, result in results.items():
         print(json.dumps({"way": name, **result}), flush=True)
@@ -89,15 +90,15 @@ def packed(folder: Path) -> Step:
     engine = Engine(handle, OptimizerConfig(lr=LR, decay="constant"))
 
     def step(sequences: list[TokenSequence]) -> int:
-        batches = pack(sequences, ROW, cost=handle.flops)
-        engine.train_step(batches, sft_loss)
-        return sum(batch.num_tokens for batch in batches)
+        microbatches = pack(sequences, ROW, cost=handle.flops)
+        engine.train_step(microbatches, sft_loss)
+        return sum(microbatch.num_tokens for microbatch in microbatches)
 
     return step
 
 
-def padded(folder: Path, device: torch.device, batch: int, width: int | None) -> Step:
-    """The usual loop: right-padded batches, transformers' own loss, gradients accumulated over the step."""
+def padded(folder: Path, device: torch.device, microbatch: int, width: int | None) -> Step:
+    """The usual loop: right-padded microbatches, transformers' own loss, gradients accumulated over the step."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").to(device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     mesh = init_device_mesh(device.type, (1,))
@@ -109,9 +110,9 @@ def padded(folder: Path, device: torch.device, batch: int, width: int | None) ->
     def step(sequences: list[TokenSequence]) -> int:
         computed = 0
         num_targets = sum(int(s.loss_mask[1:].sum()) for s in sequences)
-        starts = range(0, len(sequences), batch)
+        starts = range(0, len(sequences), microbatch)
         for start in starts:
-            group = sequences[start : start + batch]
+            group = sequences[start : start + microbatch]
             inputs = pad(group, width or max(map(len, group)), device)
             last = start == starts[-1]
             model.set_requires_gradient_sync(last)
@@ -130,10 +131,10 @@ def padded(folder: Path, device: torch.device, batch: int, width: int | None) ->
 def pad(sequences: list[TokenSequence], width: int, device: torch.device) -> dict[str, Tensor]:
     ids = torch.zeros(len(sequences), width, dtype=torch.int64)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    for row, sequence in enumerate(sequences):
+    for microbatch, sequence in enumerate(sequences):
         length = len(sequence)
-        ids[row, :length], mask[row, :length] = sequence.input_ids, 1
-        labels[row, :length] = torch.where(sequence.loss_mask, sequence.input_ids, -100)
+        ids[microbatch, :length], mask[microbatch, :length] = sequence.input_ids, 1
+        labels[microbatch, :length] = torch.where(sequence.loss_mask, sequence.input_ids, -100)
     return {n: t.to(device) for n, t in {"input_ids": ids, "attention_mask": mask, "labels": labels}.items()}
 
 

@@ -102,7 +102,7 @@ def replay_cells() -> Iterator[Cell]:
 
 
 def run(cell: Cell, ranks: RankPool) -> str:
-    """The row of the table."""
+    """The microbatch of the table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tiny_model(folder, cell.family, tied=cell.tied, num_layers=max(4, cell.parallel.num_stages))
@@ -112,11 +112,11 @@ def run(cell: Cell, ranks: RankPool) -> str:
             check_supported(Combination(description, model, cell.parallel, cell.memory))
         except InputError as error:
             return f"| refused | {error} |"
-        case = Case(cell.parallel, rows=(3, 1, 2), memory=cell.memory, replay=cell.replay)
+        case = Case(cell.parallel, microbatches=(3, 1, 2), memory=cell.memory, replay=cell.replay)
         found = ranks(cell.parallel.world_size).run(compare, case, folder, folder)[0]
     in_fp32 = FAMILIES[cell.family].computes_in_fp32
-    rows = judge(found, FLOAT32 if in_fp32 else FLOAT64)
-    verdict = "equal" if all(row.is_equal for row in rows) else "DIFFERENT"
+    microbatches = judge(found, FLOAT32 if in_fp32 else FLOAT64)
+    verdict = "equal" if all(microbatch.is_equal for microbatch in microbatches) else "DIFFERENT"
     judged = found.first if in_fp32 else found.all
     gradient = max(value for kind, value in judged.items() if kind.startswith("gradient of"))
     numbers = [judged["loss"], judged["gradient norm"], judged["log-probabilities"], gradient, found.all["weights"]]
@@ -131,8 +131,8 @@ def main() -> None:
     ranks = RankPool()
     lines, started = [], time.monotonic()
     for number, cell in enumerate(sorted(chosen, key=lambda c: c.parallel.world_size), start=1):
-        row = run(cell, ranks)
-        lines.append(f"| {cell.family} | {cell.name} {row}")
+        microbatch = run(cell, ranks)
+        lines.append(f"| {cell.family} | {cell.name} {microbatch}")
         print(f"{number}/{len(chosen)} {time.monotonic() - started:.0f} s {lines[-1]}", flush=True)
     ranks.stop()
     different = sum("DIFFERENT" in line for line in lines)

@@ -6,7 +6,7 @@
     python benchmarks/router_replay.py - --tiny --tokens 2048 --steps 2         check the script on a CPU
 
 The routes are those that the model chooses by itself, and its weights hardly change, so that both ways run the same
-experts on the same tokens. One batch is trained on with and without them, in turn, which of the two comes first
+experts on the same tokens. One microbatch is trained on with and without them, in turn, which of the two comes first
 alternating. Prints a JSON line for each layout: medians of a step, their ratio, and the quartiles of the ratios of
 neighbouring steps.
 """
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from workload import ROW_TOKENS, make_sequences, model_sizes, parse_layout, write_model
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, pack, sft_loss
-from automodel_rl.batch import PackedBatch, Routes
+from automodel_rl.batch import Microbatch, Routes
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.process_group import join_process_group
@@ -61,20 +61,20 @@ def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namesp
     parallel, memory = parse_layout(layout)
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-12, decay="constant"))
-    generator, row = np.random.default_rng(0), 128 if options.tiny else ROW_TOKENS
+    generator, microbatch = np.random.default_rng(0), 128 if options.tiny else ROW_TOKENS
     seconds: dict[bool, list[float]] = {False: [], True: []}
     differs = []
-    sequences = make_sequences(options.tokens * dist.get_world_size(), vocab_size, generator, row)
+    sequences = make_sequences(options.tokens * dist.get_world_size(), vocab_size, generator, microbatch)
     ranks = {"num_data_ranks": parallel.num_data_ranks, "data_rank": handle.layout.data_rank}
-    rows = pack(sequences, row, min_rows=parallel.pp, cost=handle.flops, **ranks)
-    routed = with_own_routes(rows, engine)
+    microbatches = pack(sequences, microbatch, min_microbatches=parallel.pp, cost=handle.flops, **ranks)
+    routed = with_own_routes(microbatches, engine)
     for step in range(options.warmup + options.steps):
         for replay in (False, True) if step % 2 else (True, False):
             if handle.layout.device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()
             start = time.perf_counter()
-            output = engine.train_step(routed if replay else rows, sft_loss)
+            output = engine.train_step(routed if replay else microbatches, sft_loss)
             if handle.layout.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds[replay].append(time.perf_counter() - start)
@@ -91,28 +91,30 @@ def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namesp
     }
 
 
-def with_own_routes(rows: list[PackedBatch], engine: Engine) -> list[PackedBatch]:
-    """The rows with the experts that this rank's layers choose for them."""
-    assert len(rows) <= block_sizes.forward_rows  # of more rows some are gone, and others in their place in memory
+def with_own_routes(microbatches: list[Microbatch], engine: Engine) -> list[Microbatch]:
+    """The microbatches with the experts that this rank's layers choose for them."""
+    assert (
+        len(microbatches) <= block_sizes.forward_microbatches
+    )  # of more microbatches some are gone, and others in their place in memory
     handle, chosen = engine.handle, dict[tuple[int, int], torch.Tensor]()
     order: dict[int, int] = {}
 
     def note(number: int, scope: Any, output: tuple[torch.Tensor, ...]) -> None:
-        place = order.setdefault(id(scope.row), len(order))
+        place = order.setdefault(id(scope.microbatch), len(order))
         chosen[place, number] = output[2].short().cpu()
 
     hooks = [
-        router.register_forward_hook(lambda _m, _i, output, n=n, e=extras: note(n, e.row_scope, output))
+        router.register_forward_hook(lambda _m, _i, output, n=n, e=extras: note(n, e.microbatch_scope, output))
         for extras in handle.extras
         for n, router in extras.router_watch.routers.items()
     ]
-    engine.logprobs(rows)
+    engine.logprobs(microbatches)
     for hook in hooks:
         hook.remove()
     layers = handle.router_layers
     return [
-        dataclasses.replace(row, routes=Routes(layers, torch.stack([chosen[place, n] for n in layers], 1)))
-        for place, row in enumerate(rows)
+        dataclasses.replace(microbatch, routes=Routes(layers, torch.stack([chosen[place, n] for n in layers], 1)))
+        for place, microbatch in enumerate(microbatches)
     ]
 
 

@@ -2,14 +2,14 @@
 
     python benchmarks/train_step.py W1 -                                                 one device
     torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 dp_shard=2 cp=2         one layout after the other
-    torchrun --nproc-per-node 4 benchmarks/train_step.py W1 cp=4 --one-row 131072        one sequence a step
-    torchrun --nproc-per-node 4 benchmarks/train_step.py W1 pp=4 --microbatches 8        rows of equal cost
-    torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 --one-each padded       a sequence a row, all as long
-    python benchmarks/train_step.py W1 - --profile                                       host syncs and reductions
+    torchrun --nproc-per-node 4 benchmarks/train_step.py W1 cp=4 --one-microbatch 131072        one sequence a step
+    torchrun --nproc-per-node 4 benchmarks/train_step.py W1 pp=4 --microbatches 8        microbatches of equal cost
+    torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 --one-each padded       a sequence a microbatch, all as
+    long python benchmarks/train_step.py W1 - --profile                                       host syncs and reductions
     python benchmarks/train_step.py W1 - --tiny --tokens 2048 --steps 3                  check the script on a CPU
 
 Prints one JSON line for each layout. bf16 compute, fp32 master weights, clip 1.0, 65,536 tokens a step and GPU in
-packed rows of 8,192, no activation checkpointing and no compilation unless the layout says so. Median of `--steps`
+microbatches of 8,192, no activation checkpointing and no compilation unless the layout says so. Median of `--steps`
 steps after 5 to warm up; the device is synchronised at step edges only. Loss and gradient norm of the first step are
 printed too; `--reference` computes them with plain transformers in fp32, one sequence at a time, on one device.
 """
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from workload import ROW_TOKENS, make_sequences, model_sizes, one_sequence, parse_layout, write_model
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
-from automodel_rl.batch import PackedBatch, pack_row
+from automodel_rl.batch import Microbatch, pack_microbatch
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
@@ -42,17 +42,17 @@ def main() -> None:
     quiet_libraries()
     parallel, _ = parse_layout(options.layouts[0])
     device = join_process_group(parallel.world_size)
-    sizes, row = model_sizes(options.workload, options.tiny), 128 if options.tiny else ROW_TOKENS
+    sizes, microbatch = model_sizes(options.workload, options.tiny), 128 if options.tiny else ROW_TOKENS
     folder = Path(options.folder) / (options.workload + ("_tiny" if options.tiny else ""))
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, sizes)
     dist.barrier()
-    data, row = make_data(options, sizes["vocab_size"], row, dist.get_world_size())
+    data, microbatch = make_data(options, sizes["vocab_size"], microbatch, dist.get_world_size())
     if options.reference:
         report({"reference": True, **reference(folder, data[0], device)})
     for layout in [] if options.reference else options.layouts:
         try:
-            report({"layout": layout, **measure(layout, folder, data, row, options)})
+            report({"layout": layout, **measure(layout, folder, data, microbatch, options)})
         except torch.OutOfMemoryError as error:
             report({"layout": layout, "out_of_memory": str(error)[:80]})
         gc.collect()
@@ -69,10 +69,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65536, help="a step and device")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--one-row", type=int, help="each step is one sequence of this length")
-    parser.add_argument("--microbatches", type=int, help="rows a step and data rank, each one sequence of 8,192")
+    parser.add_argument("--one-microbatch", type=int, help="each step is one sequence of this length")
     parser.add_argument(
-        "--one-each", choices=["own", "padded"], help="a row for each sequence, or as long as the longest"
+        "--microbatches", type=int, help="microbatches a step and data rank, each one sequence of 8,192"
+    )
+    parser.add_argument(
+        "--one-each", choices=["own", "padded"], help="a microbatch for each sequence, or as long as the longest"
     )
     parser.add_argument("--profile", action="store_true", help="count host synchronisations and reductions of a step")
     parser.add_argument("--implementation", default="transformers")
@@ -84,21 +86,25 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_data(
-    options: argparse.Namespace, vocab_size: int, row: int, world_size: int
+    options: argparse.Namespace, vocab_size: int, microbatch: int, world_size: int
 ) -> tuple[list[list[TokenSequence]], int]:
-    """The sequences of every step, and the capacity of a row."""
+    """The sequences of every step, and the capacity of a microbatch."""
     generator = np.random.default_rng(0)
     steps = options.warmup + options.steps
-    if options.one_row:
-        return [[one_sequence(options.one_row, vocab_size, generator)] for _ in range(steps)], options.one_row
+    if options.one_microbatch:
+        return [
+            [one_sequence(options.one_microbatch, vocab_size, generator)] for _ in range(steps)
+        ], options.one_microbatch
     if options.microbatches:
-        rows = [[one_sequence(row, vocab_size, generator) for _ in range(options.microbatches)] for _ in range(steps)]
-        return rows, row
+        microbatches = [
+            [one_sequence(microbatch, vocab_size, generator) for _ in range(options.microbatches)] for _ in range(steps)
+        ]
+        return microbatches, microbatch
     tokens = options.tokens * world_size
     if options.one_each:
-        data = [make_sequences(tokens, vocab_size, generator, row) for _ in range(steps)]
-        return [[pad(s, step) for s in step] for step in data] if options.one_each == "padded" else data, row
-    return [make_sequences(tokens, vocab_size, generator, row) for _ in range(steps)], row
+        data = [make_sequences(tokens, vocab_size, generator, microbatch) for _ in range(steps)]
+        return [[pad(s, step) for s in step] for step in data] if options.one_each == "padded" else data, microbatch
+    return [make_sequences(tokens, vocab_size, generator, microbatch) for _ in range(steps)], microbatch
 
 
 def pad(sequence: TokenSequence, step: list[TokenSequence]) -> TokenSequence:
@@ -108,23 +114,23 @@ def pad(sequence: TokenSequence, step: list[TokenSequence]) -> TokenSequence:
     return TokenSequence(ids, torch.cat([sequence.loss_mask, torch.zeros(missing, dtype=torch.bool)]))
 
 
-def rows_of(
-    sequences: list[TokenSequence], row: int, handle: ModelHandle, options: argparse.Namespace
-) -> list[PackedBatch]:
+def microbatches_of(
+    sequences: list[TokenSequence], microbatch: int, handle: ModelHandle, options: argparse.Namespace
+) -> list[Microbatch]:
     if options.one_each:
-        return [pack_row([sequence]) for sequence in sequences]
+        return [pack_microbatch([sequence]) for sequence in sequences]
     parallel = handle.layout.parallel
     return pack(
         sequences,
-        row,
+        microbatch,
         share=handle.layout.data_share,
-        min_rows=parallel.pp if len(sequences) > 1 else 1,
+        min_microbatches=parallel.pp if len(sequences) > 1 else 1,
         cost=handle.flops,
     )
 
 
 def measure(
-    layout: str, folder: Path, data: list[list[TokenSequence]], row: int, options: argparse.Namespace
+    layout: str, folder: Path, data: list[list[TokenSequence]], microbatch: int, options: argparse.Namespace
 ) -> dict[str, object]:
     parallel, memory = parse_layout(layout)
     model = ModelConfig(path=str(folder), implementation=options.implementation, attention=options.attention)
@@ -135,10 +141,10 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     seconds, outputs = [], []
     for sequences in data:
-        batches = rows_of(sequences, row, handle, options)
+        microbatches = microbatches_of(sequences, microbatch, handle, options)
         synchronize(device)
         started = time.perf_counter()
-        outputs.append(engine.train_step(batches, sft_loss))
+        outputs.append(engine.train_step(microbatches, sft_loss))
         synchronize(device)
         seconds.append(time.perf_counter() - started)
     timed = slice(options.warmup, None)
@@ -157,20 +163,20 @@ def measure(
         "loss1": round(outputs[0].loss, 5),
         "gnorm1": round(outputs[0].grad_norm, 5),
         "torch": torch.__version__,
-        **(count_events(engine, batches) if options.profile else {}),
+        **(count_events(engine, microbatches) if options.profile else {}),
     }
 
 
-def count_events(engine: Engine, batches: list[PackedBatch]) -> dict[str, object]:
+def count_events(engine: Engine, microbatches: list[Microbatch]) -> dict[str, object]:
     """How often one step on rank 0 waits for the device or reduces gradients."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        engine.train_step(batches, sft_loss)
+        engine.train_step(microbatches, sft_loss)
     names = ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item"]
     counts = {event.key: event.count for event in profile.key_averages()}
     reductions = sum(count for key, count in counts.items() if key.startswith("nccl:") and "reduce_scatter" in key)
     return {
-        "microbatches": len(batches),
+        "microbatches": len(microbatches),
         **{name: counts.get(name, 0) for name in names},
         "reduce_scatters": reductions,
     }

@@ -1,15 +1,15 @@
-"""A vision-language model of Qwen2.5-VL-3B's shape, with its modules on one mesh or on two: losses, and tokens/s.
+"""A vision-language model of Qwen2.5-VL-3B's shape, with its components on one mesh or on two: losses, and tokens/s.
 
     python benchmarks/vision.py -                                                     one device
     torchrun --nproc-per-node 2 benchmarks/vision.py "0 | 1" dp_shard=2               encoder on 0, language model on 1
     torchrun --nproc-per-node 4 benchmarks/vision.py "0 | 1-3 pp=3" dp_shard=4 pp=4
     python benchmarks/vision.py - --tiny --steps 2                                    check the script on a CPU
 
-A layout is `-`, a `parallel` section for both modules, or `ENCODER | LANGUAGE`, each with its ranks first. All of them
-train from the same random weights (seed 0) on the same batches: texts of skewed random tokens, of which three in four
-have one or two images of 64 to 1,024 tokens; their pixels are noise. bf16 compute, fp32 master weights, 32,768 tokens a
-step in rows of 8,192, whatever the number of devices. Prints a JSON line for each layout: the loss of every step, and
-medians of the steps after 3, with the device synchronised at step edges only.
+A layout is `-`, a `parallel` section for both components, or `ENCODER | LANGUAGE`, each with its ranks first. All of
+them train from the same random weights (seed 0) on the same microbatches: texts of skewed random tokens, of which three
+in four have one or two images of 64 to 1,024 tokens; their pixels are noise. bf16 compute, fp32 master weights, 32,768
+tokens a step in microbatches of 8,192, whatever the number of devices. Prints a JSON line for each layout: the loss of
+every step, and medians of the steps after 3, with the device synchronised at step edges only.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from workload import parse_layout
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
-from automodel_rl.batch import Image, PackedBatch
+from automodel_rl.batch import Image, Microbatch
 from automodel_rl.config import ModelConfig
+from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.config.modules import ModulesConfig, one_layout
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
 
@@ -78,12 +78,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="+")
     parser.add_argument("--tokens", type=int, default=32768, help="a step, over all devices")
-    parser.add_argument("--row-tokens", type=int, default=8192)
+    parser.add_argument("--microbatch-tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
-        options.tokens, options.row_tokens = 2048, 1024
+        options.tokens, options.microbatch_tokens = 2048, 1024
     quiet_libraries()
     layouts = [parse_modules(layout) for layout in options.layouts]
     join_process_group(layouts[0][0].world_size)
@@ -91,8 +91,8 @@ def main() -> None:
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, options.tiny)
     dist.barrier()
-    for name, (modules, memory) in zip(options.layouts, layouts, strict=True):
-        result = measure(modules, memory, folder, options)
+    for name, (components, memory) in zip(options.layouts, layouts, strict=True):
+        result = measure(components, memory, folder, options)
         if dist.get_rank() == 0:
             print(json.dumps({"layout": name, **result}), flush=True)
         gc.collect()
@@ -102,13 +102,13 @@ def main() -> None:
     os._exit(0)  # a finished measurement must not wait for libraries to tear down
 
 
-def parse_modules(text: str) -> tuple[ModulesConfig, MemoryConfig]:
+def parse_modules(text: str) -> tuple[ComponentsConfig, MemoryConfig]:
     if "|" not in text:
         parallel, memory = parse_layout(text)
         return one_layout(parallel), memory
     vision, language = ({"ranks": part.split()[0], **_pairs(part.split()[1:])} for part in text.split("|"))
     memory = MemoryConfig(**{key: language.pop(key) for key in list(language) if key in MemoryConfig.model_fields})
-    return ModulesConfig.model_validate({"vision": vision, "language": language}), memory
+    return ComponentsConfig.model_validate({"vision": vision, "language": language}), memory
 
 
 def _pairs(words: list[str]) -> dict[str, Any]:
@@ -168,27 +168,29 @@ def _text(length: int, generator: np.random.Generator) -> np.ndarray:
     return (32000 * generator.random(length) ** 4).astype(np.int64)
 
 
-def measure(modules: ModulesConfig, memory: MemoryConfig, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    components: ComponentsConfig, memory: MemoryConfig, folder: Path, options: argparse.Namespace
+) -> dict[str, Any]:
     model = ModelConfig(path=str(folder), dtype="bfloat16")
-    handle = ModelHandle.from_pretrained(model, memory=memory, modules=modules)
+    handle = ModelHandle.from_pretrained(model, memory=memory, components=components)
     engine = Engine(handle, OptimizerConfig(lr=1e-5, warmup_steps=5, decay="constant"))
     layout, device = handle.layout, handle.layout.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses, seconds, tokens, images = [], [], [], []
     for step in range(options.steps):
-        sequences = make_batch(options.tokens, options.row_tokens, seed=step)
-        rows: list[PackedBatch] = []
+        sequences = make_batch(options.tokens, options.microbatch_tokens, seed=step)
+        microbatches: list[Microbatch] = []
         if not layout.is_guest:
-            rows = pack(
+            microbatches = pack(
                 sequences,
-                options.row_tokens,
+                options.microbatch_tokens,
                 share=layout.data_share,
-                min_rows=layout.parallel.pp,
+                min_microbatches=layout.parallel.pp,
                 cost=handle.flops,
             )
         started = _now(device)
-        losses.append(round(engine.train_step(rows, sft_loss).loss, 5))
+        losses.append(round(engine.train_step(microbatches, sft_loss).loss, 5))
         seconds.append(_now(device) - started)
         tokens.append(sum(map(len, sequences)))
         images.append(sum(len(sequence.images) for sequence in sequences))

@@ -104,9 +104,9 @@ def measure(options: argparse.Namespace, handle: ModelHandle, trainer: Engine, s
         transport = way(generator, handle.layout, 120.0)
     sync = WeightSync(handle, transport, WeightSyncConfig(buffer_mib=64.0, timeout=120.0))
     report("checkpoint", trainer, generator.submit(requests(COUNT))())
-    rows = pack([sequence_of(request.prompt, []) for request in requests(COUNT)], 512)
+    microbatches = pack([sequence_of(request.prompt, []) for request in requests(COUNT)], 512)
     for _ in range(8):
-        trainer.train_step(rows, sft_loss)
+        trainer.train_step(microbatches, sft_loss)
     report("old weights, new trainer (must be large)", trainer, generator.submit(requests(COUNT))())
     for _ in range(3):
         sync.send()
@@ -169,17 +169,19 @@ def report(what: str, trainer: Engine, completions: Sequence[Completion]) -> Non
     """How far the generator's log-probabilities are from the trainer's."""
     pairs = list(zip(requests(len(completions)), completions, strict=True))
     differences = []
-    for start_ in range(0, len(pairs), 8):  # one sequence a row, so that they keep their order
+    for start_ in range(0, len(pairs), 8):  # one sequence a microbatch, so that they keep their order
         some = pairs[start_ : start_ + 8]
-        rows = [row for request, c in some for row in pack([sequence_of(request.prompt, c.token_ids)], 512)]
-        for (_, completion), own in zip(some, trainer.logprobs(rows), strict=True):
+        microbatches = [
+            microbatch for request, c in some for microbatch in pack([sequence_of(request.prompt, c.token_ids)], 512)
+        ]
+        for (_, completion), own in zip(some, trainer.logprobs(microbatches), strict=True):
             differences.append(own[PROMPT:].double().cpu() - torch.tensor(completion.logprobs, dtype=torch.float64))
     difference = torch.cat(differences).abs()
     say({"logprobs": what, "mean": round(difference.mean().item(), 5), "max": round(difference.max().item(), 4)})
 
 
-def say(row: dict[str, Any]) -> None:
-    print(json.dumps(row), flush=True)
+def say(microbatch: dict[str, Any]) -> None:
+    print(json.dumps(microbatch), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from automodel_rl.batch import LocalRow, PackedBatch, local_row
+from automodel_rl.batch import LocalMicrobatch, Microbatch, local_microbatch
 from automodel_rl.config import MuonConfig
 
 PLANTED = "AUTOMODEL_RL_PLANTED_FAULT"
@@ -45,14 +45,14 @@ class Verified:
         family: of the tiny model.
         sizes: of the layout.
         tied: whether embedding and head share their weight.
-        modules: in place of `sizes`, for a vision-language model.
+        components: in place of `sizes`, for a vision-language model.
         case: further fields of the comparison's `Case`.
     """
 
     family: str
     sizes: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
-    modules: dict[str, Any] | None = None
+    components: dict[str, Any] | None = None
     case: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,9 +69,9 @@ class Fault:
     caught_by: Verified | str
 
 
-def one_document(row: PackedBatch, *place: int) -> LocalRow:
-    """A row without its cu_seqlens: the documents see each other."""
-    return local_row(dataclasses.replace(row, lengths=(row.num_tokens,)), *place)
+def one_document(microbatch: Microbatch, *place: int) -> LocalMicrobatch:
+    """A microbatch without its cu_seqlens: the documents see each other."""
+    return local_microbatch(dataclasses.replace(microbatch, lengths=(microbatch.num_tokens,)), *place)
 
 
 def _patch(target: str, replacement: Any = None, **options: Any) -> Any:
@@ -90,12 +90,12 @@ def _norm_of_last_stage() -> Any:
 
 def _local_counts() -> Any:
     from automodel_rl.losses import count
-    from automodel_rl.step.agreement import GlobalRows, agree_on_rows
+    from automodel_rl.step.agreement import GlobalBatch, agree_on_batch
 
-    def agree(batches: list, *rest: Any) -> GlobalRows:
-        return dataclasses.replace(agree_on_rows(batches, *rest), counts=count(batches))
+    def agree(microbatches: list, *rest: Any) -> GlobalBatch:
+        return dataclasses.replace(agree_on_batch(microbatches, *rest), counts=count(microbatches))
 
-    return _patch("step.runner.agree_on_rows", agree)
+    return _patch("step.runner.agree_on_batch", agree)
 
 
 def _experts_twice() -> Any:
@@ -326,17 +326,19 @@ def _evaluation_of_fewer_rows() -> Any:
     from automodel_rl.engine import Engine
 
     evaluate = Engine.evaluate
-    return mock.patch.object(Engine, "evaluate", lambda engine, rows, *rest: evaluate(engine, rows[:-1], *rest))
+    return mock.patch.object(
+        Engine, "evaluate", lambda engine, microbatches, *rest: evaluate(engine, microbatches[:-1], *rest)
+    )
 
 
 def _empty_rows_count() -> Any:
-    from automodel_rl.batch import empty_row
+    from automodel_rl.batch import empty_microbatch
 
-    def counting(like: Any = None) -> PackedBatch:
-        row = empty_row(like)
-        return dataclasses.replace(row, loss_mask=row.targets >= 0)
+    def counting(like: Any = None) -> Microbatch:
+        microbatch = empty_microbatch(like)
+        return dataclasses.replace(microbatch, loss_mask=microbatch.targets >= 0)
 
-    return _everywhere(counting, "tools.verify.comparison.empty_row", "step.runner.empty_row")
+    return _everywhere(counting, "tools.verify.comparison.empty_microbatch", "step.runner.empty_microbatch")
 
 
 def _rank_by_rank(where: str) -> Any:
@@ -345,11 +347,11 @@ def _rank_by_rank(where: str) -> Any:
 
 
 def _positions_go_on() -> Any:
-    def going_on(row: PackedBatch, *place: Any) -> LocalRow:
-        made = local_row(row, *place)
+    def going_on(microbatch: Microbatch, *place: Any) -> LocalMicrobatch:
+        made = local_microbatch(microbatch, *place)
         return dataclasses.replace(made, position_ids=torch.arange(made.num_tokens))
 
-    return _patch("step.local_rows.local_row", going_on)
+    return _patch("step.local_microbatches.local_microbatch", going_on)
 
 
 def _window_too_wide() -> Any:
@@ -372,19 +374,19 @@ def _without(name: str) -> Any:
 
 
 def _rows_restored_wrongly() -> Any:
-    def turned(row: PackedBatch, *place: Any) -> LocalRow:
-        made = local_row(row, *place)
+    def turned(microbatch: Microbatch, *place: Any) -> LocalMicrobatch:
+        made = local_microbatch(microbatch, *place)
         return made if made.restore is None else dataclasses.replace(made, restore=made.restore.roll(1))
 
-    return _patch("step.local_rows.local_row", turned)
+    return _patch("step.local_microbatches.local_microbatch", turned)
 
 
 def _keys_of_own_rank() -> Any:
     """Gradients of gathered keys and values are cut, not summed."""
-    from automodel_rl.parallel.collectives import AllGatherCP, _own_rows
+    from automodel_rl.parallel.collectives import AllGatherCP, _own_microbatches
 
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _own_rows(gradients[0], ctx.group), None, None
+        return _own_microbatches(gradients[0], ctx.group), None, None
 
     return mock.patch.object(AllGatherCP, "backward", staticmethod(backward))
 
@@ -413,7 +415,7 @@ def _no_gradient_from_other_ranks() -> Any:
 def _pairs_turned() -> Any:
     from automodel_rl.losses.dpo import _by_pair
 
-    return _patch("losses.dpo._by_pair", lambda values, batch: _by_pair(values, batch).flip(1))
+    return _patch("losses.dpo._by_pair", lambda values, microbatch: _by_pair(values, microbatch).flip(1))
 
 
 def _deviation_of_population() -> Any:
@@ -426,7 +428,7 @@ def _temperature_ignored() -> Any:
 
     add = Engine.add_logprobs
     return mock.patch.object(
-        Engine, "add_logprobs", lambda engine, rows, name, temperature=1.0: add(engine, rows, name)
+        Engine, "add_logprobs", lambda engine, microbatches, name, temperature=1.0: add(engine, microbatches, name)
     )
 
 
@@ -481,12 +483,14 @@ GRPO = "distributed/trainers/test_grpo.py"
 PRECISION = "distributed/model/test_precision.py"
 
 FAULTS: dict[str, Fault] = {
-    "documents see each other": Fault(lambda: _patch("step.local_rows.local_row", one_document), Verified("qwen3")),
+    "documents see each other": Fault(
+        lambda: _patch("step.local_microbatches.local_microbatch", one_document), Verified("qwen3")
+    ),
     "positions go on across sequences": Fault(_positions_go_on, Verified("qwen3")),
     "loss mask and values left on their tokens": Fault(
-        lambda: _patch("batch.packed._to_predictor", lambda values: values), Verified("qwen3")
+        lambda: _patch("microbatch.microbatch._to_predictor", lambda values: values), Verified("qwen3")
     ),
-    "empty rows count": Fault(_empty_rows_count, Verified("qwen3", {"pp": 2})),
+    "empty microbatches count": Fault(_empty_rows_count, Verified("qwen3", {"pp": 2})),
     "rotary embeddings by the longest sequence": Fault(
         lambda: _patch("support.model_rules.BY_LENGTH", ()),
         "unit/support/test_description.py::test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused",
@@ -495,7 +499,7 @@ FAULTS: dict[str, Fault] = {
     "soft cap left out": Fault(lambda: _without("softcap"), Verified("gemma2")),
     "sinks left out": Fault(lambda: _without("sinks"), Verified("gpt_oss")),
     "chunks of the head after the first are the first": Fault(_first_chunk_again, Verified("qwen3")),
-    "blocks of rows after the first are the first": Fault(_first_block_again, Verified("qwen3")),
+    "blocks of microbatches after the first are the first": Fault(_first_block_again, Verified("qwen3")),
     "second bucket of an export is empty": Fault(_second_bucket_empty, Verified("qwen3")),
     "tied gradient counted once": Fault(
         lambda: _patch("parallel.gradients.TiedEmbedding.sum_gradients", return_value=None),
@@ -510,7 +514,7 @@ FAULTS: dict[str, Fault] = {
         lambda: _patch("parallel.sharding.sum_fsdp_gradients", return_value=None), Verified("qwen3", {"cp": 2})
     ),
     "local token counts": Fault(_local_counts, Verified("qwen3", {"pp": 2, "dp_shard": 2})),
-    "evaluation leaves out the last row": Fault(_evaluation_of_fewer_rows, Verified("qwen3")),
+    "evaluation leaves out the last microbatch": Fault(_evaluation_of_fewer_rows, Verified("qwen3")),
     "norm of one stage": Fault(_norm_of_last_stage, Verified("qwen3", {"pp": 2})),
     "gradients are not clipped": Fault(
         lambda: mock.patch("torch.nn.utils.clip_grads_with_norm_", return_value=None), Verified("qwen3")
@@ -522,7 +526,7 @@ FAULTS: dict[str, Fault] = {
     "receive buffers shared by equal shapes (interleaved)": Fault(_buffers_by_shape, Verified("qwen3", INTERLEAVED)),
     "receive buffers shared by equal shapes (zero bubble)": Fault(
         _buffers_by_shape,
-        Verified("qwen3", {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}, case={"rows": (3, 9)}),
+        Verified("qwen3", {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}, case={"microbatches": (3, 9)}),
     ),
     "experts' results in the order of experts": Fault(
         lambda: _patch("mixture.experts._inverse", lambda order: order), Verified("qwen3_moe")
@@ -532,7 +536,7 @@ FAULTS: dict[str, Fault] = {
         _no_gradient_from_other_ranks, Verified("qwen3_moe", {"dp_shard": 2, "ep": 2})
     ),
     "auxiliary loss left out": Fault(_no_auxiliary_loss, Verified("qwen3_moe", case={"aux_loss": 0.1})),
-    "empty rows count as load of experts": Fault(
+    "empty microbatches count as load of experts": Fault(
         _empty_rows_load, "distributed/model/test_routers.py::test_load_and_auxiliary_loss_are_those_of_the_formula"
     ),
     "routes shifted by a token": Fault(_routes_shifted, Verified("qwen3_moe", case=REPLAY)),
@@ -541,18 +545,18 @@ FAULTS: dict[str, Fault] = {
         _live_weights_of_routers, Verified("qwen3_moe", case=REPLAY)
     ),
     "reference swap of one part": Fault(_swap_of_one_part, Verified("qwen3", INTERLEAVED)),
-    "cp rows restored in another order": Fault(_rows_restored_wrongly, Verified("qwen3", {"cp": 2})),
+    "cp microbatches restored in another order": Fault(_rows_restored_wrongly, Verified("qwen3", {"cp": 2})),
     "gradients of keys of this cp rank alone": Fault(_keys_of_own_rank, Verified("qwen3", {"cp": 2})),
     "softmax over this tp rank's vocabulary": Fault(_vocabulary_of_own_rank, Verified("qwen3", {"tp": 2})),
     "partial gradients of tp left alone": Fault(
         lambda: _patch("step.runner.sum_partial_gradients", return_value=None), Verified("qwen3", {"tp": 2})
     ),
-    "mean over encoder ranks": Fault(lambda: _mean_over_two("model.vision"), Verified("llava", modules=ENCODERS)),
+    "mean over encoder ranks": Fault(lambda: _mean_over_two("model.vision"), Verified("llava", components=ENCODERS)),
     "mean over ranks of the language model": Fault(
-        lambda: _mean_over_two("model.parallelise"), Verified("llava", modules=READERS)
+        lambda: _mean_over_two("model.parallelise"), Verified("llava", components=READERS)
     ),
-    "clipping by module": Fault(_clip_by_module, Verified("llava", modules=READERS)),
-    "embeddings a row off": Fault(_embeddings_a_row_off, Verified("llava", modules=READERS)),
+    "clipping by module": Fault(_clip_by_module, Verified("llava", components=READERS)),
+    "embeddings a microbatch off": Fault(_embeddings_a_row_off, Verified("llava", components=READERS)),
     "eps hard-coded": Fault(lambda: _setting_ignored(eps=1e-8), Verified("qwen3")),
     "betas hard-coded": Fault(lambda: _setting_ignored(betas=(0.9, 0.95)), Verified("qwen3")),
     "weight decay left out": Fault(lambda: _setting_ignored(weight_decay=0.0), Verified("qwen3")),
@@ -610,8 +614,8 @@ FAULTS: dict[str, Fault] = {
         lambda: _patch("step.agreement._problem", return_value=""),
         f"{FAILED}::test_token_ids_outside_the_vocabulary_are_refused_on_every_rank",
     ),
-    "numbers of rows not compared": Fault(
-        lambda: _patch("step.agreement._agreed_rows", lambda of_ranks: int(of_ranks["num_rows"].max())),
+    "numbers of microbatches not compared": Fault(
+        lambda: _patch("step.agreement._agreed_microbatches", lambda of_ranks: int(of_ranks["num_microbatches"].max())),
         f"{FAILED}::test_rows_that_do_not_fit_each_other_are_refused_on_every_rank",
     ),
     "a step without a trained token": Fault(
@@ -636,23 +640,23 @@ FAULTS: dict[str, Fault] = {
 def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> list[str]:
     """What `verify` says is different, with a fault or without one; on a rank."""
     from automodel_rl.config import ParallelConfig
-    from automodel_rl.config.modules import ModulesConfig
+    from automodel_rl.config.components import ComponentsConfig
     from automodel_rl.support.families import FAMILIES
     from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
     from automodel_rl.tools.verify.comparison import Case, compare
 
-    in_fp32 = caught_by.modules is None and FAMILIES[caught_by.family].computes_in_fp32
-    modules = None if caught_by.modules is None else ModulesConfig.model_validate(caught_by.modules)
-    case = Case(ParallelConfig(**caught_by.sizes), modules=modules, **caught_by.case)
+    in_fp32 = caught_by.components is None and FAMILIES[caught_by.family].computes_in_fp32
+    components = None if caught_by.components is None else ComponentsConfig.model_validate(caught_by.components)
+    case = Case(ParallelConfig(**caught_by.sizes), components=components, **caught_by.case)
     with planted(fault):
         found = compare(case, folder, folder)
-    return [row.kind for row in judge(found, FLOAT32 if in_fp32 else FLOAT64) if not row.is_equal]
+    return [microbatch.kind for microbatch in judge(found, FLOAT32 if in_fp32 else FLOAT64) if not microbatch.is_equal]
 
 
 def save_model(caught_by: Verified, folder: Path) -> None:
     from tests.tiny import save_tiny_model, save_tiny_vision_model
 
-    if caught_by.modules is not None:
+    if caught_by.components is not None:
         save_tiny_vision_model(folder, num_layers=2)
     else:
         save_tiny_model(folder, caught_by.family, tied=caught_by.tied)
@@ -661,7 +665,7 @@ def save_model(caught_by: Verified, folder: Path) -> None:
 def num_ranks(caught_by: Verified) -> int:
     from automodel_rl.config import ParallelConfig
 
-    return 3 if caught_by.modules is not None else ParallelConfig(**caught_by.sizes).world_size
+    return 3 if caught_by.components is not None else ParallelConfig(**caught_by.sizes).world_size
 
 
 def _noticed_by_test(name: str, test: str) -> str:

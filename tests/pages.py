@@ -25,16 +25,16 @@ API = ROOT / "automodel_rl" / "API.md"
 
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 GROUPS = {
-    "Models and training": ("ModelHandle", "Engine", "TrainOutput", "StepRunner", "GlobalRows"),
+    "Models and training": ("ModelHandle", "Engine", "TrainOutput", "StepRunner", "GlobalBatch"),
     "Packed batches": (
-        *("TokenSequence", "PackedBatch", "pack", "DataShare", "unpack", "in_packed_order", "Image"),
+        *("TokenSequence", "Microbatch", "pack", "DataShare", "unpack", "in_packed_order", "Image"),
         *("Routes", "RouterShape", "read_routes"),
     ),
     "Losses": ("Readout", "TokenOutputs", "LossOutput", "sft_loss", "dpo_loss", "grpo_loss"),
     "Whole runs": ("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "SFTConfig", "DPOConfig", "GRPOConfig"),
     "Configs of a model": (
         *("ModelConfig", "LoraConfig", "MoEConfig", "MemoryConfig", "ParallelConfig"),
-        *("ModulesConfig", "VisionModule", "LanguageModule"),
+        *("ComponentsConfig", "VisionComponent", "LanguageComponent"),
     ),
     "Configs of training": (
         *("OptimizerConfig", "MuonConfig"),

@@ -2,15 +2,15 @@
 
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
 from automodel_rl.batch.images import Image, ImageTokens, multimodal_positions
-from automodel_rl.batch.local_row import AttentionCall, LocalRow, local_row
-from automodel_rl.batch.packed import (
+from automodel_rl.batch.local_microbatch import AttentionCall, LocalMicrobatch, local_microbatch
+from automodel_rl.batch.microbatch import (
     IGNORED_TARGET,
-    PackedBatch,
+    Microbatch,
     TokenSequence,
     add_values,
-    empty_row,
+    empty_microbatch,
     in_packed_order,
-    pack_row,
+    pack_microbatch,
     set_values,
     spread_over_tokens,
     sum_by_sequence,
@@ -24,20 +24,20 @@ __all__ = [
     "DataShare",
     "Image",
     "ImageTokens",
-    "LocalRow",
-    "PackedBatch",
+    "LocalMicrobatch",
+    "Microbatch",
     "RouterShape",
     "Routes",
     "TokenSequence",
     "add_values",
     "assign_bins",
-    "empty_row",
+    "empty_microbatch",
     "in_packed_order",
     "join_routes",
-    "local_row",
+    "local_microbatch",
     "multimodal_positions",
     "pack",
-    "pack_row",
+    "pack_microbatch",
     "read_routes",
     "set_values",
     "share_bins",

@@ -1,15 +1,16 @@
-"""Which sequences share a row: best-fit decreasing bin packing, and an even split of rows over data ranks."""
+"""Which sequences share a microbatch: best-fit decreasing bin packing, and an even split of microbatches over data
+ranks."""
 
 import bisect
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from automodel_rl.batch.packed import PackedBatch, TokenSequence, check_sequences, empty_row, pack_row
+from automodel_rl.batch.microbatch import Microbatch, TokenSequence, check_sequences, empty_microbatch, pack_microbatch
 from automodel_rl.errors import InputError
 
 Bin = list[int]
-"""Places of the sequences of one row."""
+"""Places of the sequences of one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -119,32 +120,34 @@ def pack(
     capacity: int,
     *,
     share: DataShare | None = None,
-    min_rows: int = 1,
+    min_microbatches: int = 1,
     together: int = 1,
     cost: Callable[[int], float] = float,
-) -> list[PackedBatch]:
-    """Packs a global batch into rows and returns those of one data rank.
+) -> list[Microbatch]:
+    """Packs a global batch into microbatches and returns those of one data rank.
 
-    Every data rank calls this with the same sequences and gets the same number of rows; where there are fewer
-    sequences than rows, the missing ones are empty.
+    Every data rank calls this with the same sequences and gets the same number of microbatches; where there are fewer
+    sequences than microbatches, the missing ones are empty.
 
     Args:
         sequences: the global batch.
-        capacity: most tokens of a row.
-        share: of which data rank the rows are returned; by default there is one.
-        min_rows: fewest rows of each data rank; with as many as stages, every stage of a pipeline has work.
-        together: so many consecutive sequences, such as the two of a pair, share a row and stay next to each other.
+        capacity: most tokens of a microbatch.
+        share: of which data rank the microbatches are returned; by default there is one.
+        min_microbatches: fewest microbatches of each data rank; with as many as stages, every stage of a pipeline has
+            work.
+        together: so many consecutive sequences, such as the two of a pair, share a microbatch and stay next to each
+            other.
         cost: work of a sequence by its length, by which data ranks are balanced.
 
     Raises:
-        InputError: a sequence, or a group of sequences that stay together, is longer than a row.
+        InputError: a sequence, or a group of sequences that stay together, is longer than a microbatch.
         ValueError: the sequences are not whole groups of `together`, one is empty, or their values differ in name.
 
     Example:
         >>> import torch
         >>> ids, mask = torch.arange(6), torch.tensor([False, False, False, True, True, True])
-        >>> rows = pack([TokenSequence(ids, mask), TokenSequence(ids[:3], mask[3:])], capacity=16)
-        >>> [row.lengths for row in rows]
+        >>> microbatches = pack([TokenSequence(ids, mask), TokenSequence(ids[:3], mask[3:])], capacity=16)
+        >>> [microbatch.lengths for microbatch in microbatches]
         [(6, 3)]
     """
     share = share or DataShare()
@@ -156,15 +159,15 @@ def pack(
     for place, length in enumerate(lengths):
         if length > capacity:
             raise InputError(
-                f"{_name_of(place, together)} {length} tokens but a row holds {capacity}: truncate, drop, or raise the "
-                "capacity"
+                f"{_name_of(place, together)} {length} tokens but a microbatch holds {capacity}: truncate, drop, or "
+                "raise the capacity"
             )
-    bins = assign_bins(lengths, capacity, min_count=min_rows * share.count, multiple=share.count)
+    bins = assign_bins(lengths, capacity, min_count=min_microbatches * share.count, multiple=share.count)
     costs = [sum(cost(len(sequence)) for group in b for sequence in groups[group]) for b in bins]
     mine = [bins[place] for place in share_bins(costs, share.count)[share.rank]]
-    like = pack_row([sequences[0]]) if sequences else None
+    like = pack_microbatch([sequences[0]]) if sequences else None
     places = [[group * together + i for group in b for i in range(together)] for b in mine]
-    return [pack_row([sequences[i] for i in p], order=p) if p else empty_row(like) for p in places]
+    return [pack_microbatch([sequences[i] for i in p], order=p) if p else empty_microbatch(like) for p in places]
 
 
 def _name_of(place: int, together: int) -> str:

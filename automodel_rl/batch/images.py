@@ -1,6 +1,6 @@
 """Images in token sequences: which tokens stand for them, and their pixels, which are read where they are encoded.
 
-Shape letters: T tokens of a row, m of them image tokens.
+Shape letters: T tokens of a microbatch, m of them image tokens.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Image:
     """An image in a sequence, whose tokens are neighbours.
 
     Attributes:
-        start: place of its first token in the sequence, or in the row.
+        start: place of its first token in the sequence, or in the microbatch.
         num_tokens: that stand for it.
         grid: its patches.
         pixels: as the model's image processor gives them for one image, or a picklable function that makes them. It is
@@ -56,7 +56,7 @@ class ImageTokens:
     Attributes:
         places: of image tokens among this rank's, int64 [i].
         rows: for each of them the row of `embeddings`, int64 [i].
-        embeddings: of all images of the row, in order, [m, H]; None on ranks that have no use for them.
+        embeddings: of all images of the microbatch, in order, [m, H]; None on ranks that have no use for them.
     """
 
     places: Tensor
@@ -94,8 +94,8 @@ def check_images(images: Sequence[Image], num_tokens: int) -> None:
         end = image.start + image.num_tokens
 
 
-def image_rows(images: Sequence[Image], num_tokens: int) -> np.ndarray:
-    """For every token of a row its place among the row's image tokens, -1 for text; int64 [T]."""
+def image_places(images: Sequence[Image], num_tokens: int) -> np.ndarray:
+    """The place of every token of a microbatch among its image tokens, -1 for text; int64 [T]."""
     rows = np.full(num_tokens, -1)
     seen = 0
     for image in images:
@@ -111,7 +111,7 @@ def multimodal_positions(images: Sequence[Image], lengths: Sequence[int], merge:
     the largest. Every sequence starts at 0.
 
     Args:
-        images: of the row, in order.
+        images: of the microbatch, in order.
         lengths: tokens of its sequences.
         merge: patches that make one token, along height and along width.
     """

@@ -1,7 +1,7 @@
-"""What of an engine a checkpoint holds: weights, what the optimizer keeps of each, and buffers, by module and name.
+"""What of an engine a checkpoint holds: weights, what the optimizer keeps of each, and buffers, by component and name.
 
 torch's distributed checkpoint (DCP) stores every tensor with its place in the whole, so a checkpoint does not know the
-layout that wrote it, nor on which ranks a module was.
+layout that wrote it, nor on which ranks a component was.
 """
 
 import re
@@ -19,18 +19,18 @@ from automodel_rl.optimizers import COUNT, OPTIMIZERS
 from automodel_rl.parallel.host_collectives import gather_objects
 
 WEIGHT = re.compile(r"(\w+)\.model\.(.+)")
-"""A key of a trained weight: its module and its name."""
+"""A key of a trained weight: its component and its name."""
 
 BUFFER = re.compile(r"(\w+)\.buffers\.(.+)")
 
-KINDS = {COUNT: "updates"}
+KINDS = {COUNT: "step_counts"}
 """How checkpoints call what an optimizer keeps, where it is not the optimizer's own name."""
 
-ByModule = dict[str, dict[str, nn.Parameter]]
+ByComponent = dict[str, dict[str, nn.Parameter]]
 
 
 def engine_tensors(engine: Engine) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """By module and kind this rank's weights, optimizer state and buffers by name; moments must be on the device."""
+    """By component and kind this rank's weights, optimizer state and buffers by name; moments must be on the device."""
     return _tensors(engine, _trained(engine.handle))
 
 
@@ -57,31 +57,31 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
     with engine.moments_on_device():
         state = _tensors(engine, parameters)
         dcp.load(state, storage_reader=reader, process_group=handle.layout.world_control)
-        for module in handle.modules:
-            _restore_state(engine, parameters[module.name], state[module.name])
+        for component in handle.components:
+            _restore_state(engine, parameters[component.name], state[component.name])
         if copy is not None and copy is not parameters["language"][EMBEDDING]:
             _copy_trained(engine, parameters["language"][EMBEDDING], copy)
 
 
-def _trained(handle: ModelHandle) -> ByModule:
-    """What is trained of this rank's modules. Frozen weights are those of the model's own checkpoint."""
+def _trained(handle: ModelHandle) -> ByComponent:
+    """What is trained of this rank's components. Frozen weights are those of the model's own checkpoint."""
     return {
-        module.name: {name: p for name, p in handle.named_parameters(module) if p.requires_grad}
-        for module in handle.modules
+        component.name: {name: p for name, p in handle.named_parameters(component) if p.requires_grad}
+        for component in handle.components
     }
 
 
-def _check_names(handle: ModelHandle, parameters: ByModule, reader: SafetensorsReader) -> None:
+def _check_names(handle: ModelHandle, parameters: ByComponent, reader: SafetensorsReader) -> None:
     """Raises CheckpointError where the checkpoint holds other weights than those that are trained, on any rank."""
-    own = {f"{module}.model.{name}": p.shape for module, named in parameters.items() for name, p in named.items()}
+    own = {f"{component}.model.{name}": p.shape for component, named in parameters.items() for name, p in named.items()}
     trained = {key: size for shapes in gather_objects(own, handle.layout.world_control) for key, size in shapes.items()}
     stored = {key: size for key, size in reader.shapes.items() if WEIGHT.fullmatch(key)}
     remedy = "resume with the model and the model.frozen and model.lora that wrote it"
-    for module in sorted({key.partition(".")[0] for key in trained.keys() ^ stored.keys()}):
-        lacks = sorted(key for key in trained.keys() - stored.keys() if key.startswith(f"{module}."))
-        rest = sorted(key for key in stored.keys() - trained.keys() if key.startswith(f"{module}."))
+    for component in sorted({key.partition(".")[0] for key in trained.keys() ^ stored.keys()}):
+        lacks = sorted(key for key in trained.keys() - stored.keys() if key.startswith(f"{component}."))
+        rest = sorted(key for key in stored.keys() - trained.keys() if key.startswith(f"{component}."))
         what = f"has no {lacks[0]}, which is trained" if lacks else f"has {rest[0]}, which is not trained"
-        raise CheckpointError(f"{reader.folder.parent}: for the {module} module the checkpoint {what}: {remedy}")
+        raise CheckpointError(f"{reader.folder.parent}: for the {component} component the checkpoint {what}: {remedy}")
     for key, size in sorted(trained.items()):
         if stored[key] != size:
             raise CheckpointError(
@@ -90,11 +90,11 @@ def _check_names(handle: ModelHandle, parameters: ByModule, reader: SafetensorsR
             )
 
 
-def _check_optimizer(engine: Engine, parameters: ByModule, reader: SafetensorsReader) -> None:
+def _check_optimizer(engine: Engine, parameters: ByComponent, reader: SafetensorsReader) -> None:
     """Raises CheckpointError where the checkpoint has not what the optimizer keeps of a weight, on any rank."""
     own = {
-        f"{module}.{KINDS.get(kind, kind)}.{name}"
-        for module, named in parameters.items()
+        f"{component}.{KINDS.get(kind, kind)}.{name}"
+        for component, named in parameters.items()
         for name, parameter in named.items()
         for kind in engine.optimizer.state_names[parameter].all
     }
@@ -107,18 +107,18 @@ def _check_optimizer(engine: Engine, parameters: ByModule, reader: SafetensorsRe
             )
 
 
-def _tensors(engine: Engine, parameters: ByModule) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """By module and kind the weights, buffers and what the optimizer keeps, by name; all 0 before a first step."""
+def _tensors(engine: Engine, parameters: ByComponent) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """By component and kind the weights, buffers and what the optimizer keeps, by name; all 0 before a first step."""
     state = {}
-    for module in engine.handle.modules:
-        of_module: dict[str, dict[str, Tensor]] = {"model": {}}
+    for component in engine.handle.components:
+        of_component: dict[str, dict[str, Tensor]] = {"model": {}}
         # Routers' biases, which are trained without an optimizer.
-        of_module["buffers"] = {name: buffer for part in module.parts for name, buffer in stored_buffers(part)}
-        for name, parameter in parameters[module.name].items():
-            of_module["model"][name] = parameter.detach()
+        of_component["buffers"] = {name: buffer for part in component.parts for name, buffer in stored_buffers(part)}
+        for name, parameter in parameters[component.name].items():
+            of_component["model"][name] = parameter.detach()
             for kind, tensor in engine.optimizer.state_of(parameter).items():
-                of_module.setdefault(KINDS.get(kind, kind), {})[name] = tensor
-        state[module.name] = of_module
+                of_component.setdefault(KINDS.get(kind, kind), {})[name] = tensor
+        state[component.name] = of_component
     return state
 
 

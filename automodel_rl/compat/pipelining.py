@@ -1,7 +1,7 @@
 """Stock pipeline schedules over microbatches of different token counts, by private names of torch's pipelining.
 
 torch's stages infer one activation shape from the first microbatch. Here every rank already knows how many tokens each
-packed row has, so receive buffers are made per microbatch and inference never runs: no padding, no extra forward, and
+microbatch has, so receive buffers are made per microbatch and inference never runs: no padding, no extra forward, and
 no state left over between training and forward-only steps.
 
 Checked with torch 2.11.0 and 2.13.0.

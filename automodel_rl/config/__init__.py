@@ -1,6 +1,7 @@
 """Checked configs. Imports nothing heavy, so that help and config errors come at once."""
 
 from automodel_rl.config.base import Section
+from automodel_rl.config.components import ComponentsConfig, LanguageComponent, VisionComponent
 from automodel_rl.config.data import (
     BatchConfig,
     DataConfig,
@@ -14,7 +15,6 @@ from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.load import ALGORITHMS, describe_keys, differing_keys, dump_config, load_config
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig
-from automodel_rl.config.modules import LanguageModule, ModulesConfig, VisionModule
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
@@ -27,6 +27,7 @@ __all__ = [
     "AdvantageConfig",
     "BatchConfig",
     "CheckpointConfig",
+    "ComponentsConfig",
     "CorrectionConfig",
     "DPOConfig",
     "DPOLossConfig",
@@ -34,13 +35,12 @@ __all__ = [
     "FilterConfig",
     "GRPOConfig",
     "KLConfig",
-    "LanguageModule",
+    "LanguageComponent",
     "LengthConfig",
     "LoraConfig",
     "MemoryConfig",
     "MoEConfig",
     "ModelConfig",
-    "ModulesConfig",
     "MuonConfig",
     "ObserveConfig",
     "OptimizerConfig",
@@ -55,7 +55,7 @@ __all__ = [
     "SFTConfig",
     "Section",
     "SourceConfig",
-    "VisionModule",
+    "VisionComponent",
     "WeightSyncConfig",
     "describe_keys",
     "differing_keys",

@@ -1,4 +1,4 @@
-"""Where examples come from and how they become token sequences and rows."""
+"""Where examples come from and how they become token sequences and microbatches."""
 
 from typing import Annotated, Literal
 
@@ -55,7 +55,7 @@ class ExamplesConfig(SourcesConfig):
     """Of records that are whole before a run starts."""
 
     overlong: Literal["truncate", "drop"] = "truncate"
-    """What happens to an example longer than a row or the model's context: cut at the end, or left out. Both are
+    """What happens to an example longer than a microbatch or the model's context: cut at the end, or left out. Both are
     counted in the metrics."""
 
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -71,23 +71,23 @@ class PromptDataConfig(SourcesConfig):
     """Records with `prompt` (a text or messages) and what the rewards need, `answer` for most that are built in."""
 
 
-class RowsConfig(Section):
+class CommonBatchConfig(Section):
     """What the batches of all algorithms have."""
 
-    row_tokens: Annotated[int, Field(gt=0, lt=2**31)]
-    """Capacity of a packed row, the microbatch; never padded up to it. It must hold one sequence, of pairs both."""
+    microbatch_tokens: Annotated[int, Field(gt=0, lt=2**31)]
+    """Capacity of a microbatch, the microbatch; never padded up to it. It must hold one sequence, of pairs both."""
 
 
-class BatchConfig(RowsConfig):
+class BatchConfig(CommonBatchConfig):
     sequences: BatchSize
     """Sequences of one step over all data ranks (the global batch)."""
 
 
-class PairBatchConfig(RowsConfig):
+class PairBatchConfig(CommonBatchConfig):
     pairs: BatchSize
     """Pairs of one step over all data ranks (the global batch)."""
 
 
-class PolicyBatchConfig(RowsConfig):
-    updates: Positive = 1
+class PolicyBatchConfig(CommonBatchConfig):
+    optimizer_steps: Positive = 1
     """Optimizer steps for one batch of rollouts, each over its share of the prompts."""

@@ -14,7 +14,7 @@ class DPOConfig(RunConfig):
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "pairs.jsonl"}]}}
-        >>> values |= {"batch": {"pairs": 8, "row_tokens": 4096}, "length": {"steps": 10}}
+        >>> values |= {"batch": {"pairs": 8, "microbatch_tokens": 4096}, "length": {"steps": 10}}
         >>> DPOConfig(output="runs/mine", **values).loss.variant
         'dpo'
     """
@@ -32,10 +32,10 @@ class DPOConfig(RunConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        """Token sequences of one update, over all data ranks."""
+        """Token sequences of one optimizer step, over all data ranks."""
         return 2 * self.batch.pairs
 
     @model_validator(mode="after")
-    def _rows_for_every_data_rank(self) -> "DPOConfig":
+    def _microbatches_for_every_data_rank(self) -> "DPOConfig":
         refuse_idle_data_ranks("batch.pairs", self.batch.pairs, self.parallel)
         return self

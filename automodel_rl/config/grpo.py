@@ -21,7 +21,7 @@ class GRPOConfig(RunConfig):
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "prompts.jsonl"}]}}
-        >>> values |= {"rewards": [{"function": "math"}], "batch": {"row_tokens": 4096}, "length": {"steps": 10}}
+        >>> values |= {"rewards": [{"function": "math"}], "batch": {"microbatch_tokens": 4096}, "length": {"steps": 10}}
         >>> values |= {"rollout": {"prompts": 8, "group_size": 4, "max_prompt_tokens": 512, "max_new_tokens": 512}}
         >>> GRPOConfig(output="runs/mine", **values).advantage.kind
         'grpo'
@@ -44,8 +44,8 @@ class GRPOConfig(RunConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        """Token sequences of one update, over all data ranks."""
-        return self.rollout.prompts * self.rollout.group_size // self.batch.updates
+        """Token sequences of one optimizer step, over all data ranks."""
+        return self.rollout.prompts * self.rollout.group_size // self.batch.optimizer_steps
 
     @property
     def transport(self) -> Transport:
@@ -97,26 +97,27 @@ class GRPOConfig(RunConfig):
     def _sizes(self) -> "GRPOConfig":
         rollout, batch = self.rollout, self.batch
         longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-        if batch.row_tokens < longest:
+        if batch.microbatch_tokens < longest:
             raise ValueError(
-                f"batch.row_tokens={batch.row_tokens} must hold the longest prompt and completion, "
+                f"batch.microbatch_tokens={batch.microbatch_tokens} must hold the longest prompt and completion, "
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}: raise it, or lower one of these"
             )
-        if rollout.prompts % batch.updates:
+        if rollout.prompts % batch.optimizer_steps:
             raise ValueError(
-                f"batch.updates={batch.updates} must divide rollout.prompts={rollout.prompts}: change one of them"
+                f"batch.optimizer_steps={batch.optimizer_steps} must divide rollout.prompts={rollout.prompts}: change "
+                "one of them"
             )
         if rollout.group_size == 1:
             raise ValueError("rollout.group_size=1: completions are compared within their group: use at least 2")
-        if self.loss.on_policy and batch.updates > 1:
+        if self.loss.on_policy and batch.optimizer_steps > 1:
             raise ValueError(
-                f"loss.on_policy=true with batch.updates={batch.updates}: later updates are off-policy: set it to "
-                "false, or use one update"
+                f"loss.on_policy=true with batch.optimizer_steps={batch.optimizer_steps}: later optimizer steps are "
+                "off-policy: set it to false, or use one optimizer step"
             )
         if self.loss.on_policy and self.loss.kl.coefficient and self.loss.kl.where == "reward":
             raise ValueError(
                 "loss.kl.where=reward with loss.on_policy=true: the reward needs log-probabilities from before the "
-                "update: set on_policy to false, or where to loss"
+                "optimizer step: set on_policy to false, or where to loss"
             )
         if self.router_replay.compare and self.loss.on_policy:
             raise ValueError(
@@ -130,7 +131,7 @@ class GRPOConfig(RunConfig):
                 "different experts: add old_logprobs, or set loss.on_policy to true"
             )
         self._check_sync()
-        product = "rollout.prompts x rollout.group_size / batch.updates"
+        product = "rollout.prompts x rollout.group_size / batch.optimizer_steps"
         refuse_idle_data_ranks(product, self.sequences_per_step, self.parallel)
         return self
 

@@ -20,10 +20,20 @@ Checked = typing.TypeVar("Checked", bound=RunConfig)
 
 ALGORITHMS: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
 
-ALIASES = {"learning_rate": "lr", "max_length": "row_tokens", "max_seq_length": "row_tokens", "batch_size": "sequences"}
+ALIASES = {
+    "learning_rate": "lr",
+    "max_length": "microbatch_tokens",
+    "max_seq_length": "microbatch_tokens",
+    "batch_size": "sequences",
+}
 """Names other trainers use, for suggestions only."""
 
-RENAMED = {"rollout.engine": "rollout.generator"}
+RENAMED = {
+    "rollout.engine": "rollout.generator",
+    "batch.row_tokens": "batch.microbatch_tokens",
+    "batch.updates": "batch.optimizer_steps",
+    "modules": "components",
+}
 """Full dotted keys that configs used to have, with their names of today."""
 
 
@@ -73,8 +83,8 @@ def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
 def dump_config(config: Section) -> str:
     """The resolved config as YAML, defaults included; `load_config` reads it back."""
     values = config.model_dump(mode="json")
-    if values.get("modules") is not None:
-        del values["parallel"]  # it is that of the language module
+    if values.get("components") is not None:
+        del values["parallel"]  # it is that of the language component
     return yaml.safe_dump(values, sort_keys=False)
 
 

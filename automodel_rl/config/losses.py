@@ -124,7 +124,7 @@ class PolicyLossConfig(Section):
 
     on_policy: bool = False
     """Takes old_logprobs to be the current ones, so that they need no forward of their own; right when a rollout batch
-    makes a single update."""
+    makes a single optimizer step."""
 
     entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the policy's entropy."""

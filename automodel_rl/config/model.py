@@ -38,8 +38,8 @@ class MoEConfig(Section):
     """
 
     aux_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the load-balancing loss (Fedus et al., arXiv:2101.03961, eq. 4), taken over each row of each rank. It
-    depends on how sequences are packed, so 0 keeps layouts and packing exact."""
+    """Weight of the load-balancing loss (Fedus et al., arXiv:2101.03961, eq. 4), taken over each microbatch of each
+    rank. It depends on how sequences are packed, so 0 keeps layouts and packing exact."""
 
     bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
     """Step by which DeepSeek's routers raise the bias of experts with too little load and lower the others' after every
@@ -71,7 +71,7 @@ class ModelConfig(Section):
     """What the model computes in. Master weights are float32 (float64 for float64)."""
 
     attention: Attention = "auto"
-    """Attention over packed rows: torch's varlen_attn or TransformerEngine (both CUDA and bfloat16), SDPA over each
+    """Attention over microbatches: torch's varlen_attn or TransformerEngine (both CUDA and bfloat16), SDPA over each
     sequence, or the mathematics written out. auto: eager for models with sinks or a soft cap, else varlen on CUDA in
     bfloat16, else sdpa."""
 

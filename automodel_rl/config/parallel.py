@@ -43,7 +43,7 @@ class ParallelConfig(Section):
     """With tp: between the split blocks every rank keeps its share of the tokens, which saves activation memory."""
 
     cp: Positive = 1
-    """Context parallel: every sequence of a row split over ranks. They also shard the weights."""
+    """Context parallel: every sequence of a microbatch split over ranks. They also shard the weights."""
 
     ep: Positive = 1
     """Expert parallel: experts of a mixture split over the dp_shard x cp ranks. It adds no ranks."""

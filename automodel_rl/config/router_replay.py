@@ -16,7 +16,8 @@ class RouterReplayConfig(Section):
     """Tokens go to the experts that the generator sent them to; their weights are still the router's."""
 
     stages: tuple[ReplayStage, ...] = ("old_logprobs", "train")
-    """In which passes: log-probabilities before the updates, those of the reference, and the updates themselves."""
+    """In which passes: log-probabilities before the optimizer steps, those of the reference, and the optimizer steps
+    themselves."""
 
     on_missing: Literal["live", "error"] = "error"
     """Where the generator does not say which experts a token went to: live lets the router choose, with error the

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from automodel_rl.config.base import PathText, Positive, Section
-from automodel_rl.config.data import RowsConfig, SourcesConfig
+from automodel_rl.config.components import ComponentsConfig
+from automodel_rl.config.data import CommonBatchConfig, SourcesConfig
 from automodel_rl.config.model import MemoryConfig, ModelConfig
-from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
 
@@ -100,7 +100,7 @@ class RunConfig(Section):
 
     model: ModelConfig
     data: SourcesConfig
-    batch: RowsConfig
+    batch: CommonBatchConfig
     length: LengthConfig
 
     loss_function: str | None = None
@@ -109,8 +109,8 @@ class RunConfig(Section):
 
     parallel: ParallelConfig = ParallelConfig()
 
-    modules: ModulesConfig | None = None
-    """Meshes of their own for the modules of a vision-language model, in place of `parallel`, which is then the
+    components: ComponentsConfig | None = None
+    """Meshes of their own for the components of a vision-language model, in place of `parallel`, which is then the
     language model's; by default both are on all ranks."""
 
     memory: MemoryConfig = MemoryConfig()
@@ -122,19 +122,19 @@ class RunConfig(Section):
     @property
     def world_size(self) -> int:
         """Ranks of the job."""
-        return self.parallel.world_size if self.modules is None else self.modules.world_size
+        return self.parallel.world_size if self.components is None else self.components.world_size
 
     @model_validator(mode="before")
     @classmethod
     def _language_layout(cls, values: Any) -> Any:
-        """Takes `parallel` from the language module, so that whoever deals rows asks one place."""
-        if not isinstance(values, dict) or values.get("modules") is None:
+        """Takes `parallel` from the language component, so that there is one place to ask."""
+        if not isinstance(values, dict) or values.get("components") is None:
             return values
         try:
-            language = ModulesConfig.model_validate(values["modules"]).language.parallel
+            language = ComponentsConfig.model_validate(values["components"]).language.parallel
             given = ParallelConfig.model_validate(values.get("parallel") or language)
         except ValidationError:
             return values  # the sections' own checks will say where it is wrong
         if given != language:
-            raise ValueError("parallel and modules.language differ: give the layout in modules.language alone")
+            raise ValueError("parallel and components.language differ: give the layout in components.language alone")
         return {**values, "parallel": language.model_dump()}

@@ -13,7 +13,7 @@ class SFTConfig(RunConfig):
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "chats.jsonl"}]}}
-        >>> values |= {"batch": {"sequences": 8, "row_tokens": 4096}, "length": {"steps": 10}}
+        >>> values |= {"batch": {"sequences": 8, "microbatch_tokens": 4096}, "length": {"steps": 10}}
         >>> SFTConfig(output="runs/mine", **values).optimizer.lr
         1e-05
     """
@@ -26,10 +26,10 @@ class SFTConfig(RunConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        """Token sequences of one update, over all data ranks."""
+        """Token sequences of one optimizer step, over all data ranks."""
         return self.batch.sequences
 
     @model_validator(mode="after")
-    def _rows_for_every_data_rank(self) -> "SFTConfig":
+    def _microbatches_for_every_data_rank(self) -> "SFTConfig":
         refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
         return self

@@ -45,7 +45,7 @@ class ExampleDataset(Dataset):
     Args:
         sources: where records come from.
         chat: makes sequences of messages.
-        row_tokens: most tokens of an example.
+        microbatch_tokens: most tokens of an example.
         context: most tokens of a sequence, by the model; None for any.
         overlong: "truncate" or "drop", what happens to a longer one.
     """
@@ -59,12 +59,12 @@ class ExampleDataset(Dataset):
         self,
         sources: Sequence[SourceConfig],
         chat: ChatTokenizer,
-        row_tokens: int,
+        microbatch_tokens: int,
         context: int | None,
         overlong: Literal["truncate", "drop"],
     ):
-        self.chat, self.row_tokens, self.overlong = chat, row_tokens, overlong
-        self.context = row_tokens if context is None else min(context, row_tokens)
+        self.chat, self.microbatch_tokens, self.overlong = chat, microbatch_tokens, overlong
+        self.context = microbatch_tokens if context is None else min(context, microbatch_tokens)
         self.sources = Sources(sources)
 
     def _chats(self, draw: Draw) -> list[tuple[Chat, str]]:
@@ -85,11 +85,11 @@ class ExampleDataset(Dataset):
         return self.chat.prompt_sequence(chat, where), str(chat.messages[chat.turns[-1]].get("content"))
 
     def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...]) -> Example:
-        """Cuts the longest sequences until all fit a row together, or drops the example."""
+        """Cuts the longest sequences until all fit a microbatch together, or drops the example."""
         lengths = [len(sequence) for sequence in sequences]
-        if sum(lengths) <= self.row_tokens and max(lengths) <= self.context:
+        if sum(lengths) <= self.microbatch_tokens and max(lengths) <= self.context:
             return Example(draw, sequences)
-        limit = min(_common_limit(lengths, self.row_tokens), self.context)
+        limit = min(_common_limit(lengths, self.microbatch_tokens), self.context)
         shorter = tuple(cut(sequence, limit) for sequence in sequences)
         if self.overlong == "drop" or not all(sequence.loss_mask[1:].any() for sequence in shorter):
             return Example(draw, ())

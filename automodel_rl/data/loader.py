@@ -7,9 +7,9 @@ from typing import Any
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from automodel_rl.batch import PackedBatch, TokenSequence, pack
+from automodel_rl.batch import Microbatch, TokenSequence, pack
 from automodel_rl.data.examples import Example, ExampleDataset, checked
-from automodel_rl.data.sampler import Draw, GlobalBatches, Order
+from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.errors import InputError
 from automodel_rl.parallel.host_collectives import gather_objects, interleave, tell_guests
 from automodel_rl.parallel.layout import Layout
@@ -20,20 +20,20 @@ class StepSize:
     """How much a global batch is; sizes of several add up.
 
     Attributes:
-        num_sequences, num_tokens, num_rows: of all data ranks, empty rows left out.
+        num_sequences, num_tokens, num_microbatches: of all data ranks, empty microbatches left out.
         flops: of forward and backward.
     """
 
     num_sequences: int
     num_tokens: int
-    num_rows: int
+    num_microbatches: int
     flops: float
 
     def __add__(self, other: "StepSize") -> "StepSize":
         return StepSize(
             self.num_sequences + other.num_sequences,
             self.num_tokens + other.num_tokens,
-            self.num_rows + other.num_rows,
+            self.num_microbatches + other.num_microbatches,
             self.flops + other.flops,
         )
 
@@ -43,13 +43,13 @@ class PackedStep:
     """What one data rank trains on in one step.
 
     Attributes:
-        batches: its rows.
+        microbatches: its microbatches.
         size: of the global batch.
-        num_truncated, num_dropped: records of the global batch that were too long for a row.
+        num_truncated, num_dropped: records of the global batch that were too long for a microbatch.
         draws: the records that the global batch is made of, in the order of its sequences.
     """
 
-    batches: list[PackedBatch]
+    microbatches: list[Microbatch]
     size: StepSize
     num_truncated: int = 0
     num_dropped: int = 0
@@ -64,10 +64,10 @@ class _NoExamples(Dataset):
 
 
 class PackedLoader:
-    """Yields a `PackedStep` for every global batch; one without rows for a guest of the language model.
+    """Yields a `PackedStep` for every global batch; one without microbatches for a guest of the language model.
 
-    Each data rank tokenises its share of a global batch; then all exchange their sequences, so that rows are filled and
-    work is balanced over the whole of it.
+    Each data rank tokenises its share of a global batch; then all exchange their sequences, so that microbatches are
+    filled and work is balanced over the whole of it.
 
     Args:
         dataset: makes examples of records.
@@ -88,7 +88,7 @@ class PackedLoader:
         num_workers: int = 0,
     ):
         self.dataset, self.layout, self.cost = dataset, layout, cost
-        self.sampler = GlobalBatches(
+        self.sampler = BatchSampler(
             dataset.sources.sizes,
             dataset.sources.weights,
             examples_per_step,
@@ -103,8 +103,8 @@ class PackedLoader:
             packed = None
             if not self.layout.is_guest:
                 packed = self._pack(self._exchange([checked(example) for example in share]))
-            without_rows = None if packed is None else replace(packed, batches=[])
-            told = tell_guests(without_rows, self.layout)
+            without_microbatches = None if packed is None else replace(packed, microbatches=[])
+            told = tell_guests(without_microbatches, self.layout)
             assert told is not None
             yield packed or told
 
@@ -123,10 +123,12 @@ class PackedLoader:
         if not sequences:
             raise InputError(
                 f"none of the {len(examples)} examples of a step has a trained token within "
-                f"batch.row_tokens={self.dataset.row_tokens} and the model's context of {self.dataset.context}, so all "
-                "were dropped: raise batch.row_tokens, or use shorter examples"
+                f"batch.microbatch_tokens={self.dataset.microbatch_tokens} and the model's context of "
+                f"{self.dataset.context}, so all were dropped: raise batch.microbatch_tokens, or use shorter examples"
             )
-        packed = pack_step(sequences, self.dataset.row_tokens, self.layout, self.cost, together=self.dataset.together)
+        packed = pack_step(
+            sequences, self.dataset.microbatch_tokens, self.layout, self.cost, together=self.dataset.together
+        )
         return replace(
             packed,
             num_truncated=sum(example.truncated for example in examples),
@@ -137,31 +139,31 @@ class PackedLoader:
 
 def pack_step(
     sequences: Sequence[TokenSequence],
-    row_tokens: int,
+    microbatch_tokens: int,
     layout: Layout,
     cost: Callable[[int], float],
     together: int = 1,
 ) -> PackedStep:
-    """This data rank's rows of a global batch, of which every rank holds all sequences.
+    """This data rank's microbatches of a global batch, of which every rank holds all sequences.
 
     Args:
         sequences: the global batch.
-        row_tokens: capacity of a row.
+        microbatch_tokens: capacity of a microbatch.
         layout: this rank's place.
         cost: work of a sequence by its length.
-        together: so many consecutive sequences share a row.
+        together: so many consecutive sequences share a microbatch.
     """
-    batches = pack(
+    microbatches = pack(
         sequences,
-        row_tokens,
+        microbatch_tokens,
         share=layout.data_share,
-        min_rows=layout.parallel.pp,
+        min_microbatches=layout.parallel.pp,
         together=together,
         cost=cost,
     )
-    # Rows are empty only where there are fewer groups of sequences than rows.
-    num_rows = min(len(batches) * layout.parallel.num_data_ranks, len(sequences) // together)
+    # Microbatches are empty only where there are fewer groups of sequences than microbatches.
+    num_microbatches = min(len(microbatches) * layout.parallel.num_data_ranks, len(sequences) // together)
     size = StepSize(
-        len(sequences), sum(map(len, sequences)), num_rows, sum(cost(len(sequence)) for sequence in sequences)
+        len(sequences), sum(map(len, sequences)), num_microbatches, sum(cost(len(sequence)) for sequence in sequences)
     )
-    return PackedStep(batches, size)
+    return PackedStep(microbatches, size)

@@ -8,7 +8,7 @@ from typing import Any
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.records import read_example, read_prompt
-from automodel_rl.data.sampler import Draw, GlobalBatches, Order
+from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.data.sources import Sources
 from automodel_rl.errors import InputError
 
@@ -44,7 +44,7 @@ class PromptStream:
 
     def __init__(self, sources: Sequence[SourceConfig], chat: ChatTokenizer, max_tokens: int, seed: int | None):
         self.sources, self.chat, self.max_tokens = Sources(sources), chat, max_tokens
-        self.sampler = GlobalBatches(self.sources.sizes, self.sources.weights, 1, Order(seed))
+        self.sampler = BatchSampler(self.sources.sizes, self.sources.weights, 1, Order(seed))
         self.num_drawn = self.num_overlong = 0
         self._draws = self._stream()
 

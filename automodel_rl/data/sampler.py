@@ -25,7 +25,7 @@ class Order:
     epochs: float | None = None
 
 
-class GlobalBatches:
+class BatchSampler:
     """For every step the draws of one data rank: every `num_data_ranks`-th of the global batch.
 
     Sources are interleaved so that after any number of draws each has its share, to within one. Inside a source, every

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import LocalRow, PackedBatch, set_values, sum_by_sequence, unpack
+from automodel_rl.batch import LocalMicrobatch, Microbatch, set_values, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.engine.kept_rows import keep_rows
+from automodel_rl.engine.kept_microbatches import keep_microbatches
 from automodel_rl.engine.offload import Offloaded
 from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import LossFn, Readout
@@ -35,8 +35,8 @@ class TrainOutput:
         num_tokens: tokens that counted in the loss.
         lr: learning rate of the step.
         skipped: True when no weight changed: loss or gradient were not finite, or there was nothing to train.
-        nothing_to_train: True when the global batch had no rows, or no trained token and no gradient: the optimizer
-            would have moved the weights by what it remembers of earlier steps.
+        nothing_to_train: True when the global batch had no microbatches, or no trained token and no gradient: the
+            optimizer would have moved the weights by what it remembers of earlier steps.
         metrics: the loss's own metrics.
 
     Example:
@@ -54,7 +54,7 @@ class TrainOutput:
 
 
 class Engine:
-    """Trains and reads a model. Every method is a collective: all ranks call it with their data rank's batches.
+    """Trains and reads a model. Every method is a collective: all ranks call it with their data rank's microbatches.
 
     Args:
         handle: the model.
@@ -62,7 +62,7 @@ class Engine:
         total_steps: length of the run, for a decaying learning rate.
 
     Attributes:
-        keep_rows_in: folder for the rows of the step at which training has diverged; None keeps none.
+        keep_microbatches_in: folder for the microbatches of the step at which training has diverged; None keeps none.
 
     Raises:
         InputError: the learning rate decays and there are no `total_steps`.
@@ -71,11 +71,11 @@ class Engine:
         >>> import torch
         >>> engine = Engine(ModelHandle.from_pretrained(checkpoint), OptimizerConfig(lr=1e-4, decay="constant"))
         >>> sequence = TokenSequence(torch.tensor([5, 6, 7, 8]), torch.tensor([False, False, True, True]))
-        >>> rows = pack([sequence], capacity=16)
-        >>> out = engine.train_step(rows, sft_loss)
+        >>> microbatches = pack([sequence], capacity=16)
+        >>> out = engine.train_step(microbatches, sft_loss)
         >>> out.num_tokens, out.skipped
         (2, False)
-        >>> (logprobs,) = engine.logprobs(rows)
+        >>> (logprobs,) = engine.logprobs(microbatches)
         >>> logprobs.shape, logprobs.dtype, logprobs[0].item()
         (torch.Size([4]), torch.float32, 0.0)
     """
@@ -85,35 +85,37 @@ class Engine:
         self.config = optimizer or OptimizerConfig(decay="constant")
         learning_rate(self.config, self.config.warmup_steps, total_steps)  # refuses a decay without an end
         self.total_steps = total_steps
-        parts = [(part, module.layout.group_of) for module in handle.modules for part in module.parts]
+        parts = [(part, component.layout.group_of) for component in handle.components for part in component.parts]
         self.optimizer = ModelOptimizer(parts, OPTIMIZERS[self.config.name], self.config)
         self._offloaded: Offloaded | None = None
         self.step = 0
         self.skipped_in_a_row = 0
-        self.keep_rows_in: Path | None = None
+        self.keep_microbatches_in: Path | None = None
 
-    def train_step(self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout = LOGPROBS) -> TrainOutput:
+    def train_step(
+        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout = LOGPROBS
+    ) -> TrainOutput:
         """One optimizer step over the global batch.
 
         Args:
-            batches: this data rank's rows, on the host; every data rank has equally many (see `pack`).
-            loss_fn: gives sums over a row; `PPLossAdapter` divides them by the counts of the global batch.
+            microbatches: this data rank's microbatches, on the host; every data rank has equally many (see `pack`).
+            loss_fn: gives sums over a microbatch; `PPLossAdapter` divides them by the counts of the global batch.
             readout: what the loss gets of every token.
 
         Returns:
             Loss, gradient norm and metrics, equal on every rank.
 
         Raises:
-            InputError: on every rank, if the rows do not fit the model or each other.
+            InputError: on every rank, if the microbatches do not fit the model or each other.
             MicrobatchError: a forward, loss or backward has failed; of a loss on every rank. The weights are as before.
             TrainingDivergedError: too many steps in a row were not finite.
         """
-        agreed = self.runner.global_rows(batches)
+        agreed = self.runner.global_batch(microbatches)
         lr = learning_rate(self.config, self.step, self.total_steps)
-        if agreed.num_rows == 0:
+        if agreed.num_microbatches == 0:
             self.step += 1
             return TrainOutput(0.0, 0.0, 0, lr, skipped=True, nothing_to_train=True)
-        totals = self.runner.forward_backward(batches, loss_fn, readout, agreed.counts)
+        totals = self.runner.forward_backward(microbatches, loss_fn, readout, agreed.counts)
         with self.runner.abandoning_on_failure():
             shared = share_totals(totals, self.runner.square_norm(), self.handle.layout)
             loss, grad_norm = shared.mean_loss(agreed.counts), math.sqrt(shared.square_norm)
@@ -121,114 +123,128 @@ class Engine:
             is_nothing = agreed.counts["tokens"] == 0 and grad_norm == 0.0
             skipped = not is_finite or is_nothing
             if not skipped:
-                self._update(lr, grad_norm)
+                self._optimizer_step(lr, grad_norm)
             routing = self.runner.balance_routers() if self.handle.is_mixture and not skipped else {}
         self.handle.zero_grad()
         self.step += 1
         if not is_nothing:
-            self._count_not_finite(not is_finite, loss, grad_norm, batches)
+            self._count_not_finite(not is_finite, loss, grad_norm, microbatches)
         metrics = {**shared.mean_metrics, **routing}
         return TrainOutput(loss, grad_norm, agreed.counts["tokens"], lr, skipped, is_nothing, metrics)
 
     def evaluate(
-        self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout = LOGPROBS
+        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout = LOGPROBS
     ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics over the global batch, without gradients or updates.
+        """Loss and metrics over the global batch, without gradients or optimizer steps.
 
         Args:
-            batches: this data rank's rows; every data rank has equally many.
-            loss_fn: gives sums over a row.
+            microbatches: this data rank's microbatches; every data rank has equally many.
+            loss_fn: gives sums over a microbatch.
             readout: what the loss gets of every token.
 
         Returns:
             The loss and its metrics, equal on every rank.
 
         Raises:
-            InputError: on every rank, if the rows do not fit the model or each other.
+            InputError: on every rank, if the microbatches do not fit the model or each other.
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        counts = self.runner.global_rows(batches).counts
-        totals = self.runner.evaluate(batches, loss_fn, readout, counts)
+        counts = self.runner.global_batch(microbatches).counts
+        totals = self.runner.evaluate(microbatches, loss_fn, readout, counts)
         nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
         shared = share_totals(totals, nothing, self.handle.layout)
         return shared.mean_loss(counts), shared.mean_metrics
 
-    def logprobs(self, batches: Sequence[PackedBatch], temperature: float = 1.0) -> list[Tensor]:
+    def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of this data rank's tokens, equal on all its stages.
 
         Args:
-            batches: this data rank's rows.
+            microbatches: this data rank's microbatches.
             temperature: the logits are divided by it.
 
         Returns:
-            For each sequence, in the order in which rows hold them, a tensor [n] aligned with its tokens, fp32 or
-            float64; the first entry is 0.
+            For each sequence, in the order in which microbatches hold them, a tensor [n] aligned with its tokens, fp32
+            or float64; the first entry is 0.
         """
-        outputs = self.runner.forward(batches, read_targets(Readout(temperature)))
-        return [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output[:, 0], batch)]
+        outputs = self.runner.forward(microbatches, read_targets(Readout(temperature)))
+        return [
+            piece
+            for output, microbatch in zip(outputs, microbatches, strict=True)
+            for piece in unpack(output[:, 0], microbatch)
+        ]
 
-    def add_logprobs(self, batches: Sequence[PackedBatch], name: str, temperature: float = 1.0) -> list[PackedBatch]:
-        """This data rank's rows with the log-probabilities of their tokens under the model.
+    def add_logprobs(self, microbatches: Sequence[Microbatch], name: str, temperature: float = 1.0) -> list[Microbatch]:
+        """This data rank's microbatches with the log-probabilities of their tokens under the model.
 
         Args:
-            batches: this data rank's rows.
+            microbatches: this data rank's microbatches.
             name: in `values`, of a tensor [T] on the host, fp32 or float64, aligned with predicting positions.
             temperature: the logits are divided by it.
         """
-        outputs = self.runner.forward(batches, read_targets(Readout(temperature)))
-        return [set_values(row, name, output[:, 0].cpu()) for row, output in zip(batches, outputs, strict=True)]
+        outputs = self.runner.forward(microbatches, read_targets(Readout(temperature)))
+        return [
+            set_values(microbatch, name, output[:, 0].cpu())
+            for microbatch, output in zip(microbatches, outputs, strict=True)
+        ]
 
-    def sequence_scores(self, batches: Sequence[PackedBatch]) -> Tensor:
+    def sequence_scores(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Summed log-probability of the tokens in `loss_mask` of each sequence.
 
         Args:
-            batches: this data rank's rows.
+            microbatches: this data rank's microbatches.
 
         Returns:
-            [N], fp32 or float64, in the order in which rows hold the sequences.
+            [N], fp32 or float64, in the order in which microbatches hold the sequences.
         """
-        outputs = self.runner.forward(batches, read_targets(LOGPROBS))
-        on_device = (batch.to(self.handle.layout.device) for batch in batches)
+        outputs = self.runner.forward(microbatches, read_targets(LOGPROBS))
+        on_device = (microbatch.to(self.handle.layout.device) for microbatch in microbatches)
         scores = (
-            sum_by_sequence(torch.where(batch.loss_mask, output[:, 0], 0.0), batch)[: batch.num_sequences]
-            for batch, output in zip(on_device, outputs, strict=True)
+            sum_by_sequence(torch.where(microbatch.loss_mask, output[:, 0], 0.0), microbatch)[
+                : microbatch.num_sequences
+            ]
+            for microbatch, output in zip(on_device, outputs, strict=True)
         )
         dtype = torch.promote_types(self.handle.dtype, torch.float32)
         return torch.cat([torch.empty(0, dtype=dtype, device=self.handle.layout.device), *scores])
 
-    def top_logits(self, batches: Sequence[PackedBatch], k: int) -> list[tuple[Tensor, Tensor]]:
+    def top_logits(self, microbatches: Sequence[Microbatch], k: int) -> list[tuple[Tensor, Tensor]]:
         """The k largest logits for each token and their ids, largest first.
 
         Args:
-            batches: this data rank's rows.
+            microbatches: this data rank's microbatches.
             k: how many.
 
         Returns:
-            For each sequence, in the order in which rows hold them, two tensors [n, k] aligned with its tokens, fp32 or
-            float64 and int64: entry i is what the model says of token i; the first entry, which nothing predicts, is 0.
+            For each sequence, in the order in which microbatches hold them, two tensors [n, k] aligned with its tokens,
+            fp32 or float64 and int64: entry i is what the model says of token i; the first entry, which nothing
+            predicts, is 0.
         """
 
-        def both(hidden: Tensor, head: Head, _: LocalRow) -> Tensor:
+        def both(hidden: Tensor, head: Head, _: LocalMicrobatch) -> Tensor:
             values, ids = top_logits(hidden, head, k)
             return torch.stack([values, ids.to(values.dtype)], dim=1)  # fp32 holds ids up to 2 ** 24
 
-        outputs = self.runner.forward(batches, both)
-        pieces = [piece for output, batch in zip(outputs, batches, strict=True) for piece in unpack(output, batch)]
+        outputs = self.runner.forward(microbatches, both)
+        pieces = [
+            piece
+            for output, microbatch in zip(outputs, microbatches, strict=True)
+            for piece in unpack(output, microbatch)
+        ]
         return [(piece[:, 0], piece[:, 1].long()) for piece in pieces]
 
-    def next_tokens(self, batches: Sequence[PackedBatch]) -> Tensor:
+    def next_tokens(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """The likeliest token after each sequence.
 
         Args:
-            batches: this data rank's rows.
+            microbatches: this data rank's microbatches.
 
         Returns:
-            int64 [N], in the order in which rows hold the sequences.
+            int64 [N], in the order in which microbatches hold the sequences.
         """
-        outputs = self.runner.forward(batches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
+        outputs = self.runner.forward(microbatches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
         ends = [
-            batch.cu_seqlens[1 : batch.num_sequences + 1].to(output.device) - 1
-            for output, batch in zip(outputs, batches, strict=True)
+            microbatch.cu_seqlens[1 : microbatch.num_sequences + 1].to(output.device) - 1
+            for output, microbatch in zip(outputs, microbatches, strict=True)
         ]
         nothing = torch.empty(0, dtype=torch.int64, device=self.handle.layout.device)
         return torch.cat([nothing, *(output[end] for output, end in zip(outputs, ends, strict=True))])
@@ -245,7 +261,7 @@ class Engine:
             if self.handle.memory.offload_optimizer:
                 self._offloaded = Offloaded(self.optimizer.moments())
 
-    def _update(self, lr: float, grad_norm: float) -> None:
+    def _optimizer_step(self, lr: float, grad_norm: float) -> None:
         if self.config.max_grad_norm is not None:
             every_copy = [parameter for part in self.handle.parts for parameter in part.parameters()]
             norm = torch.tensor(grad_norm, dtype=torch.float64, device=self.handle.layout.device)
@@ -256,17 +272,21 @@ class Engine:
         with self.moments_on_device():
             self.optimizer.step(lr)
 
-    def _count_not_finite(self, skipped: bool, loss: float, grad_norm: float, batches: Sequence[PackedBatch]) -> None:
+    def _count_not_finite(
+        self, skipped: bool, loss: float, grad_norm: float, microbatches: Sequence[Microbatch]
+    ) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row < self.config.max_skipped_steps:
             return
         kept = ""
-        if self.keep_rows_in is not None:
+        if self.keep_microbatches_in is not None:
             layout = self.handle.layout
             if layout.is_first_of_data_rank:
                 about = {"loss": str(loss), "grad_norm": str(grad_norm), "step": str(self.step)}
-                keep_rows(self.keep_rows_in / f"data_rank_{layout.data_rank}.safetensors", batches, about)
-            kept = f" (its rows are in {self.keep_rows_in})"
+                keep_microbatches(
+                    self.keep_microbatches_in / f"data_rank_{layout.data_rank}.safetensors", microbatches, about
+                )
+            kept = f" (its microbatches are in {self.keep_microbatches_in})"
         raise TrainingDivergedError(
             f"{self.skipped_in_a_row} steps in a row were skipped, the last{kept} with loss {loss} and gradient norm "
             f"{grad_norm}: lower optimizer.lr, or look at the data of these steps"

@@ -121,7 +121,7 @@ class Checkpoint:
             return tensors.get_tensor(name)
 
     def check(self, model: Any) -> None:
-        """Compares the tensors with those of a model, or of a module of one, by name and shape.
+        """Compares the tensors with those of a model, or of a component of one, by name and shape.
 
         Raises:
             InputError: a tensor is missing or has another shape, or a head differs from the embedding it is tied to.

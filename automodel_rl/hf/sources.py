@@ -24,7 +24,7 @@ def merged_sources(named: Named, parts: list[Any], dtype: torch.dtype, family: s
         parts: that they are of.
         dtype: of parameters; buffers keep theirs.
         family: how tensors are named in files.
-        layout: of the module.
+        layout: of the component.
     """
     adapted = {weight: linear for part in parts for weight, linear in adapted_weights(part)}
     downs = _whole_downs(adapted.values(), family, layout)

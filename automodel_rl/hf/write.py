@@ -29,11 +29,11 @@ FILE_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
-class ModuleTensors:
-    """The tensors of one of a model's modules.
+class ComponentTensors:
+    """The tensors of one of a model's components.
 
     Attributes:
-        name: of the module.
+        name: of the component.
         layout: this rank's place among its ranks.
         named_tensors: this rank's stage of it, as whole tensors; iterating is a collective of the stage's ranks.
     """
@@ -45,7 +45,7 @@ class ModuleTensors:
 
 def save_hf_checkpoint(
     folder: Path,
-    modules: Iterable[ModuleTensors],
+    components: Iterable[ComponentTensors],
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     source: Path,
@@ -55,7 +55,7 @@ def save_hf_checkpoint(
 
     Args:
         folder: replaced if it exists; on a file system that all ranks share.
-        modules: those that this rank has parts of.
+        components: those that this rank has parts of.
         config: saved as config.json.
         tokenizer: saved along, if given.
         source: the checkpoint it comes from, whose generation settings and image processor are kept.
@@ -63,9 +63,9 @@ def save_hf_checkpoint(
     """
     with complete_folder(folder, world) as unfinished:
         own = []
-        for module in modules:
-            stage = f"{module.name}-{module.layout.pp_rank}"
-            for number, tensors in enumerate(_files(module.named_tensors, keep=module.layout.writes_for_stage)):
+        for component in components:
+            stage = f"{component.name}-{component.layout.pp_rank}"
+            for number, tensors in enumerate(_files(component.named_tensors, keep=component.layout.writes_for_stage)):
                 name = f"{stage}-{number}.safetensors"
                 save_file(tensors, unfinished / name, {"format": "pt"})
                 own.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))

@@ -27,7 +27,8 @@ def join_process_group(world_size: int) -> torch.device:
     if dist.get_world_size() != world_size:
         raise InputError(
             f"the job has {dist.get_world_size()} ranks but the layout needs {world_size} "
-            "(parallel: pp x dp_shard x dp_replicate x tp x cp; or modules): change the layout or the number of ranks"
+            "(parallel: pp x dp_shard x dp_replicate x tp x cp; or components): change the layout or the number of "
+            "ranks"
         )
     if not torch.cuda.is_available():
         return torch.device("cpu")

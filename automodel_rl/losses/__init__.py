@@ -1,4 +1,4 @@
-"""Losses over packed rows: pure tensor functions."""
+"""Losses over microbatches: pure tensor functions."""
 
 from automodel_rl.losses.dpo import dpo_loss
 from automodel_rl.losses.outputs import Denominator, LossFn, LossOutput, Readout, TokenOutputs, count

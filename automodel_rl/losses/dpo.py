@@ -4,17 +4,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch, sum_by_sequence
+from automodel_rl.batch import Microbatch, sum_by_sequence
 from automodel_rl.config.losses import DPOLossConfig
 from automodel_rl.losses.outputs import LossOutput, TokenOutputs
 
 
-def dpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: DPOLossConfig) -> LossOutput:
+def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfig) -> LossOutput:
     """Direct preference optimisation and its relatives; formulas and papers are with `DPOLossConfig`.
 
     Args:
         outputs: log-probabilities under the policy.
-        batch: packed with `together=2`; `values["ref_logprobs"]` has the reference's, unless the variant needs none.
+        microbatch: packed with `together=2`; `values["ref_logprobs"]` has the reference's, unless the variant needs
+            none.
         config: which loss.
 
     Returns:
@@ -22,24 +23,28 @@ def dpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: DPOLossConfig) -
         pairs; rewards are beta times l.
 
     Raises:
-        ValueError: the row's neighbours are no pairs, or the variant compares with a reference and the batch has no
-            `ref_logprobs`.
+        ValueError: the microbatch's neighbours are no pairs, or the variant compares with a reference and the
+            microbatch has no `ref_logprobs`.
 
     Example:
         >>> import torch
         >>> values = {"ref_logprobs": torch.zeros(3)}
         >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]), values)
-        >>> (row,) = pack([sequence, sequence], capacity=8, together=2)
+        >>> (microbatch,) = pack([sequence, sequence], capacity=8, together=2)
         >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0, -0.5, -1.5, 0.0]))
-        >>> round(dpo_loss(outputs, row, DPOLossConfig()).sums["pairs"].item(), 4)  # log 2: no preference yet
+        >>> round(dpo_loss(outputs, microbatch, DPOLossConfig()).sums["pairs"].item(), 4)  # log 2: no preference yet
         0.6931
     """
-    _check_pairs(batch)
-    if config.needs_reference and "ref_logprobs" not in batch.values:
-        raise ValueError(f"variant={config.variant} needs values['ref_logprobs'] in the batch: see Engine.add_logprobs")
-    ours = _by_pair(outputs.logprobs, batch)
-    lengths = _by_pair(torch.ones_like(outputs.logprobs), batch).clamp_min(1)
-    scores = _by_pair(outputs.logprobs - batch.values["ref_logprobs"], batch) if config.needs_reference else ours
+    _check_pairs(microbatch)
+    if config.needs_reference and "ref_logprobs" not in microbatch.values:
+        raise ValueError(
+            f"variant={config.variant} needs values['ref_logprobs'] in the microbatch: see Engine.add_logprobs"
+        )
+    ours = _by_pair(outputs.logprobs, microbatch)
+    lengths = _by_pair(torch.ones_like(outputs.logprobs), microbatch).clamp_min(1)
+    scores = (
+        _by_pair(outputs.logprobs - microbatch.values["ref_logprobs"], microbatch) if config.needs_reference else ours
+    )
     if config.length_normalised or config.variant != "dpo":
         scores = scores / lengths
     chosen, rejected = scores.unbind(1)
@@ -57,13 +62,13 @@ def dpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: DPOLossConfig) -
     return LossOutput(sums={"pairs": loss.sum()}, metrics=metrics)
 
 
-def _check_pairs(batch: PackedBatch) -> None:
+def _check_pairs(microbatch: Microbatch) -> None:
     """Neighbours are a pair if they were neighbours in the list that was packed, the first at an even place."""
-    order = batch.order
+    order = microbatch.order
     pairs = zip(order[::2], order[1::2], strict=False)
     if len(order) % 2 or any(chosen % 2 or rejected != chosen + 1 for chosen, rejected in pairs):
         raise ValueError(
-            f"a row holds the sequences {list(order)} of those that were packed, which are no whole pairs: use "
+            f"a microbatch holds the sequences {list(order)} of those that were packed, which are no whole pairs: use "
             "pack(..., together=2), with every chosen completion before its rejected one"
         )
 
@@ -77,8 +82,8 @@ def _preference(margin: Tensor, config: DPOLossConfig) -> Tensor:
     return -(1 - config.label_smoothing) * right - config.label_smoothing * wrong
 
 
-def _by_pair(values: Tensor, batch: PackedBatch) -> Tensor:
-    """Sums [T] over the counted tokens of each sequence: [pairs, 2]. An empty row has no pair."""
-    sums = sum_by_sequence(torch.where(batch.loss_mask, values, 0.0), batch)
-    num_pairs = batch.num_sequences // 2
+def _by_pair(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """Sums [T] over the counted tokens of each sequence: [pairs, 2]. An empty microbatch has no pair."""
+    sums = sum_by_sequence(torch.where(microbatch.loss_mask, values, 0.0), microbatch)
+    num_pairs = microbatch.num_sequences // 2
     return sums[: 2 * num_pairs].view(num_pairs, 2)

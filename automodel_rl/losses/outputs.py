@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch
+from automodel_rl.batch import Microbatch
 
 Denominator = Literal["tokens", "sequences", "pairs", "positions"]
 """What a sum is divided by: targets with `loss_mask` set, real sequences, half their number, or all their tokens, of
@@ -43,7 +43,7 @@ class Readout:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the model says of one packed row.
+    """What the model says of one microbatch.
 
     Attributes:
         logprobs: log-probability of every target under the model, [T], fp32 or float64; 0 where there is no target.
@@ -71,7 +71,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Sums over one packed row.
+    """Sums over one microbatch.
 
     Attributes:
         sums: scalar tensors that carry gradients, by what divides them: "tokens", targets with `loss_mask` set;
@@ -81,23 +81,24 @@ class LossOutput:
 
     Example:
         >>> import torch
-        >>> def length_loss(outputs, batch):  # a loss of one's own: the mean length of sequences, and no gradient
-        ...     total = 0 * outputs.logprobs.sum() + batch.num_tokens
-        ...     return LossOutput(sums={"sequences": total}, metrics={"rows": (torch.ones(()), torch.ones(()))})
+        >>> def length_loss(outputs, microbatch):  # a loss of one's own: the mean length of sequences, and no gradient
+        ...     total = 0 * outputs.logprobs.sum() + microbatch.num_tokens
+        ...     return LossOutput(sums={"sequences": total}, metrics={"microbatches": (torch.ones(()), torch.ones(()))})
     """
 
     sums: dict[Denominator, Tensor]
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-LossFn = Callable[[TokenOutputs, PackedBatch], LossOutput]
+LossFn = Callable[[TokenOutputs, Microbatch], LossOutput]
 
 
-def count(batches: Sequence[PackedBatch]) -> dict[Denominator, int]:
-    """Denominators of one data rank's batches, known before any forward. Masks that depend on results never enter."""
+def count(microbatches: Sequence[Microbatch]) -> dict[Denominator, int]:
+    """Denominators of one data rank's microbatches, known before any forward. Masks that depend on results never
+    enter."""
     return {
-        "tokens": sum(int(batch.loss_mask.sum()) for batch in batches),
-        "sequences": sum(batch.num_sequences for batch in batches),
-        "pairs": sum(batch.num_sequences for batch in batches) // 2,
-        "positions": sum(batch.num_tokens for batch in batches if not batch.is_empty),
+        "tokens": sum(int(microbatch.loss_mask.sum()) for microbatch in microbatches),
+        "sequences": sum(microbatch.num_sequences for microbatch in microbatches),
+        "pairs": sum(microbatch.num_sequences for microbatch in microbatches) // 2,
+        "positions": sum(microbatch.num_tokens for microbatch in microbatches if not microbatch.is_empty),
     }

@@ -3,20 +3,20 @@
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch, spread_over_tokens
+from automodel_rl.batch import Microbatch, spread_over_tokens
 from automodel_rl.config.losses import PolicyLossConfig
 from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
 from automodel_rl.losses.terms import correction_weights, kl_estimate, kl_loss, mean_by_sequence
 
 
-def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfig) -> LossOutput:
+def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossConfig) -> LossOutput:
     """A policy-gradient loss over completions; formulas and papers are with `PolicyLossConfig`.
 
     Args:
         outputs: log-probabilities under the policy, and its entropy.
-        batch: `loss_mask` marks the completions' tokens. `values` has `advantages`, `old_logprobs` unless the config
-            is on-policy, `rollout_logprobs` if there is a correction, and `ref_logprobs` if there is a KL term. What
-            `rollout_logprobs` differ by from those of the trainer is reported where they are there, and with
+        microbatch: `loss_mask` marks the completions' tokens. `values` has `advantages`, `old_logprobs` unless the
+            config is on-policy, `rollout_logprobs` if there is a correction, and `ref_logprobs` if there is a KL term.
+            What `rollout_logprobs` differ by from those of the trainer is reported where they are there, and with
             `live_logprobs`, those without router replay, what these differ by, too.
         config: which loss.
 
@@ -31,42 +31,43 @@ def grpo_loss(outputs: TokenOutputs, batch: PackedBatch, config: PolicyLossConfi
         >>> import torch
         >>> values = {"advantages": torch.ones(3), "rollout_logprobs": torch.zeros(3)}
         >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]), values)
-        >>> (row,) = pack([sequence], capacity=8)
+        >>> (microbatch,) = pack([sequence], capacity=8)
         >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0]))
-        >>> grpo_loss(outputs, row, PolicyLossConfig(on_policy=True)).sums["tokens"].item()  # ratio 1, advantage 1
+        >>> loss = grpo_loss(outputs, microbatch, PolicyLossConfig(on_policy=True))
+        >>> loss.sums["tokens"].item()  # ratio and advantage are 1
         -2.0
     """
     if config.entropy and outputs.entropy is None:
         raise ValueError(f"entropy={config.entropy} needs the policy's entropy: read it with Readout(entropy=True)")
-    _check_values(batch, config)
-    values = {name: value.to(outputs.logprobs.dtype) for name, value in batch.values.items()}
+    _check_values(microbatch, config)
+    values = {name: value.to(outputs.logprobs.dtype) for name, value in microbatch.values.items()}
     old = outputs.logprobs.detach() if config.on_policy else values["old_logprobs"]
     # Masked before exp, for what overflows outside of the mask would still spoil gradients.
-    log_ratio = torch.where(batch.loss_mask, outputs.logprobs - old, 0.0)
+    log_ratio = torch.where(microbatch.loss_mask, outputs.logprobs - old, 0.0)
     if config.ratio == "sequence":
-        log_ratio = spread_over_tokens(mean_by_sequence(log_ratio, batch), batch)
+        log_ratio = spread_over_tokens(mean_by_sequence(log_ratio, microbatch), microbatch)
     loss, is_clipped = _surrogate(log_ratio.exp(), outputs.logprobs, values["advantages"], config)
 
     per_token = {"train/ratio_mean": log_ratio.exp(), "train/clip_fraction": is_clipped.to(loss.dtype)}
-    per_token |= _rollout_errors(old, values, batch)
+    per_token |= _rollout_errors(old, values, microbatch)
     if config.correction.kind != "none":
-        weight = correction_weights(old, values["rollout_logprobs"], batch, config.correction)
+        weight = correction_weights(old, values["rollout_logprobs"], microbatch, config.correction)
         loss = loss * weight
         per_token["train/correction_weight"] = weight
     if outputs.entropy is not None:
         loss = loss - config.entropy * outputs.entropy
         per_token["train/entropy"] = outputs.entropy
     if "ref_logprobs" in values:
-        ours = torch.where(batch.loss_mask, outputs.logprobs, 0.0)
-        ref = torch.where(batch.loss_mask, values["ref_logprobs"], 0.0)
+        ours = torch.where(microbatch.loss_mask, outputs.logprobs, 0.0)
+        ref = torch.where(microbatch.loss_mask, values["ref_logprobs"], 0.0)
         per_token["train/kl_ref"] = kl_estimate(ours, ref, config.kl.estimator)
         if config.kl.where == "loss":
             loss = loss + config.kl.coefficient * kl_loss(ours, ref, config.kl.estimator)
-    return LossOutput(sums=_normalise(loss, batch, config), metrics=_means(per_token, batch))
+    return LossOutput(sums=_normalise(loss, microbatch, config), metrics=_means(per_token, microbatch))
 
 
-def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], batch: PackedBatch) -> dict[str, Tensor]:
-    """exp|rollout - trainer| of log-probabilities by metric, [T] each, as far as the batch has them."""
+def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], microbatch: Microbatch) -> dict[str, Tensor]:
+    """exp|rollout - trainer| of log-probabilities by metric, [T] each, as far as the microbatch has them."""
     if "rollout_logprobs" not in values:
         return {}
     compared = {"train/logprob_error": old_logprobs}
@@ -74,17 +75,18 @@ def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], batch: Pack
         compared["train/logprob_error_live"] = values["live_logprobs"]
     rollout = values["rollout_logprobs"]
     return {
-        name: torch.where(batch.loss_mask, rollout - logprobs, 0.0).abs().exp() for name, logprobs in compared.items()
+        name: torch.where(microbatch.loss_mask, rollout - logprobs, 0.0).abs().exp()
+        for name, logprobs in compared.items()
     }
 
 
-def _means(per_token: dict[str, Tensor], batch: PackedBatch) -> dict[str, tuple[Tensor, Tensor]]:
+def _means(per_token: dict[str, Tensor], microbatch: Microbatch) -> dict[str, tuple[Tensor, Tensor]]:
     """Sums over the counted tokens, and their number."""
-    count = batch.loss_mask.sum()
-    return {name: (torch.where(batch.loss_mask, t.detach(), 0.0).sum(), count) for name, t in per_token.items()}
+    count = microbatch.loss_mask.sum()
+    return {name: (torch.where(microbatch.loss_mask, t.detach(), 0.0).sum(), count) for name, t in per_token.items()}
 
 
-def _check_values(batch: PackedBatch, config: PolicyLossConfig) -> None:
+def _check_values(microbatch: Microbatch, config: PolicyLossConfig) -> None:
     needs = {
         "advantages": "every policy loss",
         "old_logprobs": "" if config.on_policy else "on_policy=false",
@@ -94,8 +96,8 @@ def _check_values(batch: PackedBatch, config: PolicyLossConfig) -> None:
         ),
     }
     for name, who in needs.items():
-        if who and name not in batch.values:
-            raise ValueError(f"{who} needs values['{name}'] in the batch, which has {sorted(batch.values)}")
+        if who and name not in microbatch.values:
+            raise ValueError(f"{who} needs values['{name}'] in the microbatch, which has {sorted(microbatch.values)}")
 
 
 def _surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:
@@ -109,10 +111,10 @@ def _surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: Poli
     return loss, loss != -ratio * advantages
 
 
-def _normalise(loss: Tensor, batch: PackedBatch, config: PolicyLossConfig) -> dict[Denominator, Tensor]:
+def _normalise(loss: Tensor, microbatch: Microbatch, config: PolicyLossConfig) -> dict[Denominator, Tensor]:
     if config.normalise == "sequence":
-        return {"sequences": mean_by_sequence(loss, batch).sum()}
-    total = torch.where(batch.loss_mask, loss, 0.0).sum()
+        return {"sequences": mean_by_sequence(loss, microbatch).sum()}
+    total = torch.where(microbatch.loss_mask, loss, 0.0).sum()
     if config.normalise == "token":
         return {"tokens": total}
     if config.max_completion_tokens is None:

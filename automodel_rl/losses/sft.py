@@ -2,16 +2,16 @@
 
 import torch
 
-from automodel_rl.batch import PackedBatch
+from automodel_rl.batch import Microbatch
 from automodel_rl.losses.outputs import LossOutput, TokenOutputs
 
 
-def sft_loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+def sft_loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
     """-sum of log p(target) over the tokens in `loss_mask`; divided by their global number it is the token mean.
 
     Args:
         outputs: log-probabilities under the model.
-        batch: the row they are of.
+        microbatch: the microbatch they are of.
 
     Returns:
         A sum over tokens.
@@ -19,9 +19,9 @@ def sft_loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
     Example:
         >>> import torch
         >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]))
-        >>> (row,) = pack([sequence], capacity=8)
+        >>> (microbatch,) = pack([sequence], capacity=8)
         >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0]))
-        >>> sft_loss(outputs, row).sums["tokens"].item()
+        >>> sft_loss(outputs, microbatch).sums["tokens"].item()
         2.0
     """
-    return LossOutput(sums={"tokens": -torch.where(batch.loss_mask, outputs.logprobs, 0.0).sum()})
+    return LossOutput(sums={"tokens": -torch.where(microbatch.loss_mask, outputs.logprobs, 0.0).sum()})

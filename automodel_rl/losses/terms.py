@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch, spread_over_tokens, sum_by_sequence
+from automodel_rl.batch import Microbatch, spread_over_tokens, sum_by_sequence
 from automodel_rl.config.losses import CorrectionConfig
 
 
@@ -26,21 +26,23 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     return estimate if estimator == "k2" else estimate * (logprobs - logprobs.detach()).exp()
 
 
-def mean_by_sequence(values: Tensor, batch: PackedBatch) -> Tensor:
+def mean_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
     """Mean [T] over the counted tokens of each sequence: [N]; 0 where none counts."""
-    counted = torch.where(batch.loss_mask, values, 0.0)
-    return sum_by_sequence(counted, batch) / sum_by_sequence(batch.loss_mask.to(values.dtype), batch).clamp_min(1)
+    counted = torch.where(microbatch.loss_mask, values, 0.0)
+    return sum_by_sequence(counted, microbatch) / sum_by_sequence(
+        microbatch.loss_mask.to(values.dtype), microbatch
+    ).clamp_min(1)
 
 
 def correction_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, batch: PackedBatch, config: CorrectionConfig
+    old_logprobs: Tensor, rollout_logprobs: Tensor, microbatch: Microbatch, config: CorrectionConfig
 ) -> Tensor:
     """What tokens weigh for the difference between generator and policy, [T], without gradient."""
-    log_weight = torch.where(batch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
+    log_weight = torch.where(microbatch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if config.kind == "truncate":
         return log_weight.exp().nan_to_num(0.0, posinf=torch.inf).clamp(config.low, config.high)
     weight = log_weight.exp().nan_to_num(0.0, posinf=0.0)
     of_what = weight
     if config.kind == "sequence_mask":
-        of_what = spread_over_tokens(mean_by_sequence(log_weight, batch).exp(), batch)
+        of_what = spread_over_tokens(mean_by_sequence(log_weight, microbatch).exp(), microbatch)
     return torch.where((of_what >= config.low) & (of_what <= config.high), weight, 0.0)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from automodel_rl.batch.routes import MISSING
+from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.routers import sum_over_stage
-from automodel_rl.mixture.row_scope import RowScope
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 
@@ -27,7 +27,7 @@ DIFFERS = "replay/differs"
 
 
 class RouterReplay:
-    """The routers of a part, which follow the routes of the row that their layer computes, where it has some.
+    """The routers of a part, which follow the routes of the microbatch that their layer computes, where it has some.
 
     Args:
         routers: by layer; they return a tuple.
@@ -35,7 +35,7 @@ class RouterReplay:
         scope: of the layers.
     """
 
-    def __init__(self, routers: dict[int, Any], num_experts: int, scope: RowScope):
+    def __init__(self, routers: dict[int, Any], num_experts: int, scope: MicrobatchScope):
         self.num_experts, self.scope, self.layers = num_experts, scope, tuple(routers)
         self._noted: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         for number, router in routers.items():
@@ -46,19 +46,19 @@ class RouterReplay:
 
     @torch.no_grad()
     def note(self, number: int, live: Tensor, target: Tensor, is_known: Tensor) -> None:
-        """Keeps which tokens of a row a layer's router would have sent elsewhere, for `differing`.
+        """Keeps which tokens of a microbatch a layer's router would have sent elsewhere, for `differing`.
 
         Args:
             number: of the layer.
             live, target: experts [t, K] of every token, by the router and by its route.
             is_known: which tokens have a route, bool [t, 1].
         """
-        row = self.scope.row
-        assert row is not None
-        if (number, row.index) in self._noted:  # a recomputation counts nothing twice
+        microbatch = self.scope.microbatch
+        assert microbatch is not None
+        if (number, microbatch.index) in self._noted:  # a recomputation counts nothing twice
             return
         differs = (live[:, :, None] != target[:, None]).all(2).any(1)
-        self._noted[number, row.index] = differs, is_known[:, 0], row.is_real
+        self._noted[number, microbatch.index] = differs, is_known[:, 0], microbatch.is_real
 
     def differing(self) -> dict[int, Tensor]:
         """By layer, of the step's tokens with a route those that the router would have sent elsewhere, and all of them;
@@ -95,12 +95,12 @@ class _Replayed:
     def __init__(self, replay: RouterReplay, number: int, router: nn.Module, inner: Callable[..., Any]):
         self.replay, self.number, self.router, self.inner = replay, number, router, inner
 
-    @torch.compiler.disable  # what it notes of layers and rows would be compiled anew for each of them
+    @torch.compiler.disable  # what it notes of layers and microbatches would be compiled anew for each of them
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        row = self.replay.scope.row
-        if row is None or row.routes is None:
+        microbatch = self.replay.scope.microbatch
+        if microbatch is None or microbatch.routes is None:
             return self.inner(*args, **kwargs)
-        target = row.routes.of(self.number).long()
+        target = microbatch.routes.of(self.number).long()
         is_known = target[:, :1] != MISSING
 
         def choose(live: Tensor) -> Tensor:

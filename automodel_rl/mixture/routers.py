@@ -1,8 +1,8 @@
 """Training the routers of a mixture: how experts are loaded, the auxiliary loss, and DeepSeek's bias.
 
 Routers are the models' own modules, which return logits, weights and ids of the chosen experts; here they are only
-watched. Pads and empty rows count for nothing. Tokens that follow a route (mixture/router_replay.py) count where the
-route sends them.
+watched. Pads and empty microbatches count for nothing. Tokens that follow a route (mixture/router_replay.py) count
+where the route sends them.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from automodel_rl.batch import RouterShape
 from automodel_rl.config.model import MoEConfig
-from automodel_rl.mixture.row_scope import RowScope
+from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.support.families import Family
 
@@ -55,7 +55,7 @@ class RouterWatch:
         config: weight of the auxiliary loss and rate of the bias.
     """
 
-    def __init__(self, routers: dict[int, Any], scope: RowScope, config: MoEConfig):
+    def __init__(self, routers: dict[int, Any], scope: MicrobatchScope, config: MoEConfig):
         self.config, self.routers, self.scope = config, routers, scope
         self.loads: dict[int, Tensor] = {}
         self.num_tokens = 1
@@ -68,20 +68,20 @@ class RouterWatch:
         self.num_tokens = max(num_tokens, 1)
         self.loads, self._counted = {}, set()
 
-    @torch.compiler.disable  # what it notes of layers and rows would be compiled anew for each of them
+    @torch.compiler.disable  # what it notes of layers and microbatches would be compiled anew for each of them
     def _seen(self, number: int, module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """What a router says, as its forward hook."""
         if not (module.training and torch.is_grad_enabled()):
             return output
-        row = self.scope.row
-        assert row is not None
+        microbatch = self.scope.microbatch
+        assert microbatch is not None
         logits, weights, chosen = output
-        load = _load(chosen, row.is_real, logits.shape[-1])
-        if (number, row.index) not in self._counted:  # a recomputation counts nothing twice
-            self._counted.add((number, row.index))
+        load = _load(chosen, microbatch.is_real, logits.shape[-1])
+        if (number, microbatch.index) not in self._counted:  # a recomputation counts nothing twice
+            self._counted.add((number, microbatch.index))
             self.loads[number] = self.loads.get(number, 0) + load
         if self.config.aux_loss:
-            loss = _load_balancing(logits, load, row.is_real) * (self.config.aux_loss / self.num_tokens)
+            loss = _load_balancing(logits, load, microbatch.is_real) * (self.config.aux_loss / self.num_tokens)
             weights = _AddLoss.apply(weights, loss)
         return logits, weights, chosen
 
@@ -131,7 +131,8 @@ def _load(chosen: Tensor, is_real: Tensor, num_experts: int) -> Tensor:
 
 
 def _load_balancing(logits: Tensor, load: Tensor, is_real: Tensor) -> Tensor:
-    """E * sum over experts of their share of choices and their mean probability, times the real tokens of the row."""
+    """E * sum over experts of their share of choices and their mean probability, times the real tokens of the
+    microbatch."""
     real = is_real.float()[:, None]
     accurate = logits.to(torch.promote_types(logits.dtype, torch.float32))
     probability = (accurate.softmax(-1) * real).sum(0)  # summed over tokens: the mean, times their number

@@ -1,7 +1,7 @@
-"""Attention over packed rows: every sequence sees itself, causally, and nothing else.
+"""Attention over microbatches: every sequence sees itself, causally, and nothing else.
 
 One function for each backend, registered with transformers' AttentionInterface; it reaches the layers of transformers'
-and of nemo_automodel's models alike. The row comes along as the keyword `row` of every layer.
+and of nemo_automodel's models alike. The microbatch comes along as the keyword `microbatch` of every layer.
 
 Shape letters: q queries, k keys of one call (`AttentionCall`), t tokens of this rank, D head dim.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from automodel_rl.batch import AttentionCall, LocalRow
+from automodel_rl.batch import AttentionCall, LocalMicrobatch
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config.model import Attention
 from automodel_rl.errors import InputError
@@ -82,7 +82,7 @@ def choose_attention(requested: Attention, needs_eager: bool, device: torch.devi
     return _registered(requested)
 
 
-@torch.compiler.disable  # rows differ in the number and lengths of their sequences
+@torch.compiler.disable  # microbatches differ in the number and lengths of their sequences
 def packed_attention(
     backend: Backend,
     module: nn.Module,
@@ -91,7 +91,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: None,
     *,
-    row: LocalRow,
+    microbatch: LocalMicrobatch,
     cp_group: dist.ProcessGroup | None,
     scaling: float,
     sliding_window: int | None = None,
@@ -112,17 +112,17 @@ def packed_attention(
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     parameters = AttentionParameters(scaling, sliding_window, softcap, None if s_aux is None else local_tensor(s_aux))
     if cp_group is None:
-        (call,) = row.calls
+        (call,) = microbatch.calls
         return backend(q, k, v, call, parameters).unsqueeze(0), None
     # Each rank's queries use the keys differently, so their gradients add up.
     gathered = AllGatherCP.apply(torch.cat([k, v], dim=-1), cp_group, "sum")
     outputs = []
-    for call in row.calls:
+    for call in microbatch.calls:
         assert call.queries is not None
         assert call.keys is not None
         keys, values = gathered.index_select(0, call.keys).split([k.shape[-1], v.shape[-1]], dim=-1)
         outputs.append(backend(q.index_select(0, call.queries), keys, values, call, parameters))
-    places = torch.cat([call.queries for call in row.calls if call.queries is not None])
+    places = torch.cat([call.queries for call in microbatch.calls if call.queries is not None])
     output = torch.cat(outputs)
     return torch.zeros_like(output).index_copy(0, places, output).unsqueeze(0), None
 

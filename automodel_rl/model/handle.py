@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.read import Checkpoint, read_config, resolve_checkpoint
 from automodel_rl.hf.sources import adapters_alone, gradient_sources, merged_sources
-from automodel_rl.hf.write import ModuleTensors, save_hf_checkpoint
+from automodel_rl.hf.write import ComponentTensors, save_hf_checkpoint
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.lora.layers import add_adapters
 from automodel_rl.lora.peft import AdapterOrigin, save_adapters
@@ -43,13 +43,13 @@ from automodel_rl.support.table import check_supported
 
 
 @dataclass(frozen=True)
-class Module:
+class Component:
     """Parts of the model that share meshes.
 
     Attributes:
         name: "language", or "vision" for the encoder of images with its projector.
         parts: this rank's.
-        layout: this rank's place among the module's ranks.
+        layout: this rank's place among the component's ranks.
     """
 
     name: str
@@ -66,13 +66,13 @@ class ModelHandle:
     have them. `StepRunner` runs it.
 
     Attributes:
-        parts: this rank's model chunks, of all modules.
-        modules: the modules that this rank has parts of.
+        parts: this rank's model chunks, of all components.
+        components: the components that this rank has parts of.
         config: the Hugging Face config of the language model.
         whole_config: of the model, which for most is the same.
         model: which checkpoint it is, how it computes, and what of it is trained.
         memory: what is recomputed, offloaded or compiled.
-        meshes: of its modules.
+        meshes: of its components.
         stages: this rank's pipeline stages of the language model.
         layout: this rank's place among the ranks of the language model, of which it may be a guest.
         flops: of a sequence in a training step, by its length; those of the encoder are not counted.
@@ -101,11 +101,11 @@ class ModelHandle:
         self.stages = split_model(empty.language, self.layout)
         language = [stage.part for stage in self.stages]
         self.extras = [parallelise(part, self.layout, model, memory) for part in language]
-        self.modules = [Module("language", language, self.layout)] if language else []
+        self.components = [Component("language", language, self.layout)] if language else []
         if empty.vision is not None and meshes.vision is not None and not meshes.vision.is_guest:
             parallelise_encoder(empty.vision, meshes.vision, model, memory)
-            self.modules.append(Module("vision", [empty.vision], meshes.vision))
-        self.parts = [part for module in self.modules for part in module.parts]
+            self.components.append(Component("vision", [empty.vision], meshes.vision))
+        self.parts = [part for component in self.components for part in component.parts]
         is_cut = self.whole_config.tie_word_embeddings and self.layout.parallel.pp > 1
         self.tied = tied_embedding(language, self.layout) if is_cut else None
         self._readers: list[Callable[[], None]] = []
@@ -117,7 +117,7 @@ class ModelHandle:
         model: str | ModelConfig,
         parallel: ParallelConfig | None = None,
         memory: MemoryConfig | None = None,
-        modules: ModulesConfig | None = None,
+        components: ComponentsConfig | None = None,
     ) -> "ModelHandle":
         """Loads a Hugging Face checkpoint onto a layout. A collective: every rank calls it.
 
@@ -127,21 +127,21 @@ class ModelHandle:
             model: folder or hub id, or a `ModelConfig` with more to say.
             parallel: sizes of the mesh axes; by default one rank.
             memory: what is recomputed; by default nothing.
-            modules: in place of `parallel`, meshes for the modules of a vision-language model; by default both are on
-                all ranks.
+            components: in place of `parallel`, meshes for the components of a vision-language model; by default both
+                are on all ranks.
 
         Raises:
             InputError: the layout does not fit the model or the job, or the checkpoint is missing or damaged.
         """
         model = ModelConfig(path=model) if isinstance(model, str) else model
-        parallel = (parallel or ParallelConfig()) if modules is None else modules.language.parallel
+        parallel = (parallel or ParallelConfig()) if components is None else components.language.parallel
         memory = memory or MemoryConfig()
         folder = resolve_checkpoint(model.path)
         config = read_config(folder)
         description = describe_model(config)
-        check_supported(Combination(description, model, parallel, memory, modules))
-        device = join_process_group(parallel.world_size if modules is None else modules.world_size)
-        meshes = build_meshes(parallel, modules, device, has_encoder=description.vision is not None)
+        check_supported(Combination(description, model, parallel, memory, components))
+        device = join_process_group(parallel.world_size if components is None else components.world_size)
+        meshes = build_meshes(parallel, components, device, has_encoder=description.vision is not None)
         compute, master = dtypes_of(model)
         attention = choose_attention(model.attention, description.needs_eager_attention, device, compute)
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
@@ -188,13 +188,13 @@ class ModelHandle:
         """Numbers of this rank's layers that have a router."""
         return tuple(sorted(number for extras in self.extras for number in extras.router_watch.routers))
 
-    def named_parameters(self, module: Module | None = None) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, component: Component | None = None) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and (sharded) parameters of this rank's parts; a tied weight only once in the model.
 
         Args:
-            module: one of `modules`; by default all.
+            component: one of `components`; by default all.
         """
-        for part in self.parts if module is None else module.parts:
+        for part in self.parts if component is None else component.parts:
             for name, parameter in part.named_parameters():
                 if self.tied is None or parameter is not self.tied.copy:
                     yield name, parameter
@@ -205,20 +205,20 @@ class ModelHandle:
         They have the dtype that the model computes in, so that they give the same results. Adapters are merged. Those
         that come one after the other may share memory.
         """
-        return itertools.chain(*(self._whole_tensors(module) for module in self.modules))
+        return itertools.chain(*(self._whole_tensors(component) for component in self.components))
 
-    def _whole_tensors(self, module: Module) -> Iterator[tuple[str, Tensor]]:
-        return whole_tensors(self.hf_sources(module, self.dtype), self.family, module.layout)
+    def _whole_tensors(self, component: Component) -> Iterator[tuple[str, Tensor]]:
+        return whole_tensors(self.hf_sources(component, self.dtype), self.family, component.layout)
 
-    def hf_sources(self, module: Module, dtype: torch.dtype) -> list[Source]:
-        """What this rank holds of a module's tensors, as a Hugging Face checkpoint has them, adapters merged in fp32.
-        A collective of each stage's ranks.
+    def hf_sources(self, component: Component, dtype: torch.dtype) -> list[Source]:
+        """What this rank holds of a component's tensors, as a Hugging Face checkpoint has them, adapters merged in
+        fp32. A collective of each stage's ranks.
 
         Args:
-            module: one of `modules`.
+            component: one of `components`.
             dtype: of parameters; buffers keep theirs.
         """
-        return merged_sources(self.named_parameters(module), module.parts, dtype, self.family, module.layout)
+        return merged_sources(self.named_parameters(component), component.parts, dtype, self.family, component.layout)
 
     def adapter_sources(self, dtype: torch.dtype) -> list[Source]:
         """What this rank holds of its stages' adapters.
@@ -243,8 +243,11 @@ class ModelHandle:
             return
         config = type(self.whole_config).from_dict(self.whole_config.to_dict())
         config.dtype = self.dtype
-        of_modules = [ModuleTensors(module.name, module.layout, self._whole_tensors(module)) for module in self.modules]
-        save_hf_checkpoint(Path(path), of_modules, config, tokenizer, self.source, self.layout.world_control)
+        of_components = [
+            ComponentTensors(component.name, component.layout, self._whole_tensors(component))
+            for component in self.components
+        ]
+        save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, self.layout.world_control)
 
     def let_read(self, hold: Callable[[], None]) -> None:
         """Lets something read the weights beside the computation.
@@ -266,9 +269,9 @@ class ModelHandle:
         They have the dtype in which they are reduced, and are 0 for what took no part. Frozen weights have none; with a
         LoRA only adapters have, under their own names. Those that come one after the other may share memory.
         """
-        for module in self.modules:
-            named = [(name, p) for name, p in self.named_parameters(module) if p.requires_grad]
-            yield from whole_tensors(gradient_sources(named), self.family, module.layout)
+        for component in self.components:
+            named = [(name, p) for name, p in self.named_parameters(component) if p.requires_grad]
+            yield from whole_tensors(gradient_sources(named), self.family, component.layout)
 
     def zero_grad(self) -> None:
         """Lets go of all gradients."""

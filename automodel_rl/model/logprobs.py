@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.batch import LocalRow
+from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
 from automodel_rl.parallel.collectives import all_gather
@@ -39,8 +39,9 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank() * len(self.weight)
 
 
-OutputFn = Callable[[Tensor, Head, LocalRow], Tensor]
-"""(final hidden states [t, H], head, this rank's part of the row) -> result [t, ...]. It runs inside the last stage."""
+OutputFn = Callable[[Tensor, Head, LocalMicrobatch], Tensor]
+"""(final hidden states [t, H], head, this rank's part of the microbatch) -> result [t, ...]. It runs inside the last
+stage."""
 
 
 def read_targets(readout: Readout) -> OutputFn:
@@ -48,20 +49,20 @@ def read_targets(readout: Readout) -> OutputFn:
     return functools.partial(target_readout, readout=readout)
 
 
-def target_readout(hidden: Tensor, head: Head, row: LocalRow, readout: Readout) -> Tensor:
+def target_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, readout: Readout) -> Tensor:
     """log p(target) under softmax(hidden @ weight.T / temperature), and the softmax's entropy if it is asked for.
 
     Args:
         hidden: final hidden states [T, H]. Under tensor parallelism its gradient is this rank's summand.
         head: the output projection.
-        row: its `targets` are scored.
+        microbatch: its `targets` are scored.
         readout: temperature, and whether the entropy comes along.
 
     Returns:
         [T, 1], or [T, 2] with the entropy; 0 where there is no target; float64 for float64 hidden states, else float32;
         equal on all tp ranks.
     """
-    return _TargetReadout.apply(hidden, head.weight, row.targets, head, readout)
+    return _TargetReadout.apply(hidden, head.weight, microbatch.targets, head, readout)
 
 
 class _TargetReadout(torch.autograd.Function):

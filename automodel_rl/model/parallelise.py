@@ -4,8 +4,9 @@
 2. expert parallelism cuts experts; their forward is ours by name (mixture/experts.py)
 3. adapters set the forwards of their linear layers (lora/layers.py)
 4. the part and its head get the packed forward (model/part_forward.py), norms the fused one (model/fused_norm.py)
-5. routers follow routes (mixture/router_replay.py) and are watched (mixture/routers.py), for the row that their layer's
-   forward notes (mixture/row_scope.py)
+5. routers follow routes (mixture/router_replay.py) and are watched (mixture/routers.py), for the microbatch that their
+layer's
+   forward notes (mixture/microbatch_scope.py)
 6. layers are compiled, then recomputed in the backward (model/activation_checkpointing.py)
 7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
 """
@@ -21,9 +22,9 @@ from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
+from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.router_replay import RouterReplay
 from automodel_rl.mixture.routers import RouterWatch, routers_of
-from automodel_rl.mixture.row_scope import RowScope
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
@@ -50,13 +51,13 @@ class Extras:
     """What a step does with a part besides its forward and backward.
 
     Attributes:
-        row_scope: the row that is computed.
+        microbatch_scope: the microbatch that is computed.
         router_replay: lets its routers follow routes.
         router_watch: counts the load of its experts.
         partial_gradients: parameters, as (module, name), of which each tp rank's gradient is a summand.
     """
 
-    row_scope: RowScope
+    microbatch_scope: MicrobatchScope
     router_replay: RouterReplay
     router_watch: RouterWatch
     partial_gradients: list[tuple[nn.Module, str]]
@@ -91,7 +92,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     install_part_forward(part, context)
     if family.has_plain_norms:
         install_fused_norms(part, layout.device, compute)
-    scope = RowScope()
+    scope = MicrobatchScope()
     routers = routers_of(numbered_layers(part), family)
     for number in routers:
         scope.follow(numbered_layers(part)[number])

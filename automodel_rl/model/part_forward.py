@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_rl.batch import LocalRow
+from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.model.logprobs import Head, OutputFn
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import TensorParallel
@@ -19,11 +19,11 @@ from automodel_rl.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a part's forward needs to know beyond its row.
+    """What a part's forward needs to know beyond its microbatch.
 
     Attributes:
         tp: how hidden states between blocks become whole.
-        cp_group: the ranks that share a row, None without context parallelism.
+        cp_group: the ranks that share a microbatch, None without context parallelism.
         rotary_by_layer_type: rotary embeddings differ between kinds of layers.
         softcap: of the final logits, None without.
     """
@@ -37,27 +37,29 @@ class ForwardContext:
 def install_part_forward(part: Any, context: ForwardContext) -> None:
     """Gives a causal language model, or a part of one, the packed forward."""
 
-    def forward(self: Any, hidden: Tensor, *, row: LocalRow, output_fn: OutputFn) -> Tensor:
-        return part_forward(self, hidden, row, output_fn, context)
+    def forward(self: Any, hidden: Tensor, *, microbatch: LocalMicrobatch, output_fn: OutputFn) -> Tensor:
+        return part_forward(self, hidden, microbatch, output_fn, context)
 
     part.forward = MethodType(forward, part)
     if part.lm_head is not None:
 
-        def head(self: Any, hidden: Tensor, row: LocalRow, output_fn: OutputFn) -> Tensor:
-            return output_fn(hidden, Head(local_tensor(self.weight), context.softcap, context.tp.group), row)
+        def head(self: Any, hidden: Tensor, microbatch: LocalMicrobatch, output_fn: OutputFn) -> Tensor:
+            return output_fn(hidden, Head(local_tensor(self.weight), context.softcap, context.tp.group), microbatch)
 
         # Called as `lm_head(...)`, so that FSDP's hooks gather the weight before and reduce its gradient after.
         part.lm_head.forward = MethodType(head, part.lm_head)
 
 
-def part_forward(part: Any, hidden: Tensor, row: LocalRow, output_fn: OutputFn, context: ForwardContext) -> Tensor:
-    """This rank's tokens of a packed row through the layers of a part.
+def part_forward(
+    part: Any, hidden: Tensor, microbatch: LocalMicrobatch, output_fn: OutputFn, context: ForwardContext
+) -> Tensor:
+    """This rank's tokens of a microbatch through the layers of a part.
 
     Args:
         part: a causal language model or a part of one.
         hidden: token ids [1, t] on the first stage, hidden states [1, t, H] ([1, t / tp, H] under sequence parallelism)
             on the others.
-        row: this rank's tokens.
+        microbatch: this rank's tokens.
         output_fn: makes the last stage's result of final hidden states and head.
         context: of the layout and the model.
 
@@ -67,10 +69,10 @@ def part_forward(part: Any, hidden: Tensor, row: LocalRow, output_fn: OutputFn, 
     body = part.model
     if body.embed_tokens is not None:
         hidden = body.embed_tokens(hidden)
-        if row.images.embeddings is not None:
-            hidden = row.images.put_into(hidden)
-    positions = row.position_ids[None]
-    turned_by = positions if row.rotary_positions is None else row.rotary_positions[:, None]
+        if microbatch.images.embeddings is not None:
+            hidden = microbatch.images.put_into(hidden)
+    positions = microbatch.position_ids[None]
+    turned_by = positions if microbatch.rotary_positions is None else microbatch.rotary_positions[:, None]
     rotary: dict[str | None, Any] = {}
     for layer in layers_of(part):
         kind = layer.self_attn.layer_type if context.rotary_by_layer_type else None
@@ -82,12 +84,12 @@ def part_forward(part: Any, hidden: Tensor, row: LocalRow, output_fn: OutputFn, 
             position_ids=positions,
             position_embeddings=rotary[kind],
             use_cache=False,
-            row=row,
+            microbatch=microbatch,
             cp_group=context.cp_group,
         )
     if part.lm_head is None:
         return hidden
-    return part.lm_head(context.tp.enter(body.norm(hidden)).squeeze(0), row, output_fn)
+    return part.lm_head(context.tp.enter(body.norm(hidden)).squeeze(0), microbatch, output_fn)
 
 
 def layers_of(part: Any) -> list[Any]:

@@ -58,16 +58,16 @@ class Progress:
         if not self.quiet:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def show(self, row: dict[str, Any]) -> None:
+    def show(self, record: dict[str, Any]) -> None:
         """The newest step's metrics."""
         if self.quiet:
             return
-        line = f"step {row['step']}/{self.total_steps}  {_numbers(row)}  eta {self._eta(row['step'])}"
+        line = f"step {record['step']}/{self.total_steps}  {_numbers(record)}  eta {self._eta(record['step'])}"
         if self.live is None:
             print(line, file=self.console.file, flush=True)
             return
         grid = Table.grid(padding=(0, 1))
-        grid.add_row(ProgressBar(total=self.total_steps, completed=row["step"], width=24), line)
+        grid.add_row(ProgressBar(total=self.total_steps, completed=record["step"], width=24), line)
         self.live.update(grid)
 
     def _eta(self, step: int) -> str:
@@ -95,8 +95,8 @@ class _Outlived:
         return getattr(self._stream, name)
 
 
-def _numbers(row: dict[str, Any]) -> str:
-    shown = [template.format(row[key]) for key, template in COLUMNS.items() if row.get(key) is not None]
-    if row.get("train/skipped"):
+def _numbers(record: dict[str, Any]) -> str:
+    shown = [template.format(record[key]) for key, template in COLUMNS.items() if record.get(key) is not None]
+    if record.get("train/skipped"):
         shown.append("skipped: not finite")
     return "  ".join(shown)

@@ -23,13 +23,13 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int):
         self.path = path
         # Step 0, the untrained model, is measured again by a run that begins.
-        kept = [row for row in read_metrics(path) if row["step"] <= first_step] if first_step else []
+        kept = [record for record in read_metrics(path) if record["step"] <= first_step] if first_step else []
         write_complete(path, "".join(map(_line, kept)))
         self._waiting: list[str] = []
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """Appends a line. Where that fails, on a full disk say, it waits for the next one."""
-        self._waiting.append(_line(row))
+        self._waiting.append(_line(record))
         try:
             self._append()
         except OSError as error:
@@ -52,9 +52,9 @@ class MetricsFile:
         """Every line that could be written is in the file already."""
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(record: dict[str, Any]) -> str:
     """JSON has no NaN; a number that is not finite is written as null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 
 

@@ -43,17 +43,17 @@ class Sample:
     expected: str
 
 
-def write_report(path: Path, title: str, rows: list[dict[str, Any]], samples: list[Sample]) -> None:
+def write_report(path: Path, title: str, records: list[dict[str, Any]], samples: list[Sample]) -> None:
     """Writes the page.
 
     Args:
         path: of the page.
         title: its heading.
-        rows: the run's metrics, one object a step.
+        records: the run's metrics, one object a step.
         samples: completions to show.
     """
-    curves = [_chart(heading, rows, keys) for heading, keys in CURVES.items()]
-    last = rows[-1] if rows else {}
+    curves = [_chart(heading, records, keys) for heading, keys in CURVES.items()]
+    last = records[-1] if records else {}
     facts = "".join(
         f"<tr><td>{html.escape(key)}</td><td>{_show(value)}</td></tr>"
         for key, value in last.items()
@@ -77,8 +77,8 @@ def _sample(sample: Sample) -> str:
     )
 
 
-def _chart(title: str, rows: list[dict[str, Any]], keys: list[str]) -> str:
-    curves = {key: [(row["step"], row[key]) for row in rows if _is_number(row.get(key))] for key in keys}
+def _chart(title: str, records: list[dict[str, Any]], keys: list[str]) -> str:
+    curves = {key: [(record["step"], record[key]) for record in records if _is_number(record.get(key))] for key in keys}
     curves = {key: points for key, points in curves.items() if points}
     if not curves:
         return ""

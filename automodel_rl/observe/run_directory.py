@@ -33,7 +33,16 @@ FIRST_FILES = {"checkpoints", ".config.yaml.unfinished"}
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
-MAY_DIFFER = ("length.steps", "length.epochs", "output", "observe.", "parallel", "modules", "checkpoint.", "failures.")
+MAY_DIFFER = (
+    "length.steps",
+    "length.epochs",
+    "output",
+    "observe.",
+    "parallel",
+    "components",
+    "checkpoint.",
+    "failures.",
+)
 """How keys begin in which a resumed run may differ: its limits, where its folder lies, what it shows and keeps, its
 layout."""
 
@@ -171,7 +180,7 @@ class RunDirectory:
             return False
         if not self.config_file.is_file():
             return {path.name for path in self.folder.iterdir()} <= FIRST_FILES
-        return not any(row["step"] > 0 for row in read_metrics(self.metrics))
+        return not any(record["step"] > 0 for record in read_metrics(self.metrics))
 
     def _is_in_use(self) -> bool:
         """Whether a run may be at work here, also where locks cannot tell."""
@@ -273,7 +282,7 @@ class RunDirectory:
 
     @property
     def not_finite(self) -> Path:
-        """The rows of a step at which training has diverged."""
+        """The microbatches of a step at which training has diverged."""
         return self.folder / "not_finite"
 
     @property

@@ -1,6 +1,6 @@
-"""Experiment trackers, which get the rows of metrics.jsonl, too.
+"""Experiment trackers, which get the records of metrics.jsonl, too.
 
-To add one: a class with `write` and `close`, a row in `TRACKERS`, and its name in `config/run.py`.
+To add one: a class with `write` and `close`, an entry of `TRACKERS`, and its name in `config/run.py`.
 """
 
 import importlib
@@ -21,8 +21,8 @@ from automodel_rl.observe.run_directory import RunDirectory
 class Tracker(Protocol):
     """Somewhere that metrics go to, step by step."""
 
-    def write(self, row: dict[str, Any]) -> None:
-        """One step's metrics; `row["step"]` is the step, and values may be None."""
+    def write(self, record: dict[str, Any]) -> None:
+        """One step's metrics; `record["step"]` is the step, and values may be None."""
         ...
 
     def close(self) -> None: ...
@@ -42,9 +42,9 @@ class TensorBoard:
 
         self.writer = SummaryWriter(str(directory.folder / "tensorboard"), purge_step=first_step + 1)
 
-    def write(self, row: dict[str, Any]) -> None:
-        for name, value in _measured(row).items():
-            self.writer.add_scalar(name, value, row["step"])
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in _measured(record).items():
+            self.writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         self.writer.close()
@@ -65,8 +65,8 @@ class Wandb:
         self.module = importlib.import_module("wandb")
         self.module.init(project=project, id=name, name=name, config=config, resume="allow", dir=str(directory.folder))
 
-    def write(self, row: dict[str, Any]) -> None:
-        self.module.log(_measured(row), step=row["step"])
+    def write(self, record: dict[str, Any]) -> None:
+        self.module.log(_measured(record), step=record["step"])
 
     def close(self) -> None:
         self.module.finish()
@@ -102,8 +102,8 @@ def make_trackers(config: ObserveConfig, directory: RunDirectory, first_step: in
     return [TRACKERS[name](directory, config.project, first_step) for name in config.trackers]
 
 
-def _measured(row: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if value is not None and name != "step"}
+def _measured(record: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if value is not None and name != "step"}
 
 
 def _kept_name(directory: RunDirectory) -> str:

@@ -26,7 +26,7 @@ class AllGatherCP(torch.autograd.Function):
 
     Args (of `apply`):
         tensor: this rank's tokens.
-        group: of the ranks that share a row, or, under sequence parallelism, a layer.
+        group: of the ranks that share a microbatch, or, under sequence parallelism, a layer.
         backward: "slice" where every rank computes the same from the result (a loss): each keeps its own rows of the
             gradient, and parameter gradients are summed over the group. "sum" where every rank uses the result
             differently (keys and values of attention, tokens of split layers): the gradients of all ranks are added,

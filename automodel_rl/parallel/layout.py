@@ -1,8 +1,8 @@
-"""The meshes of a module and the process groups that belong to them.
+"""The meshes of a component and the process groups that belong to them.
 
-A model of one module has one layout, over all ranks of the job. The modules of a vision-language model have a layout
-each, over the same ranks or over ranks of their own; a rank without the language model is its guest: it takes part in
-the job and gets to know results, but has no rows.
+A model of one component has one layout, over all ranks of the job. The components of a vision-language model have a
+layout each, over the same ranks or over ranks of their own; a rank without the language model is its guest: it takes
+part in the job and gets to know results, but has no microbatches.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from automodel_rl.batch import DataShare
 from automodel_rl.compat.process_groups import limit_waits
 from automodel_rl.config import ParallelConfig
-from automodel_rl.config.modules import ModulesConfig, one_layout
+from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.launch.process_group import longest_wait
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 
@@ -31,7 +31,7 @@ MESSAGES = ("activation", "gradient")
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place among the ranks of a module.
+    """This rank's place among the ranks of a component.
 
     The `control` groups are gloo groups for a few host numbers and objects, on every device: small, exact in float64,
     and never queued behind the device's work.
@@ -41,7 +41,7 @@ class Layout:
         device: where this rank computes.
         mesh: with `DENSE_AXES`.
         expert_mesh: with `EXPERT_AXES`; None without expert parallelism.
-        cp_group: the ranks that share a row; None without context parallelism.
+        cp_group: the ranks that share a microbatch; None without context parallelism.
         world_control: all ranks.
         stage_control: all ranks of this rank's stages.
         data_control: the data ranks of this rank's stage.
@@ -51,7 +51,7 @@ class Layout:
             ranks; empty with one stage on a rank.
         guests_control: all guests and `speaker`; None where there are no guests, and on other ranks.
         speaker: the rank of the job with the last stage that tells guests what came of a step.
-        is_guest: this rank is none of the module's; groups over stages and data ranks then hold it alone.
+        is_guest: this rank is none of the component's; groups over stages and data ranks then hold it alone.
     """
 
     parallel: ParallelConfig
@@ -149,35 +149,35 @@ class Layout:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The layouts of a model's modules.
+    """The layouts of a model's components.
 
     Attributes:
         language: of the language model, of which this rank may be a guest.
         vision: of the encoder; None for a model that reads text only.
-        modules: which ranks hold which module; None for a model of one module.
+        components: which ranks hold which component; None for a model of one component.
     """
 
     language: Layout
     vision: Layout | None = None
-    modules: ModulesConfig | None = None
+    components: ComponentsConfig | None = None
 
 
 def build_meshes(
-    parallel: ParallelConfig, modules: ModulesConfig | None, device: torch.device, *, has_encoder: bool
+    parallel: ParallelConfig, components: ComponentsConfig | None, device: torch.device, *, has_encoder: bool
 ) -> Meshes:
-    """Builds the meshes of all modules. A collective: every rank of the job calls it with the same sizes.
+    """Builds the meshes of all components. A collective: every rank of the job calls it with the same sizes.
 
     Args:
         parallel: layout of the language model.
-        modules: ranks of each module; by default both are on all ranks.
+        components: ranks of each component; by default both are on all ranks.
         device: where this rank computes.
         has_encoder: the model has an encoder of images.
     """
     if not has_encoder:
         return Meshes(build_layout(parallel, device))
-    modules = modules or one_layout(parallel)
-    language = build_layout(parallel, device, modules.language.ranks)
-    return Meshes(language, build_layout(modules.vision.parallel, device, modules.vision.ranks), modules)
+    components = components or one_layout(parallel)
+    language = build_layout(parallel, device, components.language.ranks)
+    return Meshes(language, build_layout(components.vision.parallel, device, components.vision.ranks), components)
 
 
 def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence[int] | None = None) -> Layout:
@@ -198,14 +198,14 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
     places = torch.tensor(members).reshape(parallel.pp, parallel.num_data_ranks, parallel.cp, parallel.tp)
     by_data = places.permute(0, 2, 3, 1).flatten(0, 2).tolist()
     by_stage = places.permute(1, 2, 3, 0).flatten(0, 2).tolist()
-    by_row = places.permute(0, 1, 3, 2).flatten(0, 2).tolist()
+    by_cp = places.permute(0, 1, 3, 2).flatten(0, 2).tolist()
     last = 0 if SCHEDULES[parallel.schedule].is_v else -1
     return Layout(
         parallel=parallel,
         device=device,
         mesh=_mesh(device, torch.tensor(members).reshape(dense), DENSE_AXES),
         expert_mesh=(_mesh(device, torch.tensor(members).reshape(experts), EXPERT_AXES) if parallel.ep > 1 else None),
-        cp_group=own_group(by_row) if parallel.cp > 1 else None,
+        cp_group=own_group(by_cp) if parallel.cp > 1 else None,
         world_control=_control_group([list(everyone)]),
         stage_control=_control_group(places.flatten(1).tolist() + alone),
         data_control=_control_group(by_data + alone),

@@ -224,7 +224,8 @@ def reduce_gradients(part: Any, now: bool) -> None:
 
 
 def release_gathered(part: nn.Module) -> None:
-    """Lets go of weights gathered for a forward without backward, which would outlive the next update of shards."""
+    """Lets go of weights gathered for a forward without backward, which would outlive the next optimizer step of
+    shards."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

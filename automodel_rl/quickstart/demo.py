@@ -44,8 +44,8 @@ def run_demo(output: str, seed: int = 0) -> int:
         code = run_local_ranks(command, num_ranks=2)
         if code != EXIT_OK:
             return code
-    rows = read_metrics(folder / "grpo" / "metrics.jsonl")
-    rewards = [row["val/reward_mean"] for row in rows if "val/reward_mean" in row]
+    records = read_metrics(folder / "grpo" / "metrics.jsonl")
+    rewards = [record["val/reward_mean"] for record in records if "val/reward_mean" in record]
     print(f"mean reward on {NUM_HELD_OUT} held-out problems: {rewards[0]:.2f} after the warm-up, {rewards[-1]:.2f} now")
     return EXIT_OK
 
@@ -73,7 +73,7 @@ def _warm_up(folder: Path, seed: int) -> SFTConfig:
         seed=seed,
         model=ModelConfig(path=str(folder / "model"), dtype="float32"),
         data=DataConfig(train=(SourceConfig(path=str(folder / "data" / "chats.jsonl")),)),
-        batch=BatchConfig(sequences=64, row_tokens=512),
+        batch=BatchConfig(sequences=64, microbatch_tokens=512),
         length=LengthConfig(steps=WARM_UP_STEPS),
         parallel=ParallelConfig(pp=2),
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps=20, weight_decay=0.01),
@@ -91,7 +91,7 @@ def _grpo(folder: Path, seed: int) -> GRPOConfig:
             train=(SourceConfig(path=str(folder / "data" / "prompts.jsonl")),),
             validation=(SourceConfig(path=str(folder / "data" / "held_out.jsonl")),),
         ),
-        batch=PolicyBatchConfig(row_tokens=512),
+        batch=PolicyBatchConfig(microbatch_tokens=512),
         rollout=RolloutConfig(
             prompts=32, group_size=8, max_prompt_tokens=96, max_new_tokens=32, validation_temperature=1.0
         ),

@@ -1,4 +1,4 @@
-"""What ranks agree on: rows that one step can run, before they compute, and that all have failed if one has.
+"""What ranks agree on: microbatches that one step can run, before they compute, and that all have failed if one has.
 
 A rank that found out alone would leave the others waiting for it in a collective.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.batch import IGNORED_TARGET, PackedBatch
+from automodel_rl.batch import IGNORED_TARGET, Microbatch
 from automodel_rl.errors import InputError, MicrobatchError, PeerError
 from automodel_rl.launch.flight import flight
 from automodel_rl.losses import Denominator, count
@@ -22,49 +22,50 @@ GUEST = -1
 """In place of its data rank, what a rank without the language model says."""
 
 UNITS, ROUNDING = 10_000, 10
-"""Values of rows are compared in units of so small a part of them, and may differ by so many."""
+"""Values of microbatches are compared in units of so small a part of them, and may differ by so many."""
 
 
 @dataclass(frozen=True)
-class GlobalRows:
-    """The rows of all data ranks together.
+class GlobalBatch:
+    """The microbatches of all data ranks together.
 
     Attributes:
-        num_rows: of each data rank, empty ones included.
+        num_microbatches: of each data rank, empty ones included.
         counts: by what losses divide their sums.
 
     Example:
         >>> import torch
         >>> handle = ModelHandle.from_pretrained(checkpoint)
-        >>> handle.global_rows(pack([TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))], capacity=8))
-        GlobalRows(num_rows=1, counts={'tokens': 1, 'sequences': 1, 'pairs': 0, 'positions': 2})
+        >>> handle.global_batch(pack([TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))], capacity=8))
+        GlobalBatch(num_microbatches=1, counts={'tokens': 1, 'sequences': 1, 'pairs': 0, 'positions': 2})
     """
 
-    num_rows: int
+    num_microbatches: int
     counts: dict[Denominator, int]
 
 
-def agree_on_rows(batches: Sequence[PackedBatch], vocab_size: int, layout: Layout) -> GlobalRows:
-    """Looks whether all ranks have rows that fit the model and each other, and adds up what they hold. A collective.
+def agree_on_batch(microbatches: Sequence[Microbatch], vocab_size: int, layout: Layout) -> GlobalBatch:
+    """Looks whether all ranks have microbatches that fit the model and each other, and adds up what they hold. A
+    collective.
 
     Args:
-        batches: this data rank's rows.
+        microbatches: this data rank's microbatches.
         vocab_size: of the model.
         layout: this rank's place.
 
     Raises:
-        InputError: on every rank, if rows are not on the host or a token id is outside the vocabulary on any, or data
-            ranks have other numbers of rows, or the ranks of one data rank have other rows.
+        InputError: on every rank, if microbatches are not on the host or a token id is outside the vocabulary on any,
+            or data ranks have other numbers of microbatches, or the ranks of one data rank have other microbatches.
     """
-    problem = _problem(batches, vocab_size)
-    counts = count(batches)
+    problem = _problem(microbatches, vocab_size)
+    counts = count(microbatches)
     said: dict[str, int] = {
         "data_rank": GUEST if layout.is_guest else layout.data_rank,
         "is_first": int(layout.is_first_of_data_rank),
         "problem": int(problem != ""),
-        "num_rows": len(batches),
-        "fingerprint": 0 if problem else _fingerprint(batches),
-        "mixture": 0 if problem else _mixture(batches),
+        "num_microbatches": len(microbatches),
+        "fingerprint": 0 if problem else _fingerprint(microbatches),
+        "mixture": 0 if problem else _mixture(microbatches),
         **{str(name): number for name, number in counts.items()},
     }
     own = torch.tensor(list(said.values()))
@@ -74,13 +75,13 @@ def agree_on_rows(batches: Sequence[PackedBatch], vocab_size: int, layout: Layou
     if of_ranks["problem"].any():
         told = gather_objects(problem, layout.world_control)
         raise InputError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text))
-    num_rows = _agreed_rows(of_ranks)
+    num_microbatches = _agreed_microbatches(of_ranks)
     is_first = of_ranks["is_first"] == 1
-    return GlobalRows(num_rows, {name: int(of_ranks[name][is_first].sum()) for name in counts})
+    return GlobalBatch(num_microbatches, {name: int(of_ranks[name][is_first].sum()) for name in counts})
 
 
-def _agreed_rows(of_ranks: dict[str, Tensor]) -> int:
-    """Rows of each data rank. Raises InputError where ranks have others than they should.
+def _agreed_microbatches(of_ranks: dict[str, Tensor]) -> int:
+    """Microbatches of each data rank. Raises InputError where ranks have others than they should.
 
     Args:
         of_ranks: by name what every rank has said.
@@ -92,9 +93,9 @@ def _agreed_rows(of_ranks: dict[str, Tensor]) -> int:
         return of_ranks[name][is_first][data_rank[is_first].argsort()]
 
     for name, allowed, what in (
-        ("num_rows", 0, "rows"),
-        ("fingerprint", 0, "rows"),
-        ("mixture", ROUNDING, "values in their rows"),
+        ("num_microbatches", 0, "microbatches"),
+        ("fingerprint", 0, "microbatches"),
+        ("mixture", ROUNDING, "values in their microbatches"),
     ):
         expected = by_data_rank(name)[data_rank.clamp_min(0)]
         others = (data_rank != GUEST) & ((of_ranks[name] - expected).abs() > allowed)
@@ -103,13 +104,13 @@ def _agreed_rows(of_ranks: dict[str, Tensor]) -> int:
                 f"the ranks of data rank {data_rank[others][0]} have different {what}: all pipeline, tensor and "
                 "context-parallel ranks of a data rank need the same ones, in the same order"
             )
-    num_rows = by_data_rank("num_rows").tolist()
-    if len(set(num_rows)) > 1:
+    num_microbatches = by_data_rank("num_microbatches").tolist()
+    if len(set(num_microbatches)) > 1:
         raise InputError(
-            f"data ranks have {num_rows} rows: give every one equally many, as pack(..., "
-            f"share=DataShare(rank=R, count={len(num_rows)})) does"
+            f"data ranks have {num_microbatches} microbatches: give every one equally many, as pack(..., "
+            f"share=DataShare(rank=R, count={len(num_microbatches)})) does"
         )
-    return num_rows[0]
+    return num_microbatches[0]
 
 
 def raise_everywhere(failure: MicrobatchError | None, layout: Layout) -> None:
@@ -128,41 +129,46 @@ def raise_everywhere(failure: MicrobatchError | None, layout: Layout) -> None:
     raise PeerError(rank, place, text)
 
 
-def _problem(batches: Sequence[PackedBatch], vocab_size: int) -> str:
-    """What is wrong with this rank's rows; empty if nothing is."""
-    for number, batch in enumerate(batches):
-        if batch.input_ids.device.type != "cpu":
-            return f"row {number} is on {batch.input_ids.device}: leave rows on the host, the step moves them"
-        for name, ids in (("input_ids", batch.input_ids), ("targets", batch.targets)):
+def _problem(microbatches: Sequence[Microbatch], vocab_size: int) -> str:
+    """What is wrong with this rank's microbatches; empty if nothing is."""
+    for number, microbatch in enumerate(microbatches):
+        if microbatch.input_ids.device.type != "cpu":
+            return (
+                f"microbatch {number} is on {microbatch.input_ids.device}: leave microbatches on the host, the step "
+                "moves them"
+            )
+        for name, ids in (("input_ids", microbatch.input_ids), ("targets", microbatch.targets)):
             outside = (ids < 0) | (ids >= vocab_size)
             if name == "targets":
                 outside &= ids != IGNORED_TARGET
             if outside.any():
                 place = int(outside.nonzero()[0])
                 return (
-                    f"row {number} has {ids[place]} in {name} at place {place}, but the model's token ids are 0 to "
-                    f"{vocab_size - 1}: use the tokenizer that belongs to the model"
+                    f"microbatch {number} has {ids[place]} in {name} at place {place}, but the model's token ids are "
+                    f"0 to {vocab_size - 1}: use the tokenizer that belongs to the model"
                 )
     return ""
 
 
-def _fingerprint(batches: Sequence[PackedBatch]) -> int:
+def _fingerprint(microbatches: Sequence[Microbatch]) -> int:
     """Of the tokens, which must be the same on all ranks of a data rank."""
     found = 0
-    for batch in batches:
-        found = zlib.crc32(repr((batch.lengths, batch.order, batch.is_empty, sorted(batch.values))).encode(), found)
-        for tensor in (batch.input_ids, batch.targets, batch.loss_mask):
+    for microbatch in microbatches:
+        found = zlib.crc32(
+            repr((microbatch.lengths, microbatch.order, microbatch.is_empty, sorted(microbatch.values))).encode(), found
+        )
+        for tensor in (microbatch.input_ids, microbatch.targets, microbatch.loss_mask):
             found = zlib.crc32(tensor.contiguous().numpy().tobytes(), found)
     return found
 
 
-def _mixture(batches: Sequence[PackedBatch]) -> int:
-    """Of the rows' values, which must be the same but for rounding: their sum with other weights in every place,
-    relative to the sum of their sizes, in 1 / `UNITS`."""
+def _mixture(microbatches: Sequence[Microbatch]) -> int:
+    """Of the microbatches' values, which must be the same but for rounding: their sum with other weights in every
+    place, relative to the sum of their sizes, in 1 / `UNITS`."""
     total = size = 0.0
-    for batch in batches:
-        for name in sorted(batch.values):
-            values = batch.values[name].detach().to("cpu", torch.float64).nan_to_num(0.0, 0.0, 0.0)
+    for microbatch in microbatches:
+        for name in sorted(microbatch.values):
+            values = microbatch.values[name].detach().to("cpu", torch.float64).nan_to_num(0.0, 0.0, 0.0)
             total += float(values @ torch.arange(len(values), dtype=torch.float64).add(len(name)).cos())
             size += float(values.abs().sum())
     return round(UNITS * total / size) if size else 0

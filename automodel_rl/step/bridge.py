@@ -1,9 +1,10 @@
 """The bridge between an encoder and a language model on meshes of their own, beside the pipeline schedule.
 
 A lane is a data rank: of the encoder, with the ranks that split its layers, or of the language model, with those ranks
-of its first stage that share its rows. An encoder lane serves as many language lanes as the numbers of lanes say (fan
-out), or several encoder lanes serve one language lane (fan in) and divide its images. Before the schedule embeddings go
-to the language lanes, after it their gradients come back; how many there are may differ from row to row.
+of its first stage that share its microbatches. An encoder lane serves as many language lanes as the numbers of lanes
+say (fan out), or several encoder lanes serve one language lane (fan in) and divide its images. Before the schedule
+embeddings go to the language lanes, after it their gradients come back; how many there are may differ from microbatch
+to microbatch.
 
 Every exchange is a sequence of broadcasts in groups of one language lane and the encoder lanes that serve it. All ranks
 go through groups and senders in the same order, so none waits for another in a circle.
@@ -48,7 +49,7 @@ class Bridge:
 
     Attributes:
         lanes: by the number of the language's data rank, those that this rank takes part in.
-        reads: the lane whose rows this rank computes from the first stage on, None if it has no first stage.
+        reads: the lane whose microbatches this rank computes from the first stage on, None if it has no first stage.
         share: which of the encoder lanes that serve a lane this rank is of; None without the encoder.
     """
 

@@ -1,4 +1,4 @@
-"""The two ways to run a list of packed rows: one after the other, or through a pipeline schedule. One interface."""
+"""The two ways to run a list of microbatches: one after the other, or through a pipeline schedule. One interface."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from automodel_rl.batch import LocalRow
+from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.compat.pipelining import PackedStage, Schedule, StageGroups, run_schedule
 from automodel_rl.launch.flight import in_microbatch
 from automodel_rl.model.logprobs import OutputFn
@@ -19,23 +19,27 @@ from automodel_rl.step.outputs import LogitsCapturer, PPLossAdapter
 
 
 class Driver(Protocol):
-    """Runs rows through the parts of this rank. A part is called as `part(input, row=row, output_fn=f)`."""
+    """Runs microbatches through the parts of this rank. A part is called as `part(input, microbatch=microbatch,
+    output_fn=f)`."""
 
-    def fill_up_to(self, num_rows: int) -> int:
-        """The smallest number of rows, at least the one given, that it can run."""
+    def fill_up_to(self, num_microbatches: int) -> int:
+        """The smallest number of microbatches, at least the one given, that it can run."""
         ...
 
-    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
-        """Forward, loss and backward of every row. The adapter gets what `output_fn` makes of last hidden states."""
+    def forward_backward(
+        self, microbatches: Sequence[LocalMicrobatch], adapter: PPLossAdapter, output_fn: OutputFn
+    ) -> None:
+        """Forward, loss and backward of every microbatch. The adapter gets what `output_fn` makes of last hidden
+        states."""
         ...
 
-    def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
-        """Forward of every row, without gradients."""
+    def forward(self, microbatches: Sequence[LocalMicrobatch], capturer: LogitsCapturer) -> None:
+        """Forward of every microbatch, without gradients."""
         ...
 
 
 class SequentialDriver:
-    """A model in one part: rows one after the other, gradients reduced once, with the last row.
+    """A model in one part: microbatches one after the other, gradients reduced once, with the last microbatch.
 
     Args:
         part: wrapped by FSDP, as every layout's parts are.
@@ -44,24 +48,26 @@ class SequentialDriver:
     def __init__(self, part: Any):
         self.part = part
 
-    def fill_up_to(self, num_rows: int) -> int:
-        return num_rows
+    def fill_up_to(self, num_microbatches: int) -> int:
+        return num_microbatches
 
-    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
-        for index, row in enumerate(rows):
-            reduce_gradients(self.part, index == len(rows) - 1)
-            loss = adapter(self._forward(row, output_fn, index), index)
+    def forward_backward(
+        self, microbatches: Sequence[LocalMicrobatch], adapter: PPLossAdapter, output_fn: OutputFn
+    ) -> None:
+        for index, microbatch in enumerate(microbatches):
+            reduce_gradients(self.part, index == len(microbatches) - 1)
+            loss = adapter(self._forward(microbatch, output_fn, index), index)
             with in_microbatch("backward", 0, index):
                 loss.backward()
 
     @torch.no_grad()
-    def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
-        for index, row in enumerate(rows):
-            self._forward(row, capturer, index)
+    def forward(self, microbatches: Sequence[LocalMicrobatch], capturer: LogitsCapturer) -> None:
+        for index, microbatch in enumerate(microbatches):
+            self._forward(microbatch, capturer, index)
 
-    def _forward(self, row: LocalRow, output_fn: OutputFn, index: int) -> Tensor:
+    def _forward(self, microbatch: LocalMicrobatch, output_fn: OutputFn, index: int) -> Tensor:
         with in_microbatch("forward", 0, index):
-            return self.part(row.input_ids[None], row=row, output_fn=output_fn)
+            return self.part(microbatch.input_ids[None], microbatch=microbatch, output_fn=output_fn)
 
 
 class PipelineDriver:
@@ -85,22 +91,24 @@ class PipelineDriver:
         num_stages = layout.parallel.num_stages
         self.stages = [PackedStage(stage.part, stage.index, num_stages, groups) for stage in stages]
 
-    def fill_up_to(self, num_rows: int) -> int:
-        return fill_up_to(num_rows, self.parallel)
+    def fill_up_to(self, num_microbatches: int) -> int:
+        return fill_up_to(num_microbatches, self.parallel)
 
-    def forward_backward(self, rows: Sequence[LocalRow], adapter: PPLossAdapter, output_fn: OutputFn) -> None:
-        self._run(rows, output_fn, adapter.targets)
+    def forward_backward(
+        self, microbatches: Sequence[LocalMicrobatch], adapter: PPLossAdapter, output_fn: OutputFn
+    ) -> None:
+        self._run(microbatches, output_fn, adapter.targets)
 
-    def forward(self, rows: Sequence[LocalRow], capturer: LogitsCapturer) -> None:
-        self._run(rows, capturer, None)
+    def forward(self, microbatches: Sequence[LocalMicrobatch], capturer: LogitsCapturer) -> None:
+        self._run(microbatches, capturer, None)
 
-    def _run(self, rows: Sequence[LocalRow], output_fn: OutputFn, targets: Any) -> None:
+    def _run(self, microbatches: Sequence[LocalMicrobatch], output_fn: OutputFn, targets: Any) -> None:
         run_schedule(
-            self._schedule(len(rows)),
-            shapes=[(1, row.num_tokens // self.boundary_ranks, self.hidden_size) for row in rows],
+            self._schedule(len(microbatches)),
+            shapes=[(1, microbatch.num_tokens // self.boundary_ranks, self.hidden_size) for microbatch in microbatches],
             dtype=self.dtype,
-            inputs=[row.input_ids[None] for row in rows],
-            keywords=[{"row": row, "output_fn": output_fn} for row in rows],
+            inputs=[microbatch.input_ids[None] for microbatch in microbatches],
+            keywords=[{"microbatch": microbatch, "output_fn": output_fn} for microbatch in microbatches],
             targets=targets,
         )
 

@@ -1,7 +1,9 @@
-"""Runs the encoder beside the language model's pipeline: images of a step in, embeddings for its rows out, and back.
+"""Runs the encoder beside the language model's pipeline: images of a step in, embeddings for its microbatches out, and
+back.
 
-All rows of a step are encoded before the language model's first forward, and the encoder's backward runs after its last
-one: a schedule knows nothing of it. Each row's embeddings are a leaf, whose gradient the schedule leaves behind.
+All microbatches of a step are encoded before the language model's first forward, and the encoder's backward runs after
+its last one: a schedule knows nothing of it. Each microbatch's embeddings are a leaf, whose gradient the schedule
+leaves behind.
 
 A step without any image leaves the encoder without gradients, so that its optimizer does nothing, as in one process.
 Where only this rank has no image it encodes a blank one, which counts for nothing, to join its peers' collectives.
@@ -15,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import Image, PackedBatch
+from automodel_rl.batch import Image, Microbatch
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.vision import VisionPart, blank_image
 from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
@@ -25,11 +27,11 @@ READERS = 8
 """Threads that read pictures on each rank with the encoder."""
 
 Place = tuple[int, int]
-"""A row of a lane, and an image in it."""
+"""A microbatch of a lane, and an image in it."""
 
 
 class ImageEncoder:
-    """Embeds the images of all rows, on the ranks that have the encoder, for those with a first stage.
+    """Embeds the images of all microbatches, on the ranks that have the encoder, for those with a first stage.
 
     Every method is a collective of all ranks of the job.
 
@@ -47,14 +49,14 @@ class ImageEncoder:
         self._shares: dict[int, list[list[Place]]] = {}
         self._encoded: list[tuple[int, Tensor]] = []
 
-    def forward(self, batches: Sequence[PackedBatch], train: bool) -> list[Tensor]:
-        """Embeddings of every row of this rank, [m, H] each, m may be 0; nothing on ranks without a first stage.
+    def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Tensor]:
+        """Embeddings of every microbatch of this rank, [m, H] each, m may be 0; nothing on ranks without a first stage.
 
         Args:
-            batches: this data rank's rows.
+            microbatches: this data rank's microbatches.
             train: keep what `backward` needs.
         """
-        self._images = self.bridge.exchange([row.images for row in batches])
+        self._images = self.bridge.exchange([microbatch.images for microbatch in microbatches])
         self._shares = {lane: self._dealt(lane) for lane in self.bridge.lanes}
         self._encoded = []
         if self.part is not None and self.bridge.any_encoder(any(map(any, self._images.values()))):
@@ -72,8 +74,8 @@ class ImageEncoder:
             counts = [self._image(self.bridge.reads, place).num_tokens for place in places]
             pieces |= dict(zip(places, tensor.split(counts), strict=True))
         leaves = [
-            torch.cat([self.like, *(pieces[row, number] for number in range(len(images)))])
-            for row, images in enumerate(self._images[self.bridge.reads])
+            torch.cat([self.like, *(pieces[microbatch, number] for number in range(len(images)))])
+            for microbatch, images in enumerate(self._images[self.bridge.reads])
         ]
         return [leaf.requires_grad_(train and self.trains) for leaf in leaves]
 
@@ -86,10 +88,10 @@ class ImageEncoder:
         if self.bridge.reads is not None:
             lane = self.bridge.reads
             pieces: dict[Place, Tensor] = {}
-            for row, (leaf, images) in enumerate(zip(leaves, self._images[lane], strict=True)):
+            for microbatch, (leaf, images) in enumerate(zip(leaves, self._images[lane], strict=True)):
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 split = gradient.split([image.num_tokens for image in images]) if images else ()
-                pieces |= {(row, number): piece for number, piece in enumerate(split)}
+                pieces |= {(microbatch, number): piece for number, piece in enumerate(split)}
             gradients = [torch.cat([self.like, *(pieces[p] for p in places)]) for places in self._shares[lane]]
         left = self.bridge.to_encoder(gradients, self._sizes(), self.like)
         for number, (lane, chunk) in enumerate(self._encoded):
@@ -112,19 +114,19 @@ class ImageEncoder:
             release_gathered(self.part)
 
     def _encode(self, part: VisionPart) -> list[tuple[int, Tensor]]:
-        """The lane and the embeddings of every row that has images for this rank, in order."""
-        rows: dict[tuple[int, int], list[Image]] = {}
+        """The lane and the embeddings of every microbatch that has images for this rank, in order."""
+        microbatches: dict[tuple[int, int], list[Image]] = {}
         for lane in self.bridge.serves:
             assert self.bridge.share is not None
             for place in self._shares[lane][self.bridge.share]:
-                rows.setdefault((lane, place[0]), []).append(self._image(lane, place))
-        rows = rows or {(-1, 0): [self.blank]}
-        # Pictures of later rows are read while the device encodes those of earlier ones.
+                microbatches.setdefault((lane, place[0]), []).append(self._image(lane, place))
+        microbatches = microbatches or {(-1, 0): [self.blank]}
+        # Pictures of later microbatches are read while the device encodes those of earlier ones.
         with ThreadPoolExecutor(READERS) as pool:
-            pixels = pool.map(Image.load, itertools.chain(*rows.values()))
+            pixels = pool.map(Image.load, itertools.chain(*microbatches.values()))
             return [
                 (lane, self._run(part, images, list(itertools.islice(pixels, len(images)))))
-                for (lane, _), images in rows.items()
+                for (lane, _), images in microbatches.items()
             ]
 
     def _run(self, part: VisionPart, images: Sequence[Image], loaded: Sequence[Tensor]) -> Tensor:
@@ -145,9 +147,9 @@ class ImageEncoder:
     def _dealt(self, lane: int) -> list[list[Place]]:
         """A lane's images dealt to the encoder lanes that serve it: the largest first, each to the one with least."""
         images = {
-            (row, number): math.prod(image.grid)
-            for row, of_row in enumerate(self._images[lane] or ())
-            for number, image in enumerate(of_row)
+            (microbatch, number): math.prod(image.grid)
+            for microbatch, of_microbatch in enumerate(self._images[lane] or ())
+            for number, image in enumerate(of_microbatch)
         }
         shares: list[list[Place]] = [[] for _ in self.bridge.lanes[lane].writers]
         load = [0] * len(shares)
@@ -167,13 +169,13 @@ class ImageEncoder:
 
 def make_image_encoder(handle: ModelHandle) -> ImageEncoder | None:
     """The encoder of a vision-language model, on all ranks of the job; None for a model that reads text only."""
-    vision, modules = handle.meshes.vision, handle.meshes.modules
-    if vision is None or modules is None:
+    vision, components = handle.meshes.vision, handle.meshes.components
+    if vision is None or components is None:
         return None
-    part = next((module.parts[0] for module in handle.modules if module.name == "vision"), None)
+    part = next((component.parts[0] for component in handle.components if component.name == "vision"), None)
     return ImageEncoder(
         part,
-        Bridge(vision, handle.layout, modules.vision.ranks, modules.language.ranks),
+        Bridge(vision, handle.layout, components.vision.ranks, components.language.ranks),
         blank_image(handle.whole_config),
         like=torch.empty(0, handle.config.hidden_size, dtype=handle.dtype, device=handle.layout.device),
         trains=not {"vision", "projector"} <= {*handle.model.frozen},

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.batch import LocalRow, PackedBatch
+from automodel_rl.batch import LocalMicrobatch, Microbatch
 from automodel_rl.errors import MicrobatchError, first_in_chain
 from automodel_rl.launch.flight import in_microbatch
 from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
@@ -29,11 +29,11 @@ class PPLossAdapter:
     collect in `totals`, on the rank with the last stage.
 
     A loss that raises is not called again, and the schedule goes on with 0 in its place: if it stopped here, ranks with
-    other stages or other rows would wait in vain. Whoever runs the schedule raises `failure` when it is done.
+    other stages or other microbatches would wait in vain. Whoever runs the schedule raises `failure` when it is done.
 
     Args:
         loss_fn: the loss.
-        batches: the rows of the step.
+        microbatches: the microbatches of the step.
         counts: global denominators, of all data ranks.
         stage: index of the last stage, for error messages.
 
@@ -41,8 +41,10 @@ class PPLossAdapter:
         failure: of the first microbatch whose loss has raised, if one has.
     """
 
-    def __init__(self, loss_fn: LossFn, batches: Sequence[PackedBatch], counts: dict[Denominator, int], stage: int = 0):
-        self.loss_fn, self.batches, self.counts, self.stage = loss_fn, batches, counts, stage
+    def __init__(
+        self, loss_fn: LossFn, microbatches: Sequence[Microbatch], counts: dict[Denominator, int], stage: int = 0
+    ):
+        self.loss_fn, self.microbatches, self.counts, self.stage = loss_fn, microbatches, counts, stage
         self.totals = LossTotals()
         self.failure: MicrobatchError | None = None
 
@@ -51,14 +53,14 @@ class PPLossAdapter:
         if self.failure is None:
             try:
                 with in_microbatch("loss", self.stage, index):
-                    return self._loss(TokenOutputs.from_columns(columns), self.batches[index])
+                    return self._loss(TokenOutputs.from_columns(columns), self.microbatches[index])
             except MicrobatchError as failure:
                 traceback.clear_frames(first_in_chain(failure).__traceback__)  # else the loss's tensors stay
                 self.failure = failure
         return (columns * 0).sum()
 
-    def _loss(self, outputs: TokenOutputs, batch: PackedBatch) -> Tensor:
-        output = self.loss_fn(outputs, batch)
+    def _loss(self, outputs: TokenOutputs, microbatch: Microbatch) -> Tensor:
+        output = self.loss_fn(outputs, microbatch)
         if not isinstance(output, LossOutput):
             raise TypeError(
                 f"the loss returned a {type(output).__name__}: return a LossOutput, as in "
@@ -76,7 +78,7 @@ class PPLossAdapter:
     @property
     def targets(self) -> list[Callable[[Tensor], Tensor]]:
         """One function per microbatch from what is read of its targets to the loss: a schedule's targets."""
-        return [functools.partial(self.__call__, index=index) for index in range(len(self.batches))]
+        return [functools.partial(self.__call__, index=index) for index in range(len(self.microbatches))]
 
 
 class LogitsCapturer:
@@ -90,24 +92,24 @@ class LogitsCapturer:
         self.output_fn = output_fn
         self.outputs: list[Tensor] = []
 
-    def __call__(self, hidden: Tensor, head: Any, row: LocalRow) -> Tensor:
-        output = self.output_fn(hidden, head, row)
+    def __call__(self, hidden: Tensor, head: Any, microbatch: LocalMicrobatch) -> Tensor:
+        output = self.output_fn(hidden, head, microbatch)
         self.outputs.append(output)
         return output.new_zeros((), dtype=torch.float32)  # the schedule needs a tensor; nobody reads it
 
 
-def whole_rows(output_fn: OutputFn, cp_group: dist.ProcessGroup | None) -> OutputFn:
-    """The same function with results of the whole row [T, ...], in its order and without pads, on every cp rank.
+def whole_microbatches(output_fn: OutputFn, cp_group: dist.ProcessGroup | None) -> OutputFn:
+    """The same function with results of the whole microbatch [T, ...], in its order and without pads, on every cp rank.
 
     Losses thus always see whole sequences, and all cp ranks compute the same ones (hence backward="slice").
     """
 
-    def whole(hidden: Tensor, head: Any, row: LocalRow) -> Tensor:
-        output = output_fn(hidden, head, row)
-        if row.restore is None:
+    def whole(hidden: Tensor, head: Any, microbatch: LocalMicrobatch) -> Tensor:
+        output = output_fn(hidden, head, microbatch)
+        if microbatch.restore is None:
             return output
         if cp_group is not None:
             output = AllGatherCP.apply(output, cp_group, "slice")
-        return output.index_select(0, row.restore)
+        return output.index_select(0, microbatch.restore)
 
     return whole

@@ -1,4 +1,4 @@
-"""Runs a step: packed rows through a model on any layout, forward and backward, or forward alone."""
+"""Runs a step: microbatches through a model on any layout, forward and backward, or forward alone."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import LocalRow, PackedBatch, empty_row
+from automodel_rl.batch import LocalMicrobatch, Microbatch, empty_microbatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.compat.fsdp import reset_fsdp
 from automodel_rl.losses import Denominator, LossFn, Readout
@@ -17,16 +17,17 @@ from automodel_rl.model.logprobs import OutputFn, read_targets
 from automodel_rl.parallel.gradients import local_square_norm, sum_partial_gradients
 from automodel_rl.parallel.host_collectives import tensor_from_last_stage
 from automodel_rl.parallel.sharding import abandon_step, release_gathered
-from automodel_rl.step.agreement import GlobalRows, agree_on_rows, raise_everywhere
+from automodel_rl.step.agreement import GlobalBatch, agree_on_batch, raise_everywhere
 from automodel_rl.step.drivers import Driver, PipelineDriver, SequentialDriver
 from automodel_rl.step.image_encoder import ImageEncoder, make_image_encoder
-from automodel_rl.step.local_rows import local_rows
-from automodel_rl.step.outputs import LogitsCapturer, PPLossAdapter, whole_rows
+from automodel_rl.step.local_microbatches import local_microbatches
+from automodel_rl.step.outputs import LogitsCapturer, PPLossAdapter, whole_microbatches
 from automodel_rl.step.totals import LossTotals
 
 
 class StepRunner:
-    """Runs rows through a model. Every method is a collective: all ranks call it with their data rank's rows.
+    """Runs microbatches through a model. Every method is a collective: all ranks call it with their data rank's
+    microbatches.
 
     Args:
         handle: the model.
@@ -34,8 +35,9 @@ class StepRunner:
     Example:
         >>> import torch
         >>> runner = StepRunner(ModelHandle.from_pretrained(checkpoint))
-        >>> rows = pack([TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]))], capacity=8)
-        >>> totals = runner.forward_backward(rows, sft_loss, Readout(), runner.global_rows(rows).counts)
+        >>> microbatches = pack([TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]))], capacity=8)
+        >>> counts = runner.global_batch(microbatches).counts
+        >>> totals = runner.forward_backward(microbatches, sft_loss, Readout(), counts)
         >>> name, gradient = next(runner.handle.named_hf_gradients())
         >>> name, bool(gradient.any())
         ('model.embed_tokens.weight', True)
@@ -50,27 +52,28 @@ class StepRunner:
         elif handle.stages:
             self._driver = SequentialDriver(handle.stages[0].part)
 
-    def global_rows(self, batches: Sequence[PackedBatch]) -> GlobalRows:
-        """How many rows there are and what losses divide by, over all data ranks.
+    def global_batch(self, microbatches: Sequence[Microbatch]) -> GlobalBatch:
+        """How many microbatches there are and what losses divide by, over all data ranks.
 
         Args:
-            batches: this data rank's rows.
+            microbatches: this data rank's microbatches.
 
         Raises:
-            InputError: on every rank, if the rows do not fit the model or each other.
+            InputError: on every rank, if the microbatches do not fit the model or each other.
         """
-        return agree_on_rows(batches, self.handle.config.vocab_size, self.layout)
+        return agree_on_batch(microbatches, self.handle.config.vocab_size, self.layout)
 
     def forward_backward(
-        self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
+        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
     ) -> LossTotals:
         """Adds the gradients of one global step to every parameter, summed over data ranks.
 
         Args:
-            batches: this data rank's rows; every data rank has equally many.
-            loss_fn: gives sums over a row.
+            microbatches: this data rank's microbatches; every data rank has equally many.
+            loss_fn: gives sums over a microbatch.
             readout: what the loss gets of every token.
-            counts: global denominators of those sums, by which gradients are divided: `global_rows(batches).counts`.
+            counts: global denominators of those sums, by which gradients are divided:
+                `global_batch(microbatches).counts`.
 
         Returns:
             Undivided sums of this data rank, on ranks with the last stage; empty totals elsewhere.
@@ -80,43 +83,49 @@ class StepRunner:
         """
         with self.abandoning_on_failure():
             self._start_step(counts["positions"])
-            batches = self._filled_up(batches)
-            embeddings = [] if self._encoder is None else self._encoder.forward(batches, train=True)
-            # Whole rows are for the loss, which other stages do not compute.
-            whole = [batch.to(self.layout.device) for batch in batches] if self.layout.has_last_stage else batches
+            microbatches = self._filled_up(microbatches)
+            embeddings = [] if self._encoder is None else self._encoder.forward(microbatches, train=True)
+            # Whole microbatches are for the loss, which other stages do not compute.
+            whole = (
+                [microbatch.to(self.layout.device) for microbatch in microbatches]
+                if self.layout.has_last_stage
+                else microbatches
+            )
             adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
             if self._driver is not None:
-                with self._rows_let_go():
-                    local = self._local(batches, embeddings)
-                    self._driver.forward_backward(local, adapter, self._whole_rows(read_targets(readout)))
+                with self._microbatches_let_go():
+                    local = self._local(microbatches, embeddings)
+                    self._driver.forward_backward(local, adapter, self._whole_microbatches(read_targets(readout)))
             self._complete_gradients()
             if self._encoder is not None:
                 self._encoder.backward(embeddings)
             raise_everywhere(adapter.failure, self.layout)
             return adapter.totals
 
-    def forward(self, batches: Sequence[PackedBatch], output_fn: OutputFn) -> list[Tensor]:
-        """What `output_fn` makes of every row, without gradients.
+    def forward(self, microbatches: Sequence[Microbatch], output_fn: OutputFn) -> list[Tensor]:
+        """What `output_fn` makes of every microbatch, without gradients.
 
         Args:
-            batches: this data rank's rows; every data rank has equally many.
-            output_fn: (final hidden states [t, H], `Head`, this rank's `LocalRow`) -> [t, ...]; in chunks, so that
-                [t, V] never exists.
+            microbatches: this data rank's microbatches; every data rank has equally many.
+            output_fn: (final hidden states [t, H], `Head`, this rank's `LocalMicrobatch`) -> [t, ...]; in chunks, so
+                that [t, V] never exists.
 
         Returns:
-            One tensor [T, ...] for each row, of `output_fn`'s dtype; equal on all stages of this data rank.
+            One tensor [T, ...] for each microbatch, of `output_fn`'s dtype; equal on all stages of this data rank.
 
         Raises:
-            InputError: on every rank, if the rows do not fit the model or each other.
+            InputError: on every rank, if the microbatches do not fit the model or each other.
         """
-        num_rows = self.global_rows(batches).num_rows
+        num_microbatches = self.global_batch(microbatches).num_microbatches
         for part in self.handle.parts:
             part.eval()
         results: list[Tensor] = []
         try:
-            # In blocks, for a pipeline has receive buffers for all rows that it runs at once.
-            for start in range(0, num_rows, block_sizes.forward_rows):
-                results += self._forward_block(batches[start : start + block_sizes.forward_rows], output_fn)
+            # In blocks, for a pipeline has receive buffers for all microbatches that it runs at once.
+            for start in range(0, num_microbatches, block_sizes.forward_microbatches):
+                results += self._forward_block(
+                    microbatches[start : start + block_sizes.forward_microbatches], output_fn
+                )
         except BaseException:  # FSDP may be in the midst of a layer; gradients of a step before stay
             for part in self.handle.parts:
                 reset_fsdp(part)
@@ -127,37 +136,37 @@ class StepRunner:
         return results
 
     def evaluate(
-        self, batches: Sequence[PackedBatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
+        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
     ) -> LossTotals:
-        """The sums of a loss over this data rank's rows, without gradients.
+        """The sums of a loss over this data rank's microbatches, without gradients.
 
         Args:
-            batches: this data rank's rows; every data rank has equally many.
-            loss_fn: gives sums over a row.
+            microbatches: this data rank's microbatches; every data rank has equally many.
+            loss_fn: gives sums over a microbatch.
             readout: what the loss gets of every token.
-            counts: global denominators of those sums: `global_rows(batches).counts`.
+            counts: global denominators of those sums: `global_batch(microbatches).counts`.
 
         Returns:
             Undivided sums of this data rank, equal on all its stages.
 
         Raises:
-            InputError: on every rank, if the rows do not fit the model or each other.
+            InputError: on every rank, if the microbatches do not fit the model or each other.
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        columns = self.forward(batches, read_targets(readout))
-        whole = [batch.to(self.layout.device) for batch in batches]
+        columns = self.forward(microbatches, read_targets(readout))
+        whole = [microbatch.to(self.layout.device) for microbatch in microbatches]
         adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
         with torch.no_grad():
-            for index, of_row in enumerate(columns):
-                adapter(of_row, index)
+            for index, of_microbatch in enumerate(columns):
+                adapter(of_microbatch, index)
         raise_everywhere(adapter.failure, self.layout)
         return adapter.totals
 
     def square_norm(self) -> Tensor:
-        """This rank's part of the squared global gradient norm, float64. Each module counts over its own ranks."""
+        """This rank's part of the squared global gradient norm, float64. Each component counts over its own ranks."""
         norms = [
-            local_square_norm([parameter for _, parameter in self.handle.named_parameters(module)], module.layout)
-            for module in self.handle.modules
+            local_square_norm([parameter for _, parameter in self.handle.named_parameters(component)], component.layout)
+            for component in self.handle.components
         ]
         return torch.stack(norms).sum()
 
@@ -178,8 +187,8 @@ class StepRunner:
     @contextlib.contextmanager
     def abandoning_on_failure(self) -> Iterator[None]:
         """Where the block raises, the model is after it what it was before the step: no gradients, no gathered weights,
-        no row in any layer. What is not a loss may fail on one rank alone and leave the others in a collective; then
-        this rank is as before and the job is not."""
+        no microbatch in any layer. What is not a loss may fail on one rank alone and leave the others in a collective;
+        then this rank is as before and the job is not."""
         try:
             yield
         except BaseException as error:
@@ -191,7 +200,7 @@ class StepRunner:
 
     def _abandon_step(self) -> None:
         for extras in self.handle.extras:
-            extras.row_scope.clear()
+            extras.microbatch_scope.clear()
         if self._encoder is not None:
             self._encoder.abandon_step()
         for part in self.handle.parts:
@@ -212,44 +221,44 @@ class StepRunner:
         if self.handle.tied is not None:
             self.handle.tied.sum_gradients()
 
-    def _forward_block(self, batches: Sequence[PackedBatch], output_fn: OutputFn) -> list[Tensor]:
-        capturer = LogitsCapturer(self._whole_rows(output_fn))
-        filled = self._filled_up(batches)
+    def _forward_block(self, microbatches: Sequence[Microbatch], output_fn: OutputFn) -> list[Tensor]:
+        capturer = LogitsCapturer(self._whole_microbatches(output_fn))
+        filled = self._filled_up(microbatches)
         embeddings = [] if self._encoder is None else self._encoder.forward(filled, train=False)
         if self._driver is None:
             return []
-        with self._rows_let_go():
+        with self._microbatches_let_go():
             self._driver.forward(self._local(filled, embeddings), capturer)
         whole = torch.cat(capturer.outputs) if self.layout.has_last_stage else None
-        results = tensor_from_last_stage(whole, self.layout).split([batch.num_tokens for batch in filled])
-        return list(results[: len(batches)])
+        results = tensor_from_last_stage(whole, self.layout).split([microbatch.num_tokens for microbatch in filled])
+        return list(results[: len(microbatches)])
 
-    def _filled_up(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """With empty rows added where the driver needs more."""
+    def _filled_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """With empty microbatches added where the driver needs more."""
         if self._driver is None:
             return []
-        missing = self._driver.fill_up_to(len(batches)) - len(batches)
-        return [*batches, *(empty_row(batches[0]) for _ in range(missing))]
+        missing = self._driver.fill_up_to(len(microbatches)) - len(microbatches)
+        return [*microbatches, *(empty_microbatch(microbatches[0]) for _ in range(missing))]
 
-    def _whole_rows(self, output_fn: OutputFn) -> OutputFn:
-        return whole_rows(output_fn, self.layout.cp_group)
+    def _whole_microbatches(self, output_fn: OutputFn) -> OutputFn:
+        return whole_microbatches(output_fn, self.layout.cp_group)
 
-    def _local(self, batches: Sequence[PackedBatch], embeddings: Sequence[Tensor]) -> list[LocalRow]:
-        """This rank's tokens of every row.
+    def _local(self, microbatches: Sequence[Microbatch], embeddings: Sequence[Tensor]) -> list[LocalMicrobatch]:
+        """This rank's tokens of every microbatch.
 
         Args:
-            batches: this data rank's rows.
-            embeddings: of the images of every row; none on ranks without a use for them.
+            microbatches: this data rank's microbatches.
+            embeddings: of the images of every microbatch; none on ranks without a use for them.
         """
-        if not self.handle.is_mixture and any(batch.routes is not None for batch in batches):
-            raise ValueError("a row has routes, and no layer of this model has a router: leave routes out")
-        return local_rows(batches, embeddings, self.handle)
+        if not self.handle.is_mixture and any(microbatch.routes is not None for microbatch in microbatches):
+            raise ValueError("a microbatch has routes, and no layer of this model has a router: leave routes out")
+        return local_microbatches(microbatches, embeddings, self.handle)
 
     @contextlib.contextmanager
-    def _rows_let_go(self) -> Iterator[None]:
-        """After the block no layer holds a row, also if one has failed."""
+    def _microbatches_let_go(self) -> Iterator[None]:
+        """After the block no layer holds a microbatch, also if one has failed."""
         try:
             yield
         finally:
             for extras in self.handle.extras:
-                extras.row_scope.clear()
+                extras.microbatch_scope.clear()

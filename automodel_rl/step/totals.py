@@ -1,4 +1,4 @@
-"""Totals of a step: what losses, metrics and gradient norms add up to over rows, and then over ranks."""
+"""Totals of a step: what losses, metrics and gradient norms add up to over microbatches, and then over ranks."""
 
 from dataclasses import dataclass, field
 

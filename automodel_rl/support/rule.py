@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_rl.config import MemoryConfig, ModelConfig, ModulesConfig, ParallelConfig, RunConfig
+from automodel_rl.config import ComponentsConfig, MemoryConfig, ModelConfig, ParallelConfig, RunConfig
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.families import FAMILIES, Family
@@ -22,13 +22,13 @@ class Combination:
     model: ModelConfig
     parallel: ParallelConfig
     memory: MemoryConfig
-    modules: ModulesConfig | None = None
+    components: ComponentsConfig | None = None
     run: RunConfig | None = None
 
     @classmethod
     def of_run(cls, description: ModelDescription, run: RunConfig) -> "Combination":
         """What the config of a run asks for."""
-        return cls(description, run.model, run.parallel, run.memory, run.modules, run)
+        return cls(description, run.model, run.parallel, run.memory, run.components, run)
 
     @property
     def family(self) -> Family:

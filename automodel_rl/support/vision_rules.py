@@ -25,8 +25,8 @@ _QWEN = {
     "description.encoder": "qwen2_5_vl_vision",
 }
 _ON_TWO_RANKS = {"ranks": "0-1", "dp_shard": 2}
-_DATA_RANKS = {"modules": {"vision": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
-_SPLIT_ENCODER = {"modules": {"vision": {"ranks": "0-1", "tp": 2}, "language": _ON_TWO_RANKS}}
+_DATA_RANKS = {"components": {"vision": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
+_SPLIT_ENCODER = {"components": {"vision": {"ranks": "0-1", "tp": 2}, "language": _ON_TWO_RANKS}}
 
 
 def _vision(asked: Combination) -> str | None:
@@ -50,18 +50,18 @@ def _vision(asked: Combination) -> str | None:
         return f"model.lora: {name} is trained without adapters: leave lora out, and freeze parts with model.frozen"
     if {*model.frozen} == {"vision", "projector", "language"}:
         return "model.frozen: all parts are frozen and nothing is left to train: leave one out"
-    tp = 1 if asked.modules is None else asked.modules.vision.tp
+    tp = 1 if asked.components is None else asked.components.vision.tp
     if tp > 1 and not VISION_FAMILIES[vision].tp_plan:
-        return f"modules.vision.tp={tp}: the encoder of {name} cannot be split over tp: use dp_shard"
+        return f"components.vision.tp={tp}: the encoder of {name} cannot be split over tp: use dp_shard"
     if asked.description.vision_heads % tp:
-        return f"modules.vision.tp={tp} must divide the encoder's {asked.description.vision_heads} attention heads"
+        return f"components.vision.tp={tp} must divide the encoder's {asked.description.vision_heads} attention heads"
     return None
 
 
 def _without_encoder(asked: Combination) -> str | None:
     name = f"a {asked.description.family!r} model"
-    if asked.modules is not None:
-        return f"modules: {name} has one module: give its layout in parallel"
+    if asked.components is not None:
+        return f"components: {name} has one component: give its layout in parallel"
     return f"model.frozen: {name} has no encoder: leave it out" if asked.model.frozen else None
 
 
@@ -72,7 +72,7 @@ VISION = Rule(
     f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; no LoRA",
     _vision,
     (
-        Example("modules: a 'qwen3' model has one module: give its layout in parallel", _DATA_RANKS),
+        Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
         Example("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
         Example("model.path=m: a 'llava' model is trained by sft only: use it", {"algorithm": "dpo"}, _LLAVA),
         Example("model.path=m: a 'qwen2_5_vl' model is trained by sft only: use it", {"algorithm": "grpo"}, _QWEN),
@@ -98,12 +98,12 @@ VISION = Rule(
             {**_LLAVA, "model.frozen": ["vision", "projector"]},
         ),
         Example(
-            "modules.vision.tp=2: the encoder of a 'qwen2_5_vl' model cannot be split over tp: use dp_shard",
+            "components.vision.tp=2: the encoder of a 'qwen2_5_vl' model cannot be split over tp: use dp_shard",
             _SPLIT_ENCODER,
             {**_QWEN, **_DATA_RANKS},
         ),
         Example(
-            "modules.vision.tp=2 must divide the encoder's 3 attention heads",
+            "components.vision.tp=2 must divide the encoder's 3 attention heads",
             _SPLIT_ENCODER,
             {**_LLAVA, **_DATA_RANKS},
         ),

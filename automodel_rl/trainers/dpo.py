@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch, add_values
+from automodel_rl.batch import Microbatch, add_values
 from automodel_rl.config import DPOConfig
 from automodel_rl.data.examples import PairDataset
 from automodel_rl.data.loader import PackedStep
@@ -49,7 +49,9 @@ class DPOTrainer:
         # What needs the first weights, before a checkpoint takes their place.
         self.reference, self.precomputed = self._make_reference()
         self.validation = [
-            row for packed in self.data.every_record(config.data.validation) for row in self._scored(packed)
+            microbatch
+            for packed in self.data.every_record(config.data.validation)
+            for microbatch in self._scored(packed)
         ]
         self.run = Run(config, directory, self.engine, Goal(self.data.total_steps, max_minutes))
         self.run.resume({"data": self.data.train})
@@ -70,15 +72,15 @@ class DPOTrainer:
             with step.time("data"):
                 packed = next(data)
             with step.time("reference"):
-                rows = self._with_reference(packed)
+                microbatches = self._with_reference(packed)
             with step.time("train"):
-                output = self.engine.train_step(rows, self.loss)
+                output = self.engine.train_step(microbatches, self.loss)
             step.record([output], packed.size)
             step.record_overlong(packed)
             if self.validation and self.run.validates:
                 with step.time("validate"):
-                    step.row["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)
-                step.row |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
+                    step.metrics["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)
+                step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
         self.run.save_model(self.tokenizer)
         return self.run.finish(f"DPO of {self.config.model.path}", self.data.samples(self.engine, self.tokenizer))
 
@@ -91,25 +93,31 @@ class DPOTrainer:
             return ReferenceWeights(self.handle), {}
         own: Precomputed = {}
         for packed in self.data.every_record(config.data.train):
-            logprobs = iter(self.engine.logprobs(packed.batches))
-            for batch in packed.batches:
-                own |= {_key(packed, place): next(logprobs).cpu() for place in batch.order}
+            logprobs = iter(self.engine.logprobs(packed.microbatches))
+            for microbatch in packed.microbatches:
+                own |= {_key(packed, place): next(logprobs).cpu() for place in microbatch.order}
         shares = gather_objects(own, self.handle.layout.data_control)
         return None, {key: logprobs for share in shares for key, logprobs in share.items()}
 
-    def _scored(self, packed: PackedStep) -> list[PackedBatch]:
-        """The rows with log-probabilities under the weights that are there, if the loss compares with them."""
+    def _scored(self, packed: PackedStep) -> list[Microbatch]:
+        """The microbatches with log-probabilities under the weights that are there, if the loss compares with them."""
         if not self.config.loss.needs_reference:
-            return packed.batches
-        return self.engine.add_logprobs(packed.batches, "ref_logprobs")
+            return packed.microbatches
+        return self.engine.add_logprobs(packed.microbatches, "ref_logprobs")
 
-    def _with_reference(self, packed: PackedStep) -> list[PackedBatch]:
-        """The rows with the reference's log-probabilities, if the loss compares with them."""
+    def _with_reference(self, packed: PackedStep) -> list[Microbatch]:
+        """The microbatches with the reference's log-probabilities, if the loss compares with them."""
         if self.precomputed:
-            pieces = [[self.precomputed[_key(packed, place)] for place in batch.order] for batch in packed.batches]
-            return [add_values(batch, "ref_logprobs", p) for batch, p in zip(packed.batches, pieces, strict=True)]
+            pieces = [
+                [self.precomputed[_key(packed, place)] for place in microbatch.order]
+                for microbatch in packed.microbatches
+            ]
+            return [
+                add_values(microbatch, "ref_logprobs", p)
+                for microbatch, p in zip(packed.microbatches, pieces, strict=True)
+            ]
         if self.reference is None:
-            return packed.batches
+            return packed.microbatches
         with self.reference.in_place():
             return self._scored(packed)
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning on prompts with rewards: rollouts, advantages, updates, and again."""
+"""Reinforcement learning on prompts with rewards: rollouts, advantages, optimizer steps, and again."""
 
 import dataclasses
 import functools
@@ -20,11 +20,12 @@ from automodel_rl.rollout.groups import Group, all_scores, pass_rate, rollout_me
 from automodel_rl.rollout.rewards.errors import ErrorWatch, error_rates
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
-from automodel_rl.trainers.policy_rows import Rows, pack_updates, with_advantages
+from automodel_rl.trainers.policy_batches import Microbatches, pack_optimizer_steps, with_advantages
 from automodel_rl.trainers.rollout_queue import RolloutQueue
 from automodel_rl.trainers.route_exchange import with_routes
-from automodel_rl.trainers.run import Goal, Run, Step, choose_loss, layout_summary, open_run
+from automodel_rl.trainers.run import Goal, Run, choose_loss, layout_summary, open_run
 from automodel_rl.trainers.signal_watch import SignalWatch
+from automodel_rl.trainers.step import Step
 
 
 class GRPOTrainer:
@@ -58,7 +59,7 @@ class GRPOTrainer:
         ).every_prompt()
         self.readout = Readout(config.rollout.temperature, entropy=True)
         total_steps = config.length.steps or _steps_of_epochs(config, self.prompts)
-        self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.updates)
+        self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.optimizer_steps)
         # What needs the first weights, before a checkpoint takes their place.
         self.reference = ReferenceWeights(self.handle) if config.needs_reference else None
         self.errors = ErrorWatch(config.rewards)
@@ -88,16 +89,16 @@ class GRPOTrainer:
         self.supervisor.load_weights()
         baseline = self._validate if self.validation and self.config.length.validate_every else None
         for step in self.run.steps(self._summary(), baseline):
-            groups, updates = self._collect(step)
+            groups, packed = self._collect(step)
             with step.time("logprobs"):
-                rows = self._with_logprobs(updates)
+                of_steps = self._with_logprobs(packed)
             with step.time("advantages"):
-                rows = with_advantages(groups, rows, self.config, self.handle.layout)
+                of_steps = with_advantages(groups, of_steps, self.config, self.handle.layout)
             with step.time("train"):
-                outputs = [self.engine.train_step(batches, self.loss, self.readout) for batches in rows]
+                outputs = [self.engine.train_step(microbatches, self.loss, self.readout) for microbatches in of_steps]
             with step.time("sync"):
                 self.supervisor.load_weights()
-            step.record(outputs, functools.reduce(operator.add, (packed.size for packed in updates)))
+            step.record(outputs, functools.reduce(operator.add, (one.size for one in packed)))
             self._warn(step)
             if self.validation and self.run.validates:
                 self._validate_step(step)
@@ -123,21 +124,21 @@ class GRPOTrainer:
             with step.time("rollout"):
                 generated, groups = self._generate()
             self.signal.look_at(groups)
-            step.row |= rollout_metrics(generated, self.config.reward_names, self.supervisor.policy_version)
+            step.metrics |= rollout_metrics(generated, self.config.reward_names, self.supervisor.policy_version)
             self._warn_of_errors(all_scores(generated), f"step {self.run.step}")
             with step.time("pack"):
-                updates = self._pack(groups, step)
+                packed = self._pack(groups, step)
         except (RolloutError, InputError):
             self.run.abandon_step(before)
             raise
-        step.row["data/num_overlong_prompts"] = self.prompts.num_overlong
+        step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
         if self.run.is_first_rank:
             records = rollout_records(generated, self.config.reward_names, self.tokenizer)
             try:
                 save_rollouts(self.run.directory.rollouts / f"step_{self.run.step}.jsonl", records)
             except OSError as error:
                 self.run.say(f"warning: the rollouts of step {self.run.step} cannot be written ({error.strerror})")
-        return groups, updates
+        return groups, packed
 
     def _generate(self) -> tuple[list[Group], list[Group]]:
         """All groups that were generated, and those to learn from."""
@@ -164,38 +165,42 @@ class GRPOTrainer:
         return generated, chosen
 
     def _pack(self, groups: list[Group], step: Step) -> list[PackedStep]:
-        """The updates of a step, with routes if they are replayed."""
-        updates = pack_updates(groups, self.config, self.handle)
+        """The global batch of each optimizer step, with routes if they are replayed."""
+        packed = pack_optimizer_steps(groups, self.config, self.handle)
         if self.config.router_replay.enabled:
-            updates, metrics = with_routes(groups, updates, self.handle)
-            step.row |= metrics
-        return updates
+            packed, metrics = with_routes(groups, packed, self.handle)
+            step.metrics |= metrics
+        return packed
 
-    def _with_logprobs(self, updates: list[PackedStep]) -> list[Rows]:
-        """The rows of every update with log-probabilities of the policy before all of them, and of the reference."""
-        rows = [batch for packed in updates for batch in packed.batches]
+    def _with_logprobs(self, packed: list[PackedStep]) -> list[Microbatches]:
+        """The microbatches of every optimizer step with log-probabilities of the policy before the first of these
+        steps, and of the reference."""
+        everything = [microbatch for one in packed for microbatch in one.microbatches]
         stages = self.config.router_replay.stages
         if not self.config.loss.on_policy:
-            rows = self._add_logprobs(rows, "old_logprobs", replay="old_logprobs" in stages)
+            everything = self._add_logprobs(everything, "old_logprobs", replay="old_logprobs" in stages)
         if self.config.router_replay.compare:
-            rows = self._add_logprobs(rows, "live_logprobs", replay=False)
+            everything = self._add_logprobs(everything, "live_logprobs", replay=False)
         if self.reference is not None:
             with self.reference.in_place():
-                rows = self._add_logprobs(rows, "ref_logprobs", replay="ref_logprobs" in stages)
-        stream = iter(rows)
-        return [[next(stream) for _ in packed.batches] for packed in updates]
+                everything = self._add_logprobs(everything, "ref_logprobs", replay="ref_logprobs" in stages)
+        stream = iter(everything)
+        return [[next(stream) for _ in one.microbatches] for one in packed]
 
-    def _add_logprobs(self, rows: Rows, name: str, replay: bool) -> Rows:
-        """The rows with log-probabilities under the weights that are there.
+    def _add_logprobs(self, microbatches: Microbatches, name: str, replay: bool) -> Microbatches:
+        """The microbatches with log-probabilities under the weights that are there.
 
         Args:
-            rows: of all updates.
+            microbatches: of all optimizer steps.
             name: of the log-probabilities.
-            replay: follow the rows' routes, if they have some.
+            replay: follow the microbatches' routes, if they have some.
         """
-        read = rows if replay else [dataclasses.replace(row, routes=None) for row in rows]
+        read = microbatches if replay else [dataclasses.replace(microbatch, routes=None) for microbatch in microbatches]
         scored = self.engine.add_logprobs(read, name, self.config.rollout.temperature)
-        return [dataclasses.replace(row, values=new.values) for row, new in zip(rows, scored, strict=True)]
+        return [
+            dataclasses.replace(microbatch, values=new.values)
+            for microbatch, new in zip(microbatches, scored, strict=True)
+        ]
 
     def _warn_of_errors(self, scores: list[Score], where: str) -> None:
         for warning in self.errors.warnings(scores, where):
@@ -205,12 +210,12 @@ class GRPOTrainer:
         """Says on the console what is wrong with a step's rollouts."""
         if self.signal.num_steps == 1:
             self.run.say(f"warning: no group of step {self.run.step} has rewards that differ; it taught nothing")
-        if step.row["rollout/failed"]:
+        if step.metrics["rollout/failed"]:
             self.run.say(
-                f"warning: {step.row['rollout/failed']} completions of step {self.run.step} failed and their groups "
-                "were left out; rollouts/ has the errors"
+                f"warning: {step.metrics['rollout/failed']} completions of step {self.run.step} failed and their "
+                "groups were left out; rollouts/ has the errors"
             )
-        error = step.row.get("train/logprob_error")
+        error = step.metrics.get("train/logprob_error")
         is_stale = self.config.rollout.max_staleness > 0  # then they disagree because they are of different versions
         if error is not None and error > self.config.rollout.warn_logprob_error and not is_stale:
             self.run.say(
@@ -222,7 +227,7 @@ class GRPOTrainer:
     def _validate_step(self, step: Step) -> None:
         try:
             with step.time("validate"):
-                step.row |= self._validate()
+                step.metrics |= self._validate()
         except RolloutError:  # the step itself is trained
             self.run.end_with(step)
             raise

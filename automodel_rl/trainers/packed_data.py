@@ -25,7 +25,7 @@ class PackedData:
         config: of the run.
         kind: makes examples of records.
         chat: makes token sequences of messages.
-        handle: whose layout rows are dealt to.
+        handle: whose layout microbatches are dealt to.
 
     Attributes:
         train: loads the steps of the run, resumable between any two.
@@ -60,13 +60,15 @@ class PackedData:
         config = self.config
         dataset = self._dataset(config.data.validation or config.data.train)
         prompts = [dataset.prompt((0, i)) for i in range(min(config.observe.samples, dataset.sources.sizes[0]))]
-        # A chat may start with the assistant, and a prompt may be longer than any row that was trained.
-        fitting = [(prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.row_tokens]
+        # A chat may start with the assistant, and a prompt may be longer than any microbatch that was trained.
+        fitting = [
+            (prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.microbatch_tokens
+        ]
         return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens)
 
     def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
         context = describe_model(self.handle.config).context
-        return self.kind(sources, self.chat, self.config.batch.row_tokens, context, self.config.data.overlong)
+        return self.kind(sources, self.chat, self.config.batch.microbatch_tokens, context, self.config.data.overlong)
 
     def _loader(self, sources: Sequence[SourceConfig], seed: int | None, epochs: float | None) -> PackedLoader:
         return PackedLoader(

@@ -17,48 +17,52 @@ from automodel_rl.data.loader import PackedStep
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.rollout.groups import Group
-from automodel_rl.trainers.policy_rows import rollouts_of_update
+from automodel_rl.trainers.policy_batches import rollouts_of_optimizer_step
 
 MISSING_METRIC = "rollout/routes_missing"
 """Share of the choices of experts that no generator told."""
 
 Place = tuple[int, int]
-"""An update, and a sequence's place in its global batch."""
+"""An optimizer step, and a sequence's place in its global batch."""
 
 
 def with_routes(
-    groups: Sequence[Group], updates: Sequence[PackedStep], handle: ModelHandle
+    groups: Sequence[Group], optimizer_steps: Sequence[PackedStep], handle: ModelHandle
 ) -> tuple[list[PackedStep], dict[str, float]]:
-    """The rows of every update with the routes of this rank's layers. A collective.
+    """The microbatches of every optimizer step with the routes of this rank's layers. A collective.
 
     Args:
         groups: that were packed; each rank has the routes of what its generator wrote.
-        updates: what `pack_updates` made of them.
+        optimizer_steps: what `pack_optimizer_steps` made of them.
         handle: the mixture.
 
     Returns:
-        The updates, and `MISSING_METRIC`.
+        The optimizer steps, and `MISSING_METRIC`.
     """
     assert handle.router_shape is not None
     sequences = {
-        (update, place): (len(group.prompt.token_ids) + len(rollout.completion.token_ids), rollout)
-        for update in range(len(updates))
-        for place, (group, rollout) in enumerate(rollouts_of_update(groups, update, len(updates)))
+        (optimizer_step, place): (len(group.prompt.token_ids) + len(rollout.completion.token_ids), rollout)
+        for optimizer_step in range(len(optimizer_steps))
+        for place, (group, rollout) in enumerate(
+            rollouts_of_optimizer_step(groups, optimizer_step, len(optimizer_steps))
+        )
     }
     lengths = {place: length for place, (length, _) in sequences.items()}
     writers = {place: rollout.writer for place, (_, rollout) in sequences.items()}
     own = {place: r.completion.routes for place, (_, r) in sequences.items() if r.writer == dist.get_rank()}
     missing = sum(gather_objects(sum(r.num_missing() for r in own.values()), handle.layout.world_control))
-    arrived = _exchange(own, updates, lengths, writers, handle)
+    arrived = _exchange(own, optimizer_steps, lengths, writers, handle)
     packed = [
         dataclasses.replace(
             step,
-            batches=[
-                dataclasses.replace(row, routes=join_routes([arrived[update, place] for place in row.order]))
-                for row in step.batches
+            microbatches=[
+                dataclasses.replace(
+                    microbatch, routes=join_routes([arrived[optimizer_step, place] for place in microbatch.order])
+                )
+                for microbatch in step.microbatches
             ],
         )
-        for update, step in enumerate(updates)
+        for optimizer_step, step in enumerate(optimizer_steps)
     ]
     total = sum(length - 1 for length in lengths.values()) * len(handle.router_shape.layers)
     return packed, {MISSING_METRIC: missing / max(total, 1)}
@@ -66,15 +70,20 @@ def with_routes(
 
 def _exchange(
     own: dict[Place, Routes],
-    updates: Sequence[PackedStep],
+    optimizer_steps: Sequence[PackedStep],
     lengths: dict[Place, int],
     writers: dict[Place, int],
     handle: ModelHandle,
 ) -> dict[Place, Routes]:
-    """The routes of the sequences in this rank's rows, of its layers."""
+    """The routes of the sequences in this rank's microbatches, of its layers."""
     assert handle.router_shape is not None
     top_k, world, rank = handle.router_shape.top_k, handle.layout.world_control, dist.get_rank()
-    wanted = [(update, place) for update, step in enumerate(updates) for row in step.batches for place in row.order]
+    wanted = [
+        (optimizer_step, place)
+        for optimizer_step, step in enumerate(optimizer_steps)
+        for microbatch in step.microbatches
+        for place in microbatch.order
+    ]
     asked = gather_objects((wanted, handle.router_layers), world)
     pieces = [
         [own[place].select(layers).experts.numpy().ravel() for place in places if writers[place] == rank]

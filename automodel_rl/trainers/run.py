@@ -3,8 +3,6 @@
 import contextlib
 import gc
 import inspect
-import resource
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
-from automodel_rl.data.loader import PackedStep, StepSize
-from automodel_rl.engine import Engine, TrainOutput
+from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError, JobEndedError, StoppedError
 from automodel_rl.hf.read import read_supported_config
 from automodel_rl.import_path import import_function
@@ -27,7 +24,6 @@ from automodel_rl.launch.flight import flight, flight_file
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.losses import LossFn
-from automodel_rl.model.flops import peak_flops
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.console import Progress
 from automodel_rl.observe.metrics import MetricsFile, read_metrics
@@ -36,6 +32,7 @@ from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import Tracker, check_trackers, make_trackers
 from automodel_rl.parallel.host_collectives import any_rank, gather_objects
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
+from automodel_rl.trainers.step import Step
 
 
 class Resumable(Protocol):
@@ -90,7 +87,7 @@ class Run:
         self.trackers: list[Tracker] = []
         self.progress = Progress(goal.total_steps, 0, quiet=not self.is_first_rank)
         self.checkpoints = RunCheckpoints(config, directory, engine, goal.higher_is_better)
-        engine.keep_rows_in = directory.not_finite
+        engine.keep_microbatches_in = directory.not_finite
 
     def resume(self, parts: dict[str, Resumable]) -> None:
         """Goes on from the checkpoint that was asked for, if there is one.
@@ -125,7 +122,7 @@ class Run:
         for name, part in self._parts.items():
             part.load_state_dict(place[name])
 
-    def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator["Step"]:
+    def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator[Step]:
         """Yields every step that is left; when the trainer is done with it, shows, stores and checkpoints.
 
         Args:
@@ -151,11 +148,11 @@ class Run:
                 step = Step(self)
                 with flight.top_phase(f"step {self.step}"):
                     yield step
-                    self._write(step.row)
+                    self._write(step.metrics)
                     self._end_step(step, stop)
             self._warn(self.checkpoints.finish())
 
-    def _end_step(self, step: "Step", stop: StopSignal) -> None:
+    def _end_step(self, step: Step, stop: StopSignal) -> None:
         """Checkpoints if it is time to, and stops if it was asked to."""
         seconds = time.perf_counter() - step.started + self.checkpoints.seconds
         late = self.ends_at is not None and time.time() + seconds > self.ends_at
@@ -165,7 +162,7 @@ class Run:
         stops = (stopped or late) and not self.is_over
         self._warn(self.checkpoints.poll())
         if stops or due or self.is_due(self.config.checkpoint.every_steps):
-            self.save_checkpoint(step.row.get(self.goal.best_metric))
+            self.save_checkpoint(step.metrics.get(self.goal.best_metric))
         if stops:
             self._stop(stop.name or ("a signal to another rank" if stopped else "--max-minutes"))
 
@@ -200,10 +197,10 @@ class Run:
                 stack.callback(tracker.close)
             yield
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, Any]) -> None:
         for tracker in self.trackers:
-            tracker.write(row)
-        self.progress.show(row)
+            tracker.write(record)
+        self.progress.show(record)
 
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens `every` so many steps, and at the end, happens in this step."""
@@ -244,9 +241,9 @@ class Run:
             self.save_checkpoint()
         self._warn(self.checkpoints.finish())
 
-    def end_with(self, step: "Step") -> None:
+    def end_with(self, step: Step) -> None:
         """Stores a step that is trained, and what is known of it, because the run cannot go on."""
-        self._write(step.row)
+        self._write(step.metrics)
         self.save_checkpoint()
         self._warn(self.checkpoints.finish())
 
@@ -302,69 +299,6 @@ def _short_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-class Step:
-    """One step's metrics in the making.
-
-    Attributes:
-        row: what metrics.jsonl gets.
-    """
-
-    def __init__(self, run: Run):
-        self.run = run
-        self.row: dict[str, Any] = {"step": run.step}
-        self.started = time.perf_counter()
-
-    @contextlib.contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """Adds what its block takes to `time/NAME_s`."""
-        started = time.perf_counter()
-        with flight.phase(name):
-            yield
-        key = f"time/{name}_s"
-        self.row[key] = self.row.get(key, 0.0) + time.perf_counter() - started
-
-    def record(self, outputs: list[TrainOutput], size: StepSize) -> None:
-        """Notes what the step's updates gave, as their means, and its speed; when it is trained, before validation.
-
-        Args:
-            outputs: of every update.
-            size: of all updates together.
-        """
-        count = len(outputs)
-        if any(output.nothing_to_train for output in outputs):
-            self.run.say(f"warning: step {self.run.step} had no trained token in its batch; no weight was changed")
-        names = dict.fromkeys(name for output in outputs for name in output.metrics)
-        seconds = time.perf_counter() - self.started
-        device = self.run.engine.handle.layout.device
-        peak = peak_flops(device)
-        self.row |= {
-            "train/loss": sum(output.loss for output in outputs) / count,
-            "train/grad_norm": sum(output.grad_norm for output in outputs) / count,
-            "train/lr": outputs[-1].lr,
-            "train/num_tokens": sum(output.num_tokens for output in outputs),
-            "train/skipped": sum(output.skipped for output in outputs),
-            **{name: statistics.fmean(o.metrics[name] for o in outputs if name in o.metrics) for name in names},
-            "data/num_sequences": size.num_sequences,
-            "perf/tokens_per_second": size.num_tokens / seconds,
-            "perf/mfu": size.flops / (seconds * peak * dist.get_world_size()) if peak else None,
-            "perf/packing_efficiency": size.num_tokens / (size.num_rows * self.run.config.batch.row_tokens),
-            "time/step_s": seconds,
-            "memory/peak_gib": _peak_memory(device) / 2**30,
-        }
-
-    def record_overlong(self, packed: PackedStep) -> None:
-        """Notes examples that were cut or left out, and says so on the console, once in a run."""
-        self.row |= {"data/num_truncated": packed.num_truncated, "data/num_dropped": packed.num_dropped}
-        if self.run.mentioned_overlong or not packed.num_truncated + packed.num_dropped:
-            return
-        self.run.mentioned_overlong = True
-        self.run.say(
-            f"warning: in a step, {packed.num_truncated} examples were truncated to "
-            f"batch.row_tokens={self.run.config.batch.row_tokens} or the model's context and {packed.num_dropped} "
-            "dropped; metrics.jsonl counts them in every step"
-        )
-
-
 def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ChatTokenizer, ModelHandle]:
     """What every trainer starts with: the run directory, checked but not written to, the tokenizer, and the model.
 
@@ -378,7 +312,7 @@ def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ChatTokenize
     check_trackers(config.observe)
     read_supported_config(config)
     chat = open_chat_tokenizer(config)
-    handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.modules)
+    handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
     torch.manual_seed(config.seed + dist.get_rank())
     return directory, chat, handle
 
@@ -400,12 +334,5 @@ def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
 
 def layout_summary(config: RunConfig, handle: ModelHandle) -> str:
     """Layout, precision, device and folder of a run, for the console."""
-    return (
-        f"{config.modules or config.parallel}, {config.model.dtype} on {handle.layout.device.type}, in {config.output}"
-    )
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    where = f"{config.model.dtype} on {handle.layout.device.type}, in {config.output}"
+    return f"{config.components or config.parallel}, {where}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import TokenSequence, pack_row
+from automodel_rl.batch import TokenSequence, pack_microbatch
 from automodel_rl.engine import Engine
 from automodel_rl.observe.report import Sample
 from automodel_rl.parallel.host_collectives import tell_guests
@@ -58,8 +58,8 @@ def greedy_completions(
     for _ in range(max_new_tokens):
         if not running:
             break
-        rows = [] if layout.is_guest else [pack_row([_continued(prompts[i], texts[i]) for i in running])]
-        chosen = dict(zip(running, tell_guests(engine.next_tokens(rows).tolist(), layout), strict=True))
+        microbatches = [] if layout.is_guest else [pack_microbatch([_continued(prompts[i], texts[i]) for i in running])]
+        chosen = dict(zip(running, tell_guests(engine.next_tokens(microbatches).tolist(), layout), strict=True))
         running = [i for i in running if chosen[i] not in stop_ids]
         for i in running:
             texts[i].append(chosen[i])

@@ -34,7 +34,9 @@ class SFTTrainer:
         directory, chat, self.handle = open_run(config, resume)
         self.tokenizer = chat.tokenizer
         self.data = PackedData(config, ChatDataset, chat, self.handle)
-        self.validation = [row for step in self.data.every_record(config.data.validation) for row in step.batches]
+        self.validation = [
+            microbatch for step in self.data.every_record(config.data.validation) for microbatch in step.microbatches
+        ]
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
         self.run = Run(config, directory, self.engine, Goal(self.data.total_steps, max_minutes))
         self.run.resume({"data": self.data.train})
@@ -55,12 +57,12 @@ class SFTTrainer:
             with step.time("data"):
                 packed = next(data)
             with step.time("train"):
-                output = self.engine.train_step(packed.batches, self.loss)
+                output = self.engine.train_step(packed.microbatches, self.loss)
             step.record([output], packed.size)
             step.record_overlong(packed)
             if self.config.data.validation and self.run.validates:
                 with step.time("validate"):
-                    step.row["val/loss"], _ = self.engine.evaluate(self.validation, self.loss)
+                    step.metrics["val/loss"], _ = self.engine.evaluate(self.validation, self.loss)
         self.run.save_model(self.tokenizer)
         return self.run.finish(f"SFT of {self.config.model.path}", self.data.samples(self.engine, self.tokenizer))
 

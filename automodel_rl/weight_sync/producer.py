@@ -95,5 +95,5 @@ class Producer:
     def _sources(self) -> list[Source]:
         if self.adapters_alone:
             return self.handle.adapter_sources(self.dtype)
-        (module,) = self.handle.modules
-        return self.handle.hf_sources(module, self.dtype)
+        (component,) = self.handle.components
+        return self.handle.hf_sources(component, self.dtype)

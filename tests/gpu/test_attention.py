@@ -1,4 +1,5 @@
-"""The fused attention backends against SDPA in float64, on CUDA: whole rows, windows, and queries of a later chunk."""
+"""The fused attention backends against SDPA in float64, on CUDA: whole microbatches, windows, and queries of a later
+chunk."""
 
 import importlib.util
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import AttentionCall, TokenSequence, local_row, pack_row
+from automodel_rl.batch import AttentionCall, TokenSequence, local_microbatch, pack_microbatch
 from automodel_rl.model.attention import BACKENDS, AttentionParameters, Backend, sdpa
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
@@ -26,10 +27,10 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 def calls(cp: int) -> list[AttentionCall]:
-    """Every call of every rank that shares a row."""
+    """Every call of every rank that shares a microbatch."""
     sequences = [TokenSequence(torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool)) for n in LENGTHS]
-    rows = [local_row(pack_row(sequences), cp, rank) for rank in range(cp)]
-    return [call.to(DEVICE) for row in rows for call in row.calls]
+    microbatches = [local_microbatch(pack_microbatch(sequences), cp, rank) for rank in range(cp)]
+    return [call.to(DEVICE) for microbatch in microbatches for call in microbatch.calls]
 
 
 def make_inputs(call: AttentionCall, dtype: torch.dtype) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Compiled layers on CUDA: one compilation, whatever rows hold."""
+"""Compiled layers on CUDA: one compilation, whatever microbatches hold."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
-from automodel_rl.batch import PackedBatch, pack_row
+from automodel_rl.batch import Microbatch, pack_microbatch
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
 from tests.rank_pool import RankPool
@@ -16,8 +16,8 @@ from tests.tiny import make_sequences, save_tiny_model
 pytestmark = pytest.mark.gpu
 
 
-def rows_of(num_sequences: int) -> list[PackedBatch]:
-    return [pack_row(make_sequences(num_sequences + m, seed=10 * num_sequences + m)) for m in range(2)]
+def microbatches_of(num_sequences: int) -> list[Microbatch]:
+    return [pack_microbatch(make_sequences(num_sequences + m, seed=10 * num_sequences + m)) for m in range(2)]
 
 
 def train(folder: Path, recomputed: str, compiled: bool) -> tuple[list[float], list[int]]:
@@ -29,8 +29,8 @@ def train(folder: Path, recomputed: str, compiled: bool) -> tuple[list[float], l
     before = counters["stats"]["unique_graphs"]
     losses, graphs = [], []
     for num_sequences in range(2, 14):
-        losses.append(engine.train_step(rows_of(num_sequences), sft_loss).loss)
-        engine.logprobs(rows_of(num_sequences))
+        losses.append(engine.train_step(microbatches_of(num_sequences), sft_loss).loss)
+        engine.logprobs(microbatches_of(num_sequences))
         graphs.append(counters["stats"]["unique_graphs"] - before)
     return losses, graphs
 

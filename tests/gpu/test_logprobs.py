@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from automodel_rl.batch import TokenSequence, local_row, pack_row
+from automodel_rl.batch import TokenSequence, local_microbatch, pack_microbatch
 from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout
 
@@ -15,17 +15,17 @@ def make_inputs(num_tokens: int, vocab: int, hidden: int):
     states = torch.randn(num_tokens, hidden, generator=generator, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(vocab, hidden, generator=generator, device="cuda") * 0.05).bfloat16().requires_grad_()
     ids = torch.randint(0, vocab, (num_tokens,), generator=torch.Generator().manual_seed(0))
-    row = local_row(pack_row([TokenSequence(ids, torch.ones(num_tokens, dtype=torch.bool))]))
-    return states, weight, row.to(torch.device("cuda"))
+    microbatch = local_microbatch(pack_microbatch([TokenSequence(ids, torch.ones(num_tokens, dtype=torch.bool))]))
+    return states, weight, microbatch.to(torch.device("cuda"))
 
 
 def test_bf16_inputs_give_fp32_logprobs_close_to_float64() -> None:
-    states, weight, batch = make_inputs(1500, 32000, 256)
-    logprobs = target_readout(states, Head(weight), batch, Readout())[:, 0]
+    states, weight, microbatch = make_inputs(1500, 32000, 256)
+    logprobs = target_readout(states, Head(weight), microbatch, Readout())[:, 0]
     logprobs.sum().backward()
     exact_states, exact_weight = (t.detach().double().requires_grad_() for t in (states, weight))
     logits = (exact_states @ exact_weight.t())[:-1]
-    exact = logits.log_softmax(-1).gather(1, batch.targets[:-1, None])[:, 0]
+    exact = logits.log_softmax(-1).gather(1, microbatch.targets[:-1, None])[:, 0]
     exact.sum().backward()
     assert logprobs.dtype == torch.float32
     assert (logprobs[:-1] - exact).abs().max() < 2e-5
@@ -34,10 +34,10 @@ def test_bf16_inputs_give_fp32_logprobs_close_to_float64() -> None:
 
 
 def test_memory_is_far_below_all_logits() -> None:
-    states, weight, batch = make_inputs(16384, 151936, 256)
+    states, weight, microbatch = make_inputs(16384, 151936, 256)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
-        target_readout(states, Head(weight), batch, Readout(0.7, entropy=True))
+        target_readout(states, Head(weight), microbatch, Readout(0.7, entropy=True))
     # Two buffers of 512 tokens: with entropies the logits and their weights.
     assert torch.cuda.max_memory_allocated() - before < 0.07 * 16384 * 151936 * 4

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from automodel_rl.batch import pack_row
+from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.config.modules import ModulesConfig, one_layout
+from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.engine import Engine
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.tools.verify.comparison import Case
@@ -41,7 +41,7 @@ PLACEMENTS = [
 ]
 
 
-def needs(modules: ModulesConfig) -> int:
+def needs(modules: ComponentsConfig) -> int:
     if torch.cuda.device_count() < modules.world_size:
         pytest.skip(f"needs {modules.world_size} CUDA devices")
     return modules.world_size
@@ -49,18 +49,18 @@ def needs(modules: ModulesConfig) -> int:
 
 @pytest.mark.parametrize("modules", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("family", [LLAVA, QWEN])
-def test_float64_equals_transformers(ranks: RankPool, tmp_path: Path, family: str, modules: ModulesConfig) -> None:
+def test_float64_equals_transformers(ranks: RankPool, tmp_path: Path, family: str, modules: ComponentsConfig) -> None:
     needs(modules)
     save_tiny_vision_model(tmp_path, family)
-    assert_equal(ranks, tmp_path, Case(rows=(3, 2), modules=modules))
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), modules=modules))
 
 
-def difference_in_bf16(folder: Path, modules: ModulesConfig) -> float:
+def difference_in_bf16(folder: Path, modules: ComponentsConfig) -> float:
     """Mean absolute difference of log-probabilities to transformers, with the kernels of 16 bits on both modules."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), modules=modules)
     sequences = [with_images(s, handle.whole_config, n + 1) for n, s in enumerate(make_sequences(6, 0))]
-    rows = [] if handle.layout.is_guest else [pack_row(sequences)]
-    found = Engine(handle).logprobs(rows)
+    microbatches = [] if handle.layout.is_guest else [pack_microbatch(sequences)]
+    found = Engine(handle).logprobs(microbatches)
     expected = OneProcess(folder, torch.bfloat16, Training(), handle.layout.device)
     with torch.no_grad():
         gaps = [

@@ -1,1 +1,2 @@
-"""Pipeline parallelism: which layers a stage holds, and torch's schedules over rows of different token counts."""
+"""Pipeline parallelism: which layers a stage holds, and torch's schedules over microbatches of different token
+counts."""

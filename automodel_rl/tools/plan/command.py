@@ -3,8 +3,8 @@
 import json
 from dataclasses import asdict
 
-from automodel_rl.config import GRPOConfig, ModulesConfig, ParallelConfig, RunConfig
-from automodel_rl.config.modules import one_layout
+from automodel_rl.config import ComponentsConfig, GRPOConfig, ParallelConfig, RunConfig
+from automodel_rl.config.components import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.hf.read import read_supported_config
 from automodel_rl.model.parallelise import dtypes_of
@@ -34,8 +34,8 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         InputError: the layout is not supported, or does not divide the GPUs.
         DoesNotFitError: it needs more memory than the device has.
     """
-    if num_gpus is not None and config.modules is not None:
-        raise InputError(f"--gpus {num_gpus}: modules names the ranks of both modules: change them there")
+    if num_gpus is not None and config.components is not None:
+        raise InputError(f"--gpus {num_gpus}: components names the ranks of both components: change them there")
     if num_gpus is not None:
         config = with_layout(config, _spread(config.parallel, num_gpus), config.memory)
     parallel = config.parallel
@@ -43,14 +43,16 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     description = describe_model(full)
     compute, _ = dtypes_of(config.model)
     reads_entropy = isinstance(config, GRPOConfig)
-    model = MemoryModel(language_config(full), config.model, config.batch.row_tokens, reads_entropy, config.optimizer)
+    model = MemoryModel(
+        language_config(full), config.model, config.batch.microbatch_tokens, reads_entropy, config.optimizer
+    )
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
-    modules = (config.modules or one_layout(parallel)) if description.vision else None
+    components = (config.components or one_layout(parallel)) if description.vision else None
     encoder = None
-    if modules is not None:
-        encoder = plan_encoder(full, config.model, config.memory, modules, packing.patches or 0, config.optimizer)
-    peak = _peak(step, encoder, modules)
+    if components is not None:
+        encoder = plan_encoder(full, config.model, config.memory, components, packing.patches or 0, config.optimizer)
+    peak = _peak(step, encoder, components)
     generator = generator_bytes(config, sum(step.stage_weights) * compute.itemsize, device)
     capacity = DEVICES[device] * USABLE * GIB - generator
     fits = peak <= capacity
@@ -66,8 +68,8 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         )
     else:
         print(_tables(parallel, step, packing, device))
-        if encoder is not None and modules is not None:
-            print(_encoder_table(encoder, modules, packing))
+        if encoder is not None and components is not None:
+            print(_encoder_table(encoder, components, packing))
         if generator:
             print(f"generator: {generator / GIB:.1f} GiB on every rank, besides the step")
         for other in others:
@@ -81,21 +83,21 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device} has to fill")
 
 
-def _peak(step: StepPlan, encoder: EncoderMemory | None, modules: ModulesConfig | None) -> int:
-    """Of the fullest rank; one that has both modules needs what both need."""
-    if encoder is None or modules is None:
+def _peak(step: StepPlan, encoder: EncoderMemory | None, components: ComponentsConfig | None) -> int:
+    """Of the fullest rank; one that has both components needs what both need."""
+    if encoder is None or components is None:
         return step.peak
-    return step.peak + encoder.peak if modules.is_colocated else max(step.peak, encoder.peak)
+    return step.peak + encoder.peak if components.is_colocated else max(step.peak, encoder.peak)
 
 
-def _encoder_table(encoder: EncoderMemory, modules: ModulesConfig, packing: Packing) -> str:
+def _encoder_table(encoder: EncoderMemory, components: ComponentsConfig, packing: Packing) -> str:
     parts = {name: value for name, value in asdict(encoder).items() if name != "parameters"}
     sizes = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items())
     images = (
         "images not known: no data to look at" if packing.patches is None else f"{packing.patches:,} patches a step"
     )
     return (
-        f"\n{modules}\nencoder {encoder.parameters / 1e9:.3f}B, {images}; GiB on a rank: {sizes}, together "
+        f"\n{components}\nencoder {encoder.parameters / 1e9:.3f}B, {images}; GiB on a rank: {sizes}, together "
         f"{encoder.peak / GIB:.2f}"
     )
 
@@ -150,7 +152,7 @@ def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: 
     lines += [
         "",
         f"largest all-gather {step.largest_gather / GIB:.2f} GiB",
-        f"{packing.rows} rows a step, {step.timeline.num_microbatches} microbatches on each data rank; "
+        f"{packing.microbatches} microbatches a step, {step.timeline.num_microbatches} microbatches on each data rank; "
         f"packing efficiency {efficiency}",
         f"bubble of the schedule {100 * step.timeline.bubble:.1f}% (stages weighed by their parameters)",
     ]

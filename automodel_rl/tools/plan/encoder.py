@@ -1,7 +1,7 @@
 """Memory of one rank of a vision-language model's encoder in one training step.
 
 All images of a step are encoded before the language model's schedule, and their activations wait for its end, beside
-those of the language model where both modules share a rank. What one layer's backward needs besides is left out.
+those of the language model where both components share a rank. What one layer's backward needs besides is left out.
 """
 
 import copy
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForImageTextToText, PretrainedConfig
 
-from automodel_rl.compat.modules import set_attention
-from automodel_rl.config import ModelConfig, ModulesConfig, OptimizerConfig
+from automodel_rl.compat.components import set_attention
+from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.parallelise import dtypes_of
@@ -56,7 +56,7 @@ def plan_encoder(
     config: PretrainedConfig,
     model: ModelConfig,
     memory: MemoryConfig,
-    modules: ModulesConfig,
+    components: ComponentsConfig,
     patches: int,
     optimizer: OptimizerConfig,
 ) -> EncoderMemory:
@@ -66,7 +66,7 @@ def plan_encoder(
         config: of the whole model.
         model: its precision, and what is frozen.
         memory: what is recomputed or offloaded.
-        modules: the layout.
+        components: the layout.
         patches: of all images of a step.
         optimizer: which one trains it.
     """
@@ -76,7 +76,7 @@ def plan_encoder(
         whole = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=compute)
     language, part = split_modules(whole, language_config(config))
     freeze(language, part, model.frozen)
-    vision = modules.vision
+    vision = components.vision
     sizes = [_size(config, name, p, vision.tp, vision.dp_shard) for name, p in part.named_parameters()]
     trained = [size for size in sizes if size.is_trained]
     states = OPTIMIZERS[optimizer.name].state_names(part)

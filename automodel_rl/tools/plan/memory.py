@@ -32,7 +32,7 @@ from automodel_rl.tools.plan.parameter_sizes import ParameterSize, empty_model, 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one pipeline rank; see the module's text.
+    """Bytes on one pipeline rank; see the text of this file.
 
     `shards_at_once`: with a single microbatch, each layer's gradients are reduced at once.
     """
@@ -85,7 +85,7 @@ class MemoryModel:
     Args:
         config: of the model.
         model: its precision and adapters.
-        row_tokens: tokens of a microbatch.
+        microbatch_tokens: tokens of a microbatch.
         reads_entropy: whether the loss gets entropies.
         optimizer: which one trains it.
     """
@@ -94,11 +94,11 @@ class MemoryModel:
         self,
         config: PretrainedConfig,
         model: ModelConfig,
-        row_tokens: int,
+        microbatch_tokens: int,
         reads_entropy: bool,
         optimizer: OptimizerConfig,
     ):
-        self.config, self.row_tokens, self.reads_entropy = config, row_tokens, reads_entropy
+        self.config, self.microbatch_tokens, self.reads_entropy = config, microbatch_tokens, reads_entropy
         self.trains_head = model.lora is None and "language" not in model.frozen
         self._dtype, master = dtypes_of(model)
         self.compute, self.master = self._dtype.itemsize, master.itemsize
@@ -110,7 +110,7 @@ class MemoryModel:
         self._activations: Callable[..., LayerActivations] = cache(self._measure)
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
-        """The step of one layout with so many rows on each data rank."""
+        """The step of one layout with so many microbatches on each data rank."""
         layers = layers_per_stage(self.config.num_hidden_layers, parallel)
         stages = stage_parameters(list(parameter_sizes(self._model, parallel)), layers)
         of_layer = [self._of_layer(layer, parallel, memory) for layer in range(self.config.num_hidden_layers)]
@@ -177,7 +177,7 @@ class MemoryModel:
         return logits + gradient + states
 
     def _tokens(self, parallel: ParallelConfig) -> int:
-        return -(-self.row_tokens // parallel.cp)
+        return -(-self.microbatch_tokens // parallel.cp)
 
     def _of_layer(self, layer: int, parallel: ParallelConfig, memory: MemoryConfig) -> LayerActivations:
         """Layers of the same kind are measured once."""

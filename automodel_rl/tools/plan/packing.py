@@ -1,4 +1,4 @@
-"""How many rows a step has: a sample of the user's data, tokenised and packed."""
+"""How many microbatches a step has: a sample of the user's data, tokenised and packed."""
 
 import math
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ SAMPLE = 512
 
 @dataclass(frozen=True)
 class Packing:
-    """How the user's data fills rows.
+    """How the user's data fills microbatches.
 
     Attributes:
-        rows: of a step, over all data ranks.
-        efficiency: tokens / (rows x capacity); None if there were no data to look at.
+        microbatches: of a step, over all data ranks.
+        efficiency: tokens / (microbatches x capacity); None if there were no data to look at.
         patches: of all images of a step; None if there were no data to look at.
     """
 
-    rows: int
+    microbatches: int
     efficiency: float | None
     patches: int | None = None
 
 
 def measure_packing(config: AnyConfig) -> Packing:
-    """Packs a sample of the training data; where there is none, every sequence is taken to fill a row.
+    """Packs a sample of the training data; where there is none, every sequence is taken to fill a microbatch.
 
     Completions are not there yet when a policy is trained; each is taken to be as long as it may get.
     """
-    capacity, count = config.batch.row_tokens, config.sequences_per_step
+    capacity, count = config.batch.microbatch_tokens, config.sequences_per_step
     if isinstance(config, GRPOConfig):
         longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
         return Packing(math.ceil(count / (capacity // longest)), None)
@@ -43,13 +43,13 @@ def measure_packing(config: AnyConfig) -> Packing:
         return Packing(count, None)
     from automodel_rl.data.chat import open_chat_tokenizer
     from automodel_rl.data.examples import ChatDataset, PairDataset, checked
-    from automodel_rl.data.sampler import GlobalBatches, Order
+    from automodel_rl.data.sampler import BatchSampler, Order
 
     kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
     context = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False))).context
     dataset = kind(config.data.train, open_chat_tokenizer(config), capacity, context, config.data.overlong)
     size = min(count // kind.together, SAMPLE)
-    draws = next(iter(GlobalBatches(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))
+    draws = next(iter(BatchSampler(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))
     examples = [checked(dataset[draw]) for draw in draws]
     lengths = [sum(map(len, example.sequences)) for example in examples if example.sequences]
     bins = assign_bins(lengths, capacity)
@@ -60,5 +60,5 @@ def measure_packing(config: AnyConfig) -> Packing:
 
 
 def microbatches(packing: Packing, parallel: ParallelConfig) -> int:
-    """Rows of a data rank; a pipeline has no fewer than stages."""
-    return max(parallel.pp, math.ceil(packing.rows / parallel.num_data_ranks))
+    """Microbatches of a data rank; a pipeline has no fewer than stages."""
+    return max(parallel.pp, math.ceil(packing.microbatches / parallel.num_data_ranks))

@@ -13,7 +13,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 ENDS = ("embed_tokens", "lm_head")
 
 ALONE = {
-    "choices of experts": "router replay: the places of routes in rows, or their layers",
+    "choices of experts": "router replay: the places of routes in microbatches, or their layers",
     "reference log-probabilities": "the reference weights: not every part is swapped, or not swapped back",
     "exported tensors": "the export: names, gathering or merging of tensors",
 }
@@ -49,19 +49,19 @@ def _cause(different: dict[str, set[str]], found: Differences, step: int, parall
     if "log-probabilities" in different:
         if step == 1:
             return "the forward: what attention sees, positions, weights as loaded, or messages between stages"
-        return "the forward after an update: weights that were gathered before it"
+        return "the forward after an optimizer step: weights that were gathered before it"
     if gradients:
         return _cause_of_gradients(gradients, found, step, parallel)
     if "loss" in different:
         return "the loss alone: its counts, or sums over ranks"
     if "evaluated loss" in different:
-        return "evaluation alone: its counts, or its rows"
+        return "evaluation alone: its counts, or its microbatches"
     if "gradient norm" in different:
         return "the global norm alone: not every rank's gradients are in it, or some are in it twice"
     if "learning rate" in different:
         return "the learning-rate schedule"
     where = _stages(different.get("weights", ()), found, parallel)
-    return f"the update{where}: clipping, or the optimizer's settings, for gradients and norm are equal"
+    return f"the optimizer step{where}: clipping, or the optimizer's settings, for gradients and norm are equal"
 
 
 def _cause_of_gradients(gradients: dict[str, set[str]], found: Differences, step: int, parallel: ParallelConfig) -> str:

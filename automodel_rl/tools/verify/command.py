@@ -26,7 +26,7 @@ from automodel_rl.tools.verify.small_model import save_random_model, shrink, shr
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest differences that count as equal. `weights` is None where rounding grows too much over updates."""
+    """Largest differences that count as equal. `weights` is None where rounding grows too much over optimizer steps."""
 
     numbers: float
     weights: float | None
@@ -36,8 +36,8 @@ class Tolerances:
         return self.weights if kind == "weights" else self.numbers
 
     def judge(self, kind: str, step: int, difference: float) -> bool:
-        """Whether a difference in a step counts as none. Where rounding grows over updates, only the first step's and
-        what belongs to no step are judged, and the learning rate, in which there is none."""
+        """Whether a difference in a step counts as none. Where rounding grows over optimizer steps, only the first
+        step's and what belongs to no step are judged, and the learning rate, in which there is none."""
         grows = self.weights is None and step > 1 and kind != "learning rate"
         tolerance = self.of(kind)
         return grows or tolerance is None or difference <= tolerance
@@ -55,8 +55,8 @@ def verify(config: RunConfig, as_json: bool) -> None:
         InputError: the layout is not supported, or the model cannot be read.
         VerificationError: the layout does not compute the numbers of one process.
     """
-    modules = config.modules
-    parallel = layout_to_verify(config.parallel) if modules is None else modules.language.parallel
+    components = config.components
+    parallel = layout_to_verify(config.parallel) if components is None else components.language.parallel
     full = read_supported_config(config)
     description = describe_model(full)
     join_process_group(ranks_to_verify(config))
@@ -66,12 +66,12 @@ def verify(config: RunConfig, as_json: bool) -> None:
         folder = Path(_from_first_rank(own_folder))
         if is_first:
             if not as_json:
-                how = f"{description.num_layers} layers, {modules or parallel}, {dtype}, {config.optimizer.name}"
+                how = f"{description.num_layers} layers, {components or parallel}, {dtype}, {config.optimizer.name}"
                 print(f"small {full.model_type}, {how}")
             if description.vision is None:
                 small = shrink(full, parallel)
             else:
-                small = shrink_vision(full, parallel, 1 if modules is None else modules.vision.tp)
+                small = shrink_vision(full, parallel, 1 if components is None else components.vision.tp)
             save_random_model(small, folder / "model", getattr(torch, dtype))
         dist.barrier()
         case, left_out = case_of(config, full, parallel, dtype)
@@ -79,7 +79,7 @@ def verify(config: RunConfig, as_json: bool) -> None:
         dist.barrier()
     rows = judge(found, tolerances)
     if is_first:
-        print(json.dumps(as_record(modules or parallel, case, rows, left_out)) if as_json else format_table(rows))
+        print(json.dumps(as_record(components or parallel, case, rows, left_out)) if as_json else format_table(rows))
     failed = [row.kind for row in rows if not row.is_equal]
     if failed:
         cause = likeliest_cause(found, tolerances.judge, parallel)
@@ -107,7 +107,7 @@ def case_of(
     if model.lora is not None:
         left_out.append("model.lora")
     aux_loss = model.moe.aux_loss
-    if aux_loss and parallel.cp > 1:  # taken over each rank's part of a row, which one process does not have
+    if aux_loss and parallel.cp > 1:  # taken over each rank's part of a microbatch, which one process does not have
         left_out.append("model.moe.aux_loss")
         aux_loss = 0.0
     if model.moe.bias_update_rate:
@@ -117,13 +117,13 @@ def case_of(
     case = Case(
         parallel,
         # In the last step every stage has many microbatches in flight, all of one shape.
-        rows=(3, 1, max(4, 2 * parallel.num_stages + 1)),
+        microbatches=(3, 1, max(4, 2 * parallel.num_stages + 1)),
         dtype=dtype,
         implementation=model.implementation,
         attention=attention,
         memory=memory.model_copy(update={"compile": False}),
         replay=isinstance(config, GRPOConfig) and config.router_replay.enabled,
-        modules=config.modules,
+        components=config.components,
         frozen=model.frozen,
         aux_loss=aux_loss,
         optimizer=config.optimizer.name,

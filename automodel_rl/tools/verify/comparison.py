@@ -1,4 +1,4 @@
-"""A layout against one process: the same packed batches through both, and the largest differences of every kind."""
+"""A layout against one process: the same microbatches through both, and the largest differences of every kind."""
 
 import math
 import re
@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch, TokenSequence, empty_row, pack_row
+from automodel_rl.batch import Microbatch, TokenSequence, empty_microbatch, pack_microbatch
 from automodel_rl.block_sizes import small_blocks
 from automodel_rl.config import ModelConfig, MuonConfig, ParallelConfig
+from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import Attention, Dtype, Implementation, MemoryConfig
-from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
@@ -39,24 +39,26 @@ class Case:
 
     Attributes:
         parallel: the layout.
-        rows: number of microbatches in each step on every data rank; the last step has an empty row besides.
+        microbatches: number of microbatches in each step on every data rank; the last step has an empty microbatch
+            besides.
         dtype, implementation, attention: of the model.
         memory: what is recomputed or offloaded.
         replay: tokens of a mixture follow routes.
-        modules: in place of `parallel`, meshes for the modules of a vision-language model.
+        components: in place of `parallel`, meshes for the components of a vision-language model.
         frozen: parts of it that are not trained.
-        aux_loss: weight of a mixture's load-balancing loss; it is taken over each rank's part of a row, so without cp.
+        aux_loss: weight of a mixture's load-balancing loss; it is taken over each rank's part of a microbatch, so
+            without cp.
         optimizer, muon: which one trains, and the settings of Muon.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    rows: tuple[int, ...] = (3, 1, 4)
+    microbatches: tuple[int, ...] = (3, 1, 4)
     dtype: Dtype = "float64"
     implementation: Implementation = "transformers"
     attention: Attention = "auto"
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     replay: bool = False
-    modules: ModulesConfig | None = None
+    components: ComponentsConfig | None = None
     frozen: tuple[str, ...] = ()
     aux_loss: float = 0.0
     optimizer: OptimizerName = "adamw"
@@ -65,7 +67,7 @@ class Case:
     @property
     def training(self) -> Training:
         """How both sides train."""
-        steps = len(self.rows)
+        steps = len(self.microbatches)
         return Training(
             lr=1e-3,
             betas=BETAS,
@@ -117,7 +119,7 @@ class Differences:
 
     @property
     def first(self) -> dict[str, float]:
-        """Those of the first step alone, before rounding can grow over updates."""
+        """Those of the first step alone, before rounding can grow over optimizer steps."""
         return {kind: self.largest(kind, 1) for kind, by_step in self.found.items() if 1 in by_step}
 
 
@@ -149,7 +151,7 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
 
 
 def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
-    handle = ModelHandle.from_pretrained(_model(case, folder), case.parallel, case.memory, case.modules)
+    handle = ModelHandle.from_pretrained(_model(case, folder), case.parallel, case.memory, case.components)
     engine = Engine(handle, case.training.config, case.training.total_steps)
     expected = OneProcess(folder, handle.dtype, case.training, handle.layout.device)
     frozen = [name for name, parameter in handle.named_parameters() if not parameter.requires_grad]
@@ -157,11 +159,11 @@ def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
     found = Differences()
     swap = _SwapCheck(engine)
     check = RouteCheck(handle) if case.replay else None
-    for step, num_rows in enumerate(case.rows):
+    for step, num_microbatches in enumerate(case.microbatches):
         ranks = range(handle.layout.parallel.num_data_ranks)
-        of_ranks = [_rows_of(step, rank, num_rows, handle, case.replay) for rank in ranks]
-        if step == len(case.rows) - 1:
-            of_ranks = [[*rows, []] for rows in of_ranks]
+        of_ranks = [_microbatches_of(step, rank, num_microbatches, handle, case.replay) for rank in ranks]
+        if step == len(case.microbatches) - 1:
+            of_ranks = [[*microbatches, []] for microbatches in of_ranks]
         _compare_step(step + 1, of_ranks, engine, expected, found)
     if check is not None:
         found.note("choices of experts", check.num_wrong if check.num_right or not handle.router_layers else math.inf)
@@ -186,29 +188,35 @@ def _model(case: Case, folder: Path) -> ModelConfig:
     )
 
 
-def _rows_of(step: int, rank: int, num_rows: int, handle: ModelHandle, replay: bool) -> list[list[TokenSequence]]:
-    """The sequences of a data rank's rows; an empty row has none.
+def _microbatches_of(
+    step: int, rank: int, num_microbatches: int, handle: ModelHandle, replay: bool
+) -> list[list[TokenSequence]]:
+    """The sequences of a data rank's microbatches; an empty microbatch has none.
 
-    Other numbers and lengths on every rank and in every row, but that every second row has the lengths of the one
-    before, and in later steps all have those of the first: what is kept by the shape of a row must not be mixed up,
-    either. In the first step, the last row of odd ranks is empty.
+    Other numbers and lengths on every rank and in every microbatch, but that every second microbatch has the lengths of
+    the one before, and in later steps all have those of the first: what is kept by the shape of a microbatch must not
+    be mixed up, either. In the first step, the last microbatch of odd ranks is empty.
     """
     vocab, shape = handle.config.vocab_size, handle.router_shape
-    rows = []
-    for m in range(num_rows):
+    microbatches = []
+    for m in range(num_microbatches):
         seed, like = 1000 * step + 100 * rank, 0 if step else m - m % 2
-        row = make_sequences(1 + (like + rank) % 3, seed + like, vocab)
-        rows.append(row if m == like else [_of_same_length(s, seed + 10 * m + n, vocab) for n, s in enumerate(row)])
+        microbatch = make_sequences(1 + (like + rank) % 3, seed + like, vocab)
+        microbatches.append(
+            microbatch
+            if m == like
+            else [_of_same_length(s, seed + 10 * m + n, vocab) for n, s in enumerate(microbatch)]
+        )
     if handle.has_encoder:
-        rows = [
-            [with_images(s, handle.whole_config, 7 * m + 5 * rank + n + step) for n, s in enumerate(row)]
-            for m, row in enumerate(rows)
+        microbatches = [
+            [with_images(s, handle.whole_config, 7 * m + 5 * rank + n + step) for n, s in enumerate(microbatch)]
+            for m, microbatch in enumerate(microbatches)
         ]
     if step == 0 and rank % 2:
-        rows[-1] = []
+        microbatches[-1] = []
     if not replay or shape is None:
-        return rows
-    return [[with_routes(sequence, shape) for sequence in row] for row in rows]
+        return microbatches
+    return [[with_routes(sequence, shape) for sequence in microbatch] for microbatch in microbatches]
 
 
 def _of_same_length(sequence: TokenSequence, seed: int, vocab: int) -> TokenSequence:
@@ -223,49 +231,50 @@ def _compare_step(
     expected: OneProcess,
     found: Differences,
 ) -> None:
-    """Args: step from 1, the sequences of every data rank's rows, the two sides, and where differences are noted."""
+    """Args: step from 1, the sequences of every data rank's microbatches, the two sides, and where differences are
+    noted."""
     handle = engine.handle
     mine = [] if handle.layout.is_guest else of_ranks[handle.layout.data_rank]
-    rows = [pack_row(sequences) if sequences else empty_row() for sequences in mine]
+    microbatches = [pack_microbatch(sequences) if sequences else empty_microbatch() for sequences in mine]
     with torch.no_grad():
-        logprobs = [expected.logprobs(sequence) for row in mine for sequence in row]
-    for actual, right in zip(engine.logprobs(rows), logprobs, strict=True):
+        logprobs = [expected.logprobs(sequence) for microbatch in mine for sequence in microbatch]
+    for actual, right in zip(engine.logprobs(microbatches), logprobs, strict=True):
         found.note("log-probabilities", _largest(actual, right) / right.abs().max().item(), step)
-    everywhere = [row for rank in of_ranks for row in rank if row]
+    everywhere = [microbatch for rank in of_ranks for microbatch in rank if microbatch]
     loss = expected.backward(everywhere)
-    found.note("evaluated loss", abs(engine.evaluate(rows, sft_loss)[0] - loss) / abs(loss), step)
-    _compare_gradients(step, engine, rows, everywhere, expected, found)
+    found.note("evaluated loss", abs(engine.evaluate(microbatches, sft_loss)[0] - loss) / abs(loss), step)
+    _compare_gradients(step, engine, microbatches, everywhere, expected, found)
     rate = expected.training.rate(expected.num_steps)
-    output = engine.train_step(rows, sft_loss)
+    output = engine.train_step(microbatches, sft_loss)
     norm = expected.step()
     found.note("loss", abs(output.loss - loss) / abs(loss), step)
     found.note("gradient norm", abs(output.grad_norm - norm) / norm, step)
     found.note("learning rate", abs(output.lr - rate) / rate, step)
     weights = expected.weights()
-    for module in handle.modules:
-        for name, parameter in module.every_parameter():
-            found.note("weights", _largest(gather_whole(parameter, module.layout), weights[name]), step, name)
+    for component in handle.components:
+        for name, parameter in component.every_parameter():
+            found.note("weights", _largest(gather_whole(parameter, component.layout), weights[name]), step, name)
 
 
 def _compare_gradients(
     step: int,
     engine: Engine,
-    rows: list[PackedBatch],
+    microbatches: list[Microbatch],
     everywhere: list[list[TokenSequence]],
     expected: OneProcess,
     found: Differences,
 ) -> None:
     handle = engine.handle
     # Not by the engine, whose counts are under test, too.
-    counts = count([pack_row([sequence for row in everywhere for sequence in row])])
-    engine.runner.forward_backward(rows, sft_loss, Readout(), counts)
+    counts = count([pack_microbatch([sequence for microbatch in everywhere for sequence in microbatch])])
+    engine.runner.forward_backward(microbatches, sft_loss, Readout(), counts)
     right = expected.gradients()
-    for module in handle.modules:
-        for name, parameter in module.every_parameter():
+    for component in handle.components:
+        for name, parameter in component.every_parameter():
             if not parameter.requires_grad:
                 continue
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            difference = _largest(gather_whole(gradient, module.layout), right[name])
+            difference = _largest(gather_whole(gradient, component.layout), right[name])
             kind = re.sub(r"^model\.|(layers|blocks)\.\d+\.", "", name)
             # What takes no part, or a softmax does not notice, has nothing but rounding to be compared with.
             scale = max(right[name].abs().max().item(), LEAST_GRADIENT)
@@ -282,15 +291,15 @@ class _SwapCheck:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.rows = _one_row(engine.handle, seed=7)
-        self.at_start = engine.logprobs(self.rows)
+        self.microbatches = _one_microbatch(engine.handle, seed=7)
+        self.at_start = engine.logprobs(self.microbatches)
         self.reference = ReferenceWeights(engine.handle)
 
     def largest_difference(self) -> float:
-        before = self.engine.logprobs(self.rows)
+        before = self.engine.logprobs(self.microbatches)
         with self.reference.in_place():
-            swapped = self.engine.logprobs(self.rows)
-        after = self.engine.logprobs(self.rows)
+            swapped = self.engine.logprobs(self.microbatches)
+        after = self.engine.logprobs(self.microbatches)
         pairs = [*zip(swapped, self.at_start, strict=True), *zip(after, before, strict=True)]
         return max((_largest(actual, right) for actual, right in pairs), default=0.0)
 
@@ -299,16 +308,16 @@ def _compare_export(engine: Engine, scratch: Path, found: Differences) -> None:
     """The exported checkpoint, opened with transformers, against the log-probabilities of the trained model."""
     handle = engine.handle
     handle.save_pretrained(scratch / "exported")
-    actual = engine.logprobs(_one_row(handle, seed=8))
+    actual = engine.logprobs(_one_microbatch(handle, seed=8))
     opened = OneProcess(scratch / "exported", handle.dtype, Training(), handle.layout.device)
     with torch.no_grad():
         for sequence, logprobs in zip(_two_sequences(handle, seed=8), actual, strict=bool(actual)):
             found.note("exported tensors", _largest(opened.logprobs(sequence), logprobs))
 
 
-def _one_row(handle: ModelHandle, seed: int) -> list[PackedBatch]:
-    """A row of two sequences, the same on every data rank; a guest has none."""
-    return [] if handle.layout.is_guest else [pack_row(_two_sequences(handle, seed))]
+def _one_microbatch(handle: ModelHandle, seed: int) -> list[Microbatch]:
+    """A microbatch of two sequences, the same on every data rank; a guest has none."""
+    return [] if handle.layout.is_guest else [pack_microbatch(_two_sequences(handle, seed))]
 
 
 def _two_sequences(handle: ModelHandle, seed: int) -> list[TokenSequence]:

@@ -1,4 +1,5 @@
-"""Random images in random sequences: other numbers and sizes on every rank and in every row, and on some none."""
+"""Random images in random sequences: other numbers and sizes on every rank and in every microbatch, and on some
+none."""
 
 import dataclasses
 

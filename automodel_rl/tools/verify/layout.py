@@ -11,16 +11,16 @@ def ranks_to_verify(config: RunConfig) -> int:
     """Ranks that a comparison of a config runs on.
 
     Raises:
-        InputError: more than one machine should start, and `modules` says which they are.
+        InputError: more than one machine should start, and `components` says which they are.
     """
-    if config.modules is None:
+    if config.components is None:
         return layout_to_verify(config.parallel).world_size
-    if config.modules.world_size > MOST_RANKS:
+    if config.components.world_size > MOST_RANKS:
         raise InputError(
-            f"modules has {config.modules.world_size} ranks and verify runs on at most {MOST_RANKS}: give it a config "
-            "with fewer data ranks of both modules"
+            f"components has {config.components.world_size} ranks and verify runs on at most {MOST_RANKS}: give it a "
+            "config with fewer data ranks of both components"
         )
-    return config.modules.world_size
+    return config.components.world_size
 
 
 def layout_to_verify(parallel: ParallelConfig) -> ParallelConfig:

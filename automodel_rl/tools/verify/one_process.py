@@ -89,7 +89,7 @@ class Training:
         lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, optimizer, muon: of `OptimizerConfig`, `optimizer`
             its name.
         total_steps: where the learning rate, which falls in a line after the warm-up, would reach 0; None lets it stay.
-        aux_loss: weight of the routers' load-balancing loss, which is taken over each row.
+        aux_loss: weight of the routers' load-balancing loss, which is taken over each microbatch.
     """
 
     lr: float = 1e-3
@@ -153,7 +153,9 @@ class OneProcess:
         self.training, self.num_steps = training, 0
         self.optimizers = OPTIMIZERS[training.optimizer].reference(self.model, training.config)
         self.routes: Routes | None = None  # of the sequence that is computed
-        self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}  # logits and choices of a row's sequences by layer
+        self.routed: dict[
+            int, list[tuple[Tensor, Tensor]]
+        ] = {}  # logits and choices of a microbatch's sequences by layer
         if FAMILIES[config["model_type"]].is_moe:
             for number, layer in enumerate(self.model.model.layers):
                 self._follow_routes(number, layer.mlp, FAMILIES[config["model_type"]].router)
@@ -197,14 +199,14 @@ class OneProcess:
             "pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": kinds.to(self.device)
         }  # fmt: skip
 
-    def backward(self, rows: list[list[TokenSequence]]) -> float:
-        """Fills `.grad` and returns the loss: the mean over all trained tokens of all rows."""
-        sequences = [sequence for row in rows for sequence in row]
+    def backward(self, microbatches: list[list[TokenSequence]]) -> float:
+        """Fills `.grad` and returns the loss: the mean over all trained tokens of all microbatches."""
+        sequences = [sequence for microbatch in microbatches for sequence in microbatch]
         num_tokens = sum(int(s.loss_mask[1:].sum()) for s in sequences)
         total = 0.0
-        for row in rows:
+        for microbatch in microbatches:
             self.routed = {}
-            losses = [self._summed(sequence) / num_tokens for sequence in row]
+            losses = [self._summed(sequence) / num_tokens for sequence in microbatch]
             total += sum(loss.item() for loss in losses)
             if self.training.aux_loss:
                 losses.append(self._load_balancing() * (self.training.aux_loss / sum(map(len, sequences))))
@@ -220,8 +222,8 @@ class OneProcess:
         return -self.logprobs(sequence)[counted].sum()
 
     def _load_balancing(self) -> Tensor:
-        """Of a row: over layers, E times the sum over experts of their share of choices and their probability, summed
-        over tokens (Fedus et al., arXiv:2101.03961, eq. 4, times the tokens)."""
+        """Of a microbatch: over layers, E times the sum over experts of their share of choices and their probability,
+        summed over tokens (Fedus et al., arXiv:2101.03961, eq. 4, times the tokens)."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for of_sequences in self.routed.values():
             logits = torch.cat([logits for logits, _ in of_sequences])
@@ -237,7 +239,7 @@ class OneProcess:
         return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self._named_parameters()}
 
     def step(self) -> float:
-        """Clips, updates, forgets the gradients, and returns the norm before clipping."""
+        """Clips, takes the optimizer step, forgets the gradients, and returns the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.max_grad_norm)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from automodel_rl.batch import RouterShape, Routes, TokenSequence
 from automodel_rl.batch.routes import MISSING
-from automodel_rl.mixture.row_scope import RowScope
+from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.model.handle import ModelHandle
 
 NUM_ROUTES = 97
@@ -49,16 +49,18 @@ class RouteCheck:
         self.shape, self.num_wrong, self.num_right = handle.router_shape, 0, 0
         for extras in handle.extras:
             for number, router in extras.router_watch.routers.items():
-                router.register_forward_hook(functools.partial(self._compare, number, extras.row_scope))
+                router.register_forward_hook(functools.partial(self._compare, number, extras.microbatch_scope))
 
-    def _compare(self, number: int, scope: RowScope, _: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
-        row, chosen = scope.row, output[2].cpu()
-        assert row is not None
+    def _compare(self, number: int, scope: MicrobatchScope, _: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
+        microbatch, chosen = scope.microbatch, output[2].cpu()
+        assert microbatch is not None
         assert self.shape is not None
-        if not row.is_real.any():  # an empty row
+        if not microbatch.is_real.any():  # an empty microbatch
             return
-        wanted = route_of(row.input_ids, row.position_ids, number, self.shape)
-        known = row.is_real.cpu() & (wanted[:, 0] != MISSING) & (row.targets.cpu() >= 0)  # the last token has no route
+        wanted = route_of(microbatch.input_ids, microbatch.position_ids, number, self.shape)
+        known = (
+            microbatch.is_real.cpu() & (wanted[:, 0] != MISSING) & (microbatch.targets.cpu() >= 0)
+        )  # the last token has no route
         right = (chosen == wanted).all(1)[known]
         self.num_wrong += int((~right).sum())
         self.num_right += int(right.sum())

@@ -66,7 +66,7 @@ def test_a_full_disk_leaves_training_and_older_checkpoints_intact(
         assert steps_kept(tmp_path / "disk" / "run") == ["step_1"]
         assert_same_weights(tmp_path / "run" / "final", tmp_path / "disk" / "run" / "final")
     assert shown.count("warning: a checkpoint could not be written (No space left on device") == 3
-    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
+    assert [microbatch["step"] for microbatch in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -83,7 +83,7 @@ def test_a_folder_that_becomes_read_only_leaves_training_intact(
         finally:
             subprocess.run(["umount", "-l", str(checkpoints)], check=True)
     assert capsys.readouterr().out.count("a checkpoint could not be written (Read-only file system") == 4
-    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
+    assert [microbatch["step"] for microbatch in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def full_on_one_rank(config: Settings) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import pack, pack_row
+from automodel_rl.batch import pack, pack_microbatch
 from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
@@ -29,7 +29,7 @@ def make_engine(model: ModelConfig, parallel: ParallelConfig, memory: MemoryConf
 def train(engine: Engine, steps: range) -> None:
     for step in steps:
         rank = engine.handle.layout.data_rank
-        engine.train_step([pack_row(make_sequences(2, 100 * step + 10 * rank + m)) for m in range(4)], sft_loss)
+        engine.train_step([pack_microbatch(make_sequences(2, 100 * step + 10 * rank + m)) for m in range(4)], sft_loss)
 
 
 def tensors_of(engine: Engine) -> list[Tensor]:

@@ -15,19 +15,19 @@ from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.quickstart.problems import make_problems
 from tests.rank_pool import RankPool
 
-Rows = list[list[int]]
-"""Token ids of every row."""
+Microbatches = list[list[int]]
+"""Token ids of every microbatch."""
 
 
 def write_data(folder: Path) -> None:
     records, _ = make_problems(50, 0, seed=0)
-    records[0]["messages"][1]["content"] *= 9  # longer than a row
+    records[0]["messages"][1]["content"] *= 9  # longer than a microbatch
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     train_tokenizer([m["content"] for r in records for m in r["messages"]], 300).save_pretrained(folder)
 
 
-def load(folder: Path, overlong: str) -> tuple[list[Rows], list[tuple[int, ...]], list[Rows]]:
-    """Rows of every step, the counts of every step, and the rows after resuming behind the second."""
+def load(folder: Path, overlong: str) -> tuple[list[Microbatches], list[tuple[int, ...]], list[Microbatches]]:
+    """Microbatches of every step, the counts of every step, and the microbatches after resuming behind the second."""
     parallel = ParallelConfig(dp_shard=2)
     layout = build_layout(parallel, join_process_group(2))
     source = SourceConfig(path=str(folder / "data.jsonl"))
@@ -38,16 +38,19 @@ def load(folder: Path, overlong: str) -> tuple[list[Rows], list[tuple[int, ...]]
         dataset = ChatDataset((source,), chat, 128, None, overlong)
         return PackedLoader(dataset, 16, layout, float, Order(1, epochs=1))
 
-    def rows(step) -> Rows:
-        return [row.input_ids.tolist() for row in step.batches]
+    def microbatches(step) -> Microbatches:
+        return [microbatch.input_ids.tolist() for microbatch in step.microbatches]
 
     steps = list(make_loader())
-    counts = [(s.size.num_sequences, s.size.num_tokens, s.size.num_rows, s.num_truncated, s.num_dropped) for s in steps]
+    counts = [
+        (s.size.num_sequences, s.size.num_tokens, s.size.num_microbatches, s.num_truncated, s.num_dropped)
+        for s in steps
+    ]
     stopped = make_loader()
     list(islice(stopped, 2))
     resumed = make_loader()
     resumed.load_state_dict(stopped.state_dict())
-    return [rows(s) for s in steps], counts, [rows(s) for s in resumed]
+    return [microbatches(s) for s in steps], counts, [microbatches(s) for s in resumed]
 
 
 def test_data_ranks_share_global_batches_and_resume_between_steps(ranks: RankPool, tmp_path: Path) -> None:
@@ -56,7 +59,7 @@ def test_data_ranks_share_global_batches_and_resume_between_steps(ranks: RankPoo
     assert counts == other_counts
     assert [c[0] for c in counts] == [16, 16, 16, 2]
     assert sum(c[3] for c in counts) == 1
-    assert [len(rows) for rows in first] == [len(rows) for rows in second]
+    assert [len(microbatches) for microbatches in first] == [len(microbatches) for microbatches in second]
     for mine, theirs, (_, num_tokens, *_) in zip(first, second, counts, strict=True):
         assert sum(map(len, mine)) + sum(map(len, theirs)) == num_tokens
     assert first_resumed == first[2:]
@@ -81,8 +84,14 @@ def sequences_by_place(folder: Path, num_ranks: int) -> Steps:
     dataset = ChatDataset((source,), chat, 128, None, "drop")
     found: Steps = []
     for step in PackedLoader(dataset, 16, layout, float, Order(1, epochs=1)):
-        rows = [(row.order, row.input_ids.split(row.lengths)) for row in step.batches if not row.is_empty]
-        found.append((step.draws, [(p, i.tolist()) for order, ids in rows for p, i in zip(order, ids, strict=True)]))
+        microbatches = [
+            (microbatch.order, microbatch.input_ids.split(microbatch.lengths))
+            for microbatch in step.microbatches
+            if not microbatch.is_empty
+        ]
+        found.append(
+            (step.draws, [(p, i.tolist()) for order, ids in microbatches for p, i in zip(order, ids, strict=True)])
+        )
     return found
 
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from automodel_rl import Engine, LossOutput, ModelHandle, OptimizerConfig, PackedBatch, ParallelConfig, TokenOutputs
+from automodel_rl import Engine, LossOutput, Microbatch, ModelHandle, OptimizerConfig, ParallelConfig, TokenOutputs
 from automodel_rl import sft_loss as plain_sft_loss
-from automodel_rl.batch import pack_row
+from automodel_rl.batch import pack_microbatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig
 from automodel_rl.engine.reference_weights import ReferenceWeights
@@ -30,19 +30,21 @@ def make_engine(folder: Path, parallel: ParallelConfig, **optimizer: object) -> 
     return Engine(handle, OptimizerConfig(decay="constant", **optimizer))
 
 
-def rows_of(engine: Engine) -> list[PackedBatch]:
+def microbatches_of(engine: Engine) -> list[Microbatch]:
     rank = engine.handle.layout.data_rank
-    return [pack_row(make_sequences(2 + i, seed=10 * rank + i)) for i in range(3)]
+    return [pack_microbatch(make_sequences(2 + i, seed=10 * rank + i)) for i in range(3)]
 
 
 def train_and_save(folder: Path, parallel: ParallelConfig) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log-probabilities of every sequence and logits of every row, after training."""
+    """Log-probabilities of every sequence and logits of every microbatch, after training."""
     engine = make_engine(folder, parallel, lr=1e-2)
     for _ in range(3):
-        engine.train_step(rows_of(engine), plain_sft_loss)
+        engine.train_step(microbatches_of(engine), plain_sft_loss)
     engine.handle.save_pretrained(folder / "final")
-    rows = rows_of(engine)
-    return engine.logprobs(rows), engine.runner.forward(rows, lambda hidden, head, _: hidden @ head.weight.t())
+    microbatches = microbatches_of(engine)
+    return engine.logprobs(microbatches), engine.runner.forward(
+        microbatches, lambda hidden, head, _: hidden @ head.weight.t()
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -65,14 +67,14 @@ def test_what_is_saved_gives_the_logits_of_the_trained_handle(
 def forward_only(folder: Path, parallel: ParallelConfig) -> tuple[list[float], list[float], list[list[torch.Tensor]]]:
     """Losses read before each of three steps, those of the steps, and log-probabilities read whole and in blocks."""
     engine = make_engine(folder, parallel, lr=1e-2)
-    rows = rows_of(engine)
+    microbatches = microbatches_of(engine)
     read, trained = [], []
     for _ in range(3):
-        read.append(engine.evaluate(rows, plain_sft_loss)[0])
-        trained.append(engine.train_step(rows, plain_sft_loss).loss)
-    whole = engine.logprobs(rows)
-    with mock.patch.object(block_sizes, "forward_rows", 2):
-        return read, trained, [whole, engine.logprobs(rows)]
+        read.append(engine.evaluate(microbatches, plain_sft_loss)[0])
+        trained.append(engine.train_step(microbatches, plain_sft_loss).loss)
+    whole = engine.logprobs(microbatches)
+    with mock.patch.object(block_sizes, "forward_microbatches", 2):
+        return read, trained, [whole, engine.logprobs(microbatches)]
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(pp=2), ParallelConfig(dp_shard=2)], ids=["pp2", "dp2"])
@@ -92,7 +94,7 @@ def test_forward_only_work_sees_the_weights_of_its_time(
 
 def likeliest(folder: Path) -> list[int]:
     engine = make_engine(folder, ParallelConfig(pp=2))
-    return engine.next_tokens(rows_of(engine)).tolist()
+    return engine.next_tokens(microbatches_of(engine)).tolist()
 
 
 def test_next_tokens_are_the_likeliest(ranks: RankPool, tmp_path: Path) -> None:
@@ -108,25 +110,25 @@ def bad_loss_on_one_rank(folder: Path, parallel: ParallelConfig) -> tuple[list[b
     engine = make_engine(folder, parallel, max_skipped_steps=2)
     rank = engine.handle.layout.data_rank
 
-    def loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+    def loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
         factor = math.nan if rank == 1 else 1.0
-        return LossOutput({"tokens": plain_sft_loss(outputs, batch).sums["tokens"] * factor})
+        return LossOutput({"tokens": plain_sft_loss(outputs, microbatch).sums["tokens"] * factor})
 
     def weights() -> list[torch.Tensor]:
         return [(p.to_local() if isinstance(p, DTensor) else p).clone() for _, p in engine.handle.named_parameters()]
 
-    def gradient(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+    def gradient(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
         """A finite loss whose gradient is not, on one rank."""
-        total = plain_sft_loss(outputs, batch).sums["tokens"]
+        total = plain_sft_loss(outputs, microbatch).sums["tokens"]
         return LossOutput({"tokens": total + (0 * outputs.logprobs.sum()).abs().sqrt() if rank == 1 else total})
 
-    skipped = [engine.train_step(rows_of(engine), f).skipped for f in (loss, plain_sft_loss, gradient)]
+    skipped = [engine.train_step(microbatches_of(engine), f).skipped for f in (loss, plain_sft_loss, gradient)]
     engine = make_engine(folder, parallel, max_skipped_steps=2)
     before = weights()
-    engine.train_step(rows_of(engine), loss)
+    engine.train_step(microbatches_of(engine), loss)
     unchanged = all(torch.equal(a, b) for a, b in zip(weights(), before, strict=True))
     try:
-        engine.train_step(rows_of(engine), loss)
+        engine.train_step(microbatches_of(engine), loss)
     except TrainingDivergedError as error:
         return skipped, unchanged, str(error)
     return skipped, unchanged, "went on"
@@ -145,18 +147,18 @@ def test_a_loss_that_is_not_finite_skips_the_step_on_every_rank(
 
 def infinite_gradient_on_one_stage(folder: Path, kept: Path) -> tuple[list[bool], bool, str]:
     engine = make_engine(folder, ParallelConfig(pp=2), max_skipped_steps=2)
-    engine.keep_rows_in = kept
+    engine.keep_microbatches_in = kept
     before = [local_tensor(p.detach()).clone() for _, p in engine.handle.named_parameters()]
     if engine.handle.layout.pp_rank == 1:
         _, parameter = next(iter(engine.handle.named_parameters()))
         parameter.register_post_accumulate_grad_hook(lambda p: local_tensor(p.grad).view(-1)[:1].fill_(math.inf))
-    skipped = [engine.train_step(rows_of(engine), plain_sft_loss).skipped]
+    skipped = [engine.train_step(microbatches_of(engine), plain_sft_loss).skipped]
     unchanged = all(
         torch.equal(local_tensor(p.detach()), old)
         for (_, p), old in zip(engine.handle.named_parameters(), before, strict=True)
     )
     try:
-        engine.train_step(rows_of(engine), plain_sft_loss)
+        engine.train_step(microbatches_of(engine), plain_sft_loss)
     except TrainingDivergedError as error:
         return skipped, unchanged, str(error)
     return skipped, unchanged, "went on"
@@ -170,22 +172,26 @@ def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_every_rank
     for skipped, unchanged, message in ranks(2).run(infinite_gradient_on_one_stage, tmp_path, kept):
         assert skipped == [True]
         assert unchanged
-        assert message.startswith(f"2 steps in a row were skipped, the last (its rows are in {kept}) with loss ")
+        assert message.startswith(
+            f"2 steps in a row were skipped, the last (its microbatches are in {kept}) with loss "
+        )
         assert "gradient norm inf" in message
-    rows = load_file(kept / "data_rank_0.safetensors")
-    assert rows["row_0.input_ids"].shape == rows["row_0.loss_mask"].shape
+    microbatches = load_file(kept / "data_rank_0.safetensors")
+    assert microbatches["row_0.input_ids"].shape == microbatches["row_0.loss_mask"].shape
 
 
 def with_metrics(folder: Path, parallel: ParallelConfig) -> tuple[float, dict[str, float]]:
     engine = make_engine(folder, parallel)
 
-    def loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+    def loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
         ones = torch.ones((), dtype=torch.float64)
-        metrics = {"length": (ones * batch.num_tokens * (not batch.is_empty), ones * batch.num_sequences)}
-        total = plain_sft_loss(outputs, batch).sums["tokens"]
-        return LossOutput({"tokens": total, "sequences": 0 * total + batch.num_sequences}, metrics)
+        metrics = {
+            "length": (ones * microbatch.num_tokens * (not microbatch.is_empty), ones * microbatch.num_sequences)
+        }
+        total = plain_sft_loss(outputs, microbatch).sums["tokens"]
+        return LossOutput({"tokens": total, "sequences": 0 * total + microbatch.num_sequences}, metrics)
 
-    output = engine.train_step(rows_of(engine)[:1], loss)
+    output = engine.train_step(microbatches_of(engine)[:1], loss)
     return output.loss, output.metrics
 
 
@@ -222,7 +228,7 @@ def test_weights_with_nan_are_named_on_every_rank(ranks: RankPool, tmp_path: Pat
 def late_reference(folder: Path) -> str:
     engine = make_engine(folder, ParallelConfig())
     ReferenceWeights(engine.handle)
-    engine.train_step(rows_of(engine), plain_sft_loss)
+    engine.train_step(microbatches_of(engine), plain_sft_loss)
     with pytest.raises(RuntimeError) as raised:
         ReferenceWeights(engine.handle)
     return str(raised.value)

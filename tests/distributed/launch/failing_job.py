@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, ParallelConfig, sft_loss
-from automodel_rl.batch import PackedBatch, pack_row
+from automodel_rl.batch import Microbatch, pack_microbatch
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.flight import flight, flight_file
@@ -37,11 +37,11 @@ def work() -> None:
     flight.keep_in(flight_file(Path(folder, "flight"), int(os.environ["RANK"])))
     handle = ModelHandle.from_pretrained(ModelConfig(path=folder, dtype="float32"), ParallelConfig(pp=2))
     engine = Engine(handle, OptimizerConfig(decay="constant"))
-    rows = [pack_row(make_sequences(2, seed=i)) for i in range(4)]
-    engine.train_step(rows, sft_loss)
+    microbatches = [pack_microbatch(make_sequences(2, seed=i)) for i in range(4)]
+    engine.train_step(microbatches, sft_loss)
     calls = 0
 
-    def failing_loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+    def failing_loss(outputs: TokenOutputs, batch: Microbatch) -> LossOutput:
         nonlocal calls
         calls += 1
         if calls == 3:
@@ -66,7 +66,7 @@ def work() -> None:
             raise ValueError("the real cause")
         time.sleep(0.8)
         os.abort()
-    engine.train_step(rows, failing_loss)
+    engine.train_step(microbatches, failing_loss)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from automodel_rl.batch import pack_row
+from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.config.optimizer import OptimizerName
@@ -26,8 +26,8 @@ from tests.tiny import make_sequences, save_tiny_model
 STEPS = 3
 
 
-def sequences_of(step: int, data_rank: int, row: int) -> list:
-    return make_sequences(1 + (row + data_rank) % 3, 100 * step + 10 * data_rank + row)
+def sequences_of(step: int, data_rank: int, microbatch: int) -> list:
+    return make_sequences(1 + (microbatch + data_rank) % 3, 100 * step + 10 * data_rank + microbatch)
 
 
 def train(folder: Path, parallel: ParallelConfig, optimizer: OptimizerName) -> list[float]:
@@ -38,8 +38,10 @@ def train(folder: Path, parallel: ParallelConfig, optimizer: OptimizerName) -> l
     handle.save_pretrained(folder / "initial")
     losses = []
     for step in range(STEPS):
-        rows = [pack_row(sequences_of(step, handle.layout.data_rank, row)) for row in range(3)]
-        losses.append(engine.train_step(rows, sft_loss).loss)
+        microbatches = [
+            pack_microbatch(sequences_of(step, handle.layout.data_rank, microbatch)) for microbatch in range(3)
+        ]
+        losses.append(engine.train_step(microbatches, sft_loss).loss)
     handle.save_pretrained(folder / "trained")
     return losses
 
@@ -50,7 +52,9 @@ def train_with_peft(folder: Path, data_ranks: int, optimizer: OptimizerName) -> 
     reference.optimizers = OPTIMIZERS[optimizer].reference(reference.model, reference.training.config)
     losses = []
     for step in range(STEPS):
-        everyone = [s for rank in range(data_ranks) for row in range(3) for s in sequences_of(step, rank, row)]
+        everyone = [
+            s for rank in range(data_ranks) for microbatch in range(3) for s in sequences_of(step, rank, microbatch)
+        ]
         losses.append(reference.backward([everyone]))
         reference.step()
     named = reference.model.named_parameters()
@@ -96,7 +100,7 @@ def save_lively_adapters(folder: Path, lora: LoraConfig) -> list[Tensor]:
         if is_adapter(name):
             nn.init.normal_(parameter, std=0.1, generator=generator)
     handle.save_pretrained(folder / "adapters")
-    return engine.logprobs([pack_row(make_sequences(3, seed=0))])
+    return engine.logprobs([pack_microbatch(make_sequences(3, seed=0))])
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Preference and policy-gradient losses compute the same on every layout, with unequal rows on every rank."""
+"""Preference and policy-gradient losses compute the same on every layout, with unequal microbatches on every rank."""
 
 import functools
 from pathlib import Path
@@ -49,13 +49,13 @@ def with_values(sequences: list[TokenSequence]) -> list[TokenSequence]:
 def train(folder: Path, parallel: ParallelConfig, loss: str) -> list[TrainOutput]:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), parallel)
     engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
-    rows = pack(
+    microbatches = pack(
         with_values(make_sequences(10, seed=3)),
         40,
         share=handle.layout.data_share,
         together=2,
     )
-    return [engine.train_step(rows, LOSSES[loss], READOUTS[loss]) for _ in range(2)]
+    return [engine.train_step(microbatches, LOSSES[loss], READOUTS[loss]) for _ in range(2)]
 
 
 @pytest.fixture(scope="module", params=list(LOSSES))
@@ -83,16 +83,19 @@ def recompute(folder: Path, parallel: ParallelConfig) -> tuple[dict[str, float],
     """The metrics of a first update whose old log-probabilities were computed before it."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32"), parallel)
     engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
-    rows = pack(with_values(make_sequences(6, seed=3)), 40)
-    logprobs = iter(engine.logprobs(rows, temperature=0.7))
-    rows = [add_values(row, "old_logprobs", [next(logprobs) for _ in row.lengths]) for row in rows]
+    microbatches = pack(with_values(make_sequences(6, seed=3)), 40)
+    logprobs = iter(engine.logprobs(microbatches, temperature=0.7))
+    microbatches = [
+        add_values(microbatch, "old_logprobs", [next(logprobs) for _ in microbatch.lengths])
+        for microbatch in microbatches
+    ]
     values = []
 
-    def loss(outputs, batch):  # type: ignore[no-untyped-def]
-        values.append((outputs.logprobs - batch.values["old_logprobs"]).abs().max().item())
-        return grpo_loss(outputs, batch, PolicyLossConfig())
+    def loss(outputs, microbatch):  # type: ignore[no-untyped-def]
+        values.append((outputs.logprobs - microbatch.values["old_logprobs"]).abs().max().item())
+        return grpo_loss(outputs, microbatch, PolicyLossConfig())
 
-    output = engine.train_step(rows, loss, Readout(temperature=0.7, entropy=True))
+    output = engine.train_step(microbatches, loss, Readout(temperature=0.7, entropy=True))
     return output.metrics, max(values, default=0.0)
 
 
@@ -110,15 +113,17 @@ def test_recomputed_logprobs_are_exactly_those_of_the_first_update(
 def read(folder: Path, parallel: ParallelConfig) -> tuple[list[tuple], torch.Tensor, list[torch.Tensor]]:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), parallel)
     engine = Engine(handle)
-    rows = pack(make_sequences(5, seed=3), 40)
-    return engine.top_logits(rows, 3), engine.sequence_scores(rows), engine.logprobs(rows)
+    microbatches = pack(make_sequences(5, seed=3), 40)
+    return engine.top_logits(microbatches, 3), engine.sequence_scores(microbatches), engine.logprobs(microbatches)
 
 
 def test_top_logits_and_scores_belong_to_their_tokens(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     (expected,) = ranks(1).run(read, tmp_path, ParallelConfig())
     tops, scores, logprobs = ranks(2).run(read, tmp_path, ParallelConfig(pp=2))[1]
-    sequences = [make_sequences(5, seed=3)[i] for row in pack(make_sequences(5, seed=3), 40) for i in row.order]
+    sequences = [
+        make_sequences(5, seed=3)[i] for microbatch in pack(make_sequences(5, seed=3), 40) for i in microbatch.order
+    ]
     for (values, ids), (other_values, other_ids), sequence, logprob in zip(
         tops, expected[0], sequences, logprobs, strict=True
     ):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch, RouterShape, Routes, TokenSequence, pack_row
+from automodel_rl.batch import Microbatch, RouterShape, Routes, TokenSequence, pack_microbatch
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
@@ -63,36 +63,41 @@ def test_uneven_virtual_stages_of_27_layers_map_by_number(ranks: RankPool, tmp_p
     assert_equal(differences(ranks, tmp_path, case), FLOAT64)
 
 
-# Gradients of the same rows, bit for bit.
+# Gradients of the same microbatches, bit for bit.
 
 Gradients = dict[str, Tensor]
 
 
-def rows_of(shape: RouterShape, num_rows: int) -> list[PackedBatch]:
-    """Rows of which every token of every one has experts of its own, as many tokens for each expert in every row.
+def microbatches_of(shape: RouterShape, num_microbatches: int) -> list[Microbatch]:
+    """Microbatches of which every token of every one has experts of its own, as many tokens for each expert in every
+    microbatch.
 
-    The second row's routes are the first one's in another order: what a queue of routes would mix up unnoticed.
+    The second microbatch's routes are the first one's in another order: what a queue of routes would mix up unnoticed.
     """
     (sequence,) = make_sequences(1, 3, VOCAB, longest=24)
     experts = with_routes(sequence, shape).routes.experts  # type: ignore[union-attr]
-    rows = []
-    for number in range(num_rows):
+    microbatches = []
+    for number in range(num_microbatches):
         turned = Routes(shape.layers, torch.cat([experts[:-1].roll(number, 0), experts[-1:]]))
-        rows.append(pack_row([TokenSequence(sequence.input_ids, sequence.loss_mask, routes=turned)]))
-    return rows
+        microbatches.append(pack_microbatch([TokenSequence(sequence.input_ids, sequence.loss_mask, routes=turned)]))
+    return microbatches
 
 
-def gradients(folder: Path, parallel: dict, recomputed: str, dtype: str = "float32", num_rows: int = 4) -> Gradients:
+def gradients(
+    folder: Path, parallel: dict, recomputed: str, dtype: str = "float32", num_microbatches: int = 4
+) -> Gradients:
     """Of this rank's stages."""
     memory = MemoryConfig(activation_checkpointing=recomputed)
     model = ModelConfig(path=str(folder), dtype=dtype)
     handle = ModelHandle.from_pretrained(model, ParallelConfig(**parallel), memory)
-    return backward(handle, rows_of(handle.router_shape, num_rows))
+    return backward(handle, microbatches_of(handle.router_shape, num_microbatches))
 
 
-def backward(handle: ModelHandle, rows: Sequence[PackedBatch]) -> Gradients:
+def backward(handle: ModelHandle, microbatches: Sequence[Microbatch]) -> Gradients:
     parallel, data_rank = handle.layout.parallel, handle.layout.data_rank
-    StepRunner(handle).forward_backward(rows[data_rank :: parallel.num_data_ranks], sft_loss, Readout(), count(rows))
+    StepRunner(handle).forward_backward(
+        microbatches[data_rank :: parallel.num_data_ranks], sft_loss, Readout(), count(microbatches)
+    )
     found = {name: gather_whole(p.grad, handle.layout).clone() for name, p in handle.named_parameters()}
     handle.zero_grad()
     return found
@@ -123,27 +128,28 @@ def test_gradients_equal_those_of_one_rank(
 
 
 def mixed_up(folder: Path) -> tuple[Gradients, Gradients]:
-    """Gradients as they should be, and of a pipeline where every row's recomputation has the last row's routes."""
+    """Gradients as they should be, and of a pipeline where every microbatch's recomputation has the last microbatch's
+    routes."""
     right = gradients(folder, {"pp": 2}, "full")
     handle = ModelHandle.from_pretrained(
         ModelConfig(path=str(folder), dtype="float32"),
         ParallelConfig(pp=2),
         MemoryConfig(activation_checkpointing="full"),
     )
-    rows = rows_of(handle.router_shape, 4)
+    microbatches = microbatches_of(handle.router_shape, 4)
     for extras in handle.extras:
-        scope = extras.row_scope
+        scope = extras.microbatch_scope
         for router in extras.router_watch.routers.values():
             router.register_forward_pre_hook(lambda *_, scope=scope: newest(scope))
-    return right, backward(handle, rows)
+    return right, backward(handle, microbatches)
 
 
 def newest(scope: object) -> None:
     """The planted bug: one binding for the whole stage, which the newest forward has set."""
     if torch._C._current_graph_task_id() == -1:
-        scope.newest = scope.row  # type: ignore[attr-defined]
+        scope.newest = scope.microbatch  # type: ignore[attr-defined]
     else:
-        scope.row = scope.newest  # type: ignore[attr-defined]
+        scope.microbatch = scope.newest  # type: ignore[attr-defined]
 
 
 def test_routes_of_another_microbatch_in_flight_are_noticed(ranks: RankPool, tmp_path: Path) -> None:
@@ -154,11 +160,14 @@ def test_routes_of_another_microbatch_in_flight_are_noticed(ranks: RankPool, tmp
 
 
 def loads_of(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Tokens of every expert in every layer: as counted on this rank, and of the routes of the whole row."""
+    """Tokens of every expert in every layer: as counted on this rank, and of the routes of the whole microbatch."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32"), ParallelConfig(cp=2))
-    rows = rows_of(handle.router_shape, 2)
-    backward(handle, rows)
-    counted, experts = handle.extras[0].router_watch.loads, torch.cat([row.routes.experts for row in rows])  # type: ignore
+    microbatches = microbatches_of(handle.router_shape, 2)
+    backward(handle, microbatches)
+    counted, experts = (
+        handle.extras[0].router_watch.loads,
+        torch.cat([microbatch.routes.experts for microbatch in microbatches]),
+    )  # type: ignore
     return list(counted.values()), [experts[:, m][experts[:, m] >= 0].bincount(minlength=8) for m in range(3)]
 
 
@@ -177,25 +186,25 @@ def test_load_is_where_routes_send_real_tokens(ranks: RankPool, tmp_path: Path) 
 
 
 def fail_once(folder: Path, parallel: dict) -> tuple[list[bool], bool, bool]:
-    """What a failure in the midst of a step leaves: rows still held, and whether the next passes are right."""
+    """What a failure in the midst of a step leaves: microbatches still held, and whether the next passes are right."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32"), ParallelConfig(**parallel))
-    engine, rows = Engine(handle), rows_of(handle.router_shape, 4)
-    plain = [pack_row([sequence_of(row)]) for row in rows]
-    live, right = torch.cat(engine.logprobs(plain)), backward(handle, rows)
-    assert not torch.equal(torch.cat(engine.logprobs(rows)), live)
+    engine, microbatches = Engine(handle), microbatches_of(handle.router_shape, 4)
+    plain = [pack_microbatch([sequence_of(microbatch)]) for microbatch in microbatches]
+    live, right = torch.cat(engine.logprobs(plain)), backward(handle, microbatches)
+    assert not torch.equal(torch.cat(engine.logprobs(microbatches)), live)
     planted = next(iter(handle.extras[-1].router_watch.routers.values())).register_forward_hook(fail_at(2))
     with pytest.raises(MicrobatchError, match="planted"):
-        backward(handle, rows)
-    held = [extras.row_scope.row is not None for extras in handle.extras]
+        backward(handle, microbatches)
+    held = [extras.microbatch_scope.microbatch is not None for extras in handle.extras]
     planted.remove()
     handle.zero_grad()
     same = torch.equal(torch.cat(engine.logprobs(plain)), live)  # not by what the failed step had bound
-    again = backward(handle, rows)
+    again = backward(handle, microbatches)
     return held, same, all(torch.equal(again[name], right[name]) for name in right)
 
 
-def sequence_of(row: PackedBatch) -> TokenSequence:
-    return TokenSequence(row.input_ids, torch.cat([torch.zeros(1, dtype=torch.bool), row.loss_mask[:-1]]))
+def sequence_of(microbatch: Microbatch) -> TokenSequence:
+    return TokenSequence(microbatch.input_ids, torch.cat([torch.zeros(1, dtype=torch.bool), microbatch.loss_mask[:-1]]))
 
 
 def fail_at(call: int) -> Callable[..., None]:
@@ -218,11 +227,11 @@ def test_a_failed_step_leaves_nothing_bound(ranks: RankPool, tmp_path: Path) -> 
 def refusals(folder: Path) -> list[str]:
     """What is said of routes that are not this model's."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32"))
-    (row,) = rows_of(handle.router_shape, 1)
-    experts = row.routes.experts  # type: ignore[union-attr]
-    sequence, found = sequence_of(row), []
+    (microbatch,) = microbatches_of(handle.router_shape, 1)
+    experts = microbatch.routes.experts  # type: ignore[union-attr]
+    sequence, found = sequence_of(microbatch), []
     for routes in (Routes((1, 2), experts[:, :2]), Routes((1, 2, 3), experts[..., :1])):
-        wrong = pack_row([TokenSequence(sequence.input_ids, sequence.loss_mask, routes=routes)])
+        wrong = pack_microbatch([TokenSequence(sequence.input_ids, sequence.loss_mask, routes=routes)])
         with pytest.raises(Exception) as caught:  # noqa: PT011
             backward(handle, [wrong])
         found.append(str(caught.value))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from automodel_rl.batch import TokenSequence, empty_row, pack_row
+from automodel_rl.batch import TokenSequence, empty_microbatch, pack_microbatch
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig, MoEConfig
 from automodel_rl.engine import Engine
@@ -20,12 +20,14 @@ from tests.tiny import make_sequences, save_tiny_model
 
 
 def gradients_of_routers(folder: Path, moe: MoEConfig, memory: MemoryConfig) -> tuple[dict, dict, float]:
-    """Gradients of the gates and loads after one forward and backward of one row, and of an empty one, which counts for
-    nothing, on one rank; and the load metric."""
+    """Gradients of the gates and loads after one forward and backward of one microbatch, and of an empty one, which
+    counts for nothing, on one rank; and the load metric."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", moe=moe), memory=memory)
-    rows = [pack_row([sequence()]), empty_row()]
+    microbatches = [pack_microbatch([sequence()]), empty_microbatch()]
     runner = StepRunner(handle)
-    runner.forward_backward(rows, sft_loss, Readout(), {"tokens": 10**9, "sequences": 1, "positions": len(sequence())})
+    runner.forward_backward(
+        microbatches, sft_loss, Readout(), {"tokens": 10**9, "sequences": 1, "positions": len(sequence())}
+    )
     gates = {n: gather_whole(p.grad, handle.layout) for n, p in handle.named_parameters() if n.endswith("gate.weight")}
     loads = handle.extras[0].router_watch.loads
     return gates, dict(loads), runner.balance_routers()[LOAD_METRIC]
@@ -61,7 +63,7 @@ def move_biases(folder: Path, parallel: ParallelConfig) -> tuple[dict, dict, dic
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", moe=moe), parallel)
     engine = Engine(handle, OptimizerConfig(lr=1e-6, decay="constant"))
     before = {n: r.e_score_correction_bias.clone() for n, r in handle.extras[0].router_watch.routers.items()}
-    output = engine.train_step([pack_row(make_sequences(3, seed=handle.layout.data_rank))], sft_loss)
+    output = engine.train_step([pack_microbatch(make_sequences(3, seed=handle.layout.data_rank))], sft_loss)
     after = {n: r.e_score_correction_bias.clone() for n, r in handle.extras[0].router_watch.routers.items()}
     return before, after, dict(handle.extras[0].router_watch.loads), output.metrics[LOAD_METRIC]
 

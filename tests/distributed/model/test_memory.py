@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from automodel_rl.batch import pack_row
+from automodel_rl.batch import pack_microbatch
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
@@ -31,7 +31,7 @@ def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig) -> tuple
     """What three steps compute, how often a linear layer runs in the last, and whether moments wait on the host."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant"))
-    rows = [pack_row(make_sequences(2, 10 * handle.layout.data_rank + m)) for m in range(4)]
+    microbatches = [pack_microbatch(make_sequences(2, 10 * handle.layout.data_rank + m)) for m in range(4)]
     calls = 0
 
     def count(*_: object) -> None:
@@ -42,7 +42,7 @@ def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig) -> tuple
     outputs = []
     for _ in range(3):
         calls = 0
-        outputs.append(engine.train_step(rows, sft_loss))
+        outputs.append(engine.train_step(microbatches, sft_loss))
     weights = [local_tensor(p.detach()).clone() for _, p in handle.named_parameters()]
     numbers = [number for output in outputs for number in (output.loss, output.grad_norm)]
     return (numbers, weights), calls, engine._offloaded is not None
@@ -89,13 +89,13 @@ def fail_inside(folder: Path) -> None:
         Engine(ModelHandle.from_pretrained(model, memory=MODES["offload"]), OptimizerConfig(lr=1e-2, decay="constant"))
         for _ in range(2)
     )
-    rows = [pack_row(make_sequences(2, seed=0))]
+    microbatches = [pack_microbatch(make_sequences(2, seed=0))]
     for failure in (None, fail_in_the_block, fail_on_the_way_in):
         if failure is not None:
             failure(engine)
             assert not bytes_on_device(engine)
             assert engine._offloaded is not None
-        assert engine.train_step(rows, sft_loss) == steady.train_step(rows, sft_loss)
+        assert engine.train_step(microbatches, sft_loss) == steady.train_step(microbatches, sft_loss)
     pairs = zip(engine.handle.parts[0].parameters(), steady.handle.parts[0].parameters(), strict=True)
     assert all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl import Engine, ModelHandle, OptimizerConfig, PackedBatch, ParallelConfig, Readout, sft_loss
-from automodel_rl.batch import pack_row
+from automodel_rl import Engine, Microbatch, ModelHandle, OptimizerConfig, ParallelConfig, Readout, sft_loss
+from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import ModelConfig
 from automodel_rl.parallel.sharding import gather_whole, local_tensor
 from automodel_rl.step.runner import StepRunner
@@ -18,34 +18,34 @@ NUM_ROWS = 8
 STEPS, LR = 20, 1e-5
 
 
-def make_microbatches(data_rank: int = 0, num_data_ranks: int = 1) -> list[PackedBatch]:
-    return [pack_row(make_sequences(2 + i % 3, seed=i)) for i in range(NUM_ROWS)][data_rank::num_data_ranks]
+def make_microbatches(data_rank: int = 0, num_data_ranks: int = 1) -> list[Microbatch]:
+    return [pack_microbatch(make_sequences(2 + i % 3, seed=i)) for i in range(NUM_ROWS)][data_rank::num_data_ranks]
 
 
 def load(folder: Path, parallel: ParallelConfig) -> ModelHandle:
     return ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="bfloat16"), parallel)
 
 
-def gradients(handle: ModelHandle, batches: list[PackedBatch], counts: dict) -> dict[str, Tensor]:
-    StepRunner(handle).forward_backward(batches, sft_loss, Readout(), counts)
+def gradients(handle: ModelHandle, microbatches: list[Microbatch], counts: dict) -> dict[str, Tensor]:
+    StepRunner(handle).forward_backward(microbatches, sft_loss, Readout(), counts)
     found = {name: gather_whole(p.grad, handle.layout).cpu().clone() for name, p in handle.named_parameters()}
     handle.zero_grad()
     return found
 
 
 def summed(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
-    """Gradients over all rows."""
+    """Gradients over all microbatches."""
     handle = load(folder, parallel)
-    batches = make_microbatches(handle.layout.data_rank, parallel.num_data_ranks)
-    return gradients(handle, batches, StepRunner(handle).global_rows(batches).counts)
+    microbatches = make_microbatches(handle.layout.data_rank, parallel.num_data_ranks)
+    return gradients(handle, microbatches, StepRunner(handle).global_batch(microbatches).counts)
 
 
 def one_by_one(folder: Path) -> dict[str, Tensor]:
-    """Gradients of every row by itself, added up in float64."""
+    """Gradients of every microbatch by itself, added up in float64."""
     handle = load(folder, ParallelConfig())
-    counts = StepRunner(handle).global_rows(make_microbatches()).counts
-    of_rows = [gradients(handle, [row], counts) for row in make_microbatches()]
-    return {name: sum(of_row[name].double() for of_row in of_rows) for name in of_rows[0]}
+    counts = StepRunner(handle).global_batch(make_microbatches()).counts
+    of_microbatches = [gradients(handle, [microbatch], counts) for microbatch in make_microbatches()]
+    return {name: sum(of_microbatch[name].double() for of_microbatch in of_microbatches) for name in of_microbatches[0]}
 
 
 @pytest.mark.parametrize("sizes", [{}, {"dp_shard": 2}, {"pp": 2, "dp_shard": 2}], ids=str)

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from automodel_rl.batch import Image, TokenSequence, pack_row
+from automodel_rl.batch import Image, TokenSequence, pack_microbatch
 from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.config.modules import ModulesConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.losses import sft_loss
@@ -32,8 +32,8 @@ LLAVA, QWEN = "llava", "qwen2_5_vl"
 SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
 
 
-def modules_of(vision: dict, language: dict) -> ModulesConfig:
-    return ModulesConfig.model_validate({"vision": vision, "language": language})
+def modules_of(vision: dict, language: dict) -> ComponentsConfig:
+    return ComponentsConfig.model_validate({"vision": vision, "language": language})
 
 
 ONE_TO_TWO = modules_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
@@ -45,14 +45,14 @@ ONE_TO_FOUR = modules_of({"ranks": 0}, {"ranks": "1-4", "dp_shard": 4})
 
 
 def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
-    num_ranks = case.parallel.world_size if case.modules is None else case.modules.world_size
+    num_ranks = case.parallel.world_size if case.components is None else case.components.world_size
     found = ranks(num_ranks).run(compare, case, folder, folder)[0]
-    different = [row for row in judge(found, FLOAT64) if not row.is_equal]
+    different = [microbatch for microbatch in judge(found, FLOAT64) if not microbatch.is_equal]
     assert not different, different
 
 
 @pytest.mark.parametrize(
-    ("family", "modules", "rows"),
+    ("family", "components", "microbatches"),
     [
         (LLAVA, ONE_TO_TWO, (3, 1, 4)),
         (QWEN, ONE_TO_TWO, (3, 1, 4)),
@@ -66,10 +66,10 @@ def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
     ids=str,
 )
 def test_modules_on_meshes_of_their_own_equal_one_process(
-    ranks: RankPool, tmp_path: Path, family: str, modules: ModulesConfig, rows: tuple[int, ...]
+    ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig, microbatches: tuple[int, ...]
 ) -> None:
     save_tiny_vision_model(tmp_path, family)
-    assert_equal(ranks, tmp_path, Case(rows=rows, modules=modules))
+    assert_equal(ranks, tmp_path, Case(microbatches=microbatches, components=components))
 
 
 SPLIT_ENCODER = modules_of({"ranks": "0-1", "tp": 2}, {"ranks": "2-3", "dp_shard": 2})
@@ -80,24 +80,28 @@ V_PLACED = modules_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZBVZe
 
 
 @pytest.mark.parametrize(
-    ("family", "modules"),
+    ("family", "components"),
     [(LLAVA, SPLIT_ENCODER), (LLAVA, EVERYTHING), pytest.param(QWEN, V_PLACED, marks=SPLIT)],
     ids=["encoder over tp", "cp, tp and sequence parallel", "V placement"],
 )
 def test_any_layout_of_either_module_equals_one_process(
-    ranks: RankPool, tmp_path: Path, family: str, modules: ModulesConfig
+    ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
 ) -> None:
     save_tiny_vision_model(tmp_path, family)
-    assert_equal(ranks, tmp_path, Case(rows=(3, 2), modules=modules))
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
 
 
 @pytest.mark.parametrize(
     ("family", "tied", "case"),
     [
-        (QWEN, True, Case(ParallelConfig(pp=2), rows=(3, 2))),
-        (QWEN, False, Case(ParallelConfig(cp=2), rows=(3, 2))),
-        (LLAVA, False, Case(rows=(3, 2), memory=MemoryConfig(activation_checkpointing="full", offload_optimizer=True))),
-        (LLAVA, False, Case(rows=(3, 2), memory=MemoryConfig(activation_checkpointing="selective"))),
+        (QWEN, True, Case(ParallelConfig(pp=2), microbatches=(3, 2))),
+        (QWEN, False, Case(ParallelConfig(cp=2), microbatches=(3, 2))),
+        (
+            LLAVA,
+            False,
+            Case(microbatches=(3, 2), memory=MemoryConfig(activation_checkpointing="full", offload_optimizer=True)),
+        ),
+        (LLAVA, False, Case(microbatches=(3, 2), memory=MemoryConfig(activation_checkpointing="selective"))),
     ],
     ids=["tied, pp", "cp", "recomputed and offloaded", "selective"],
 )
@@ -111,37 +115,39 @@ def test_both_modules_on_all_ranks_equal_one_process(
 @pytest.mark.parametrize("frozen", [("vision", "projector"), ("language",), ("vision", "language")], ids=" and ".join)
 def test_frozen_parts_leave_the_others_right(ranks: RankPool, tmp_path: Path, frozen: tuple[str, ...]) -> None:
     save_tiny_vision_model(tmp_path, QWEN)
-    assert_equal(ranks, tmp_path, Case(rows=(3, 2), modules=ONE_TO_PIPELINE, frozen=frozen))
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=ONE_TO_PIPELINE, frozen=frozen))
 
 
-def make_engine(folder: Path, modules: ModulesConfig, frozen: tuple[Any, ...] = ()) -> Engine:
+def make_engine(folder: Path, components: ComponentsConfig, frozen: tuple[Any, ...] = ()) -> Engine:
     model = ModelConfig(path=str(folder), dtype="float64", frozen=frozen)
-    handle = ModelHandle.from_pretrained(model, modules=modules)
+    handle = ModelHandle.from_pretrained(model, components=components)
     return Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
 
 
-def rows_of(engine: Engine, images_of: tuple[int, ...], step: int = 0) -> list:
-    """A row with so many images for every data rank of the language model, none for a guest."""
+def microbatches_of(engine: Engine, images_of: tuple[int, ...], step: int = 0) -> list:
+    """A microbatch with so many images for every data rank of the language model, none for a guest."""
     layout = engine.handle.layout
     if layout.is_guest:
         return []
     (sequence,) = make_sequences(1, 10 * step + layout.data_rank, engine.handle.config.vocab_size)
-    return [pack_row([with_images(sequence, engine.handle.whole_config, images_of[layout.data_rank])])]
+    return [pack_microbatch([with_images(sequence, engine.handle.whole_config, images_of[layout.data_rank])])]
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
     handle = engine.handle
     return {
         f"{module.name} {name} {kind}": gather_whole(tensor, module.layout).clone()
-        for module in handle.modules
+        for module in handle.components
         for name, parameter in handle.named_parameters(module)
         for kind, tensor in [("weight", parameter), *engine.optimizer.state_of(parameter).items()]
     }
 
 
-def train_with_few_images(folder: Path, modules: ModulesConfig, images_of: tuple[int, ...]) -> tuple[float, float]:
-    engine = make_engine(folder, modules)
-    output = engine.train_step(rows_of(engine, images_of), sft_loss)
+def train_with_few_images(
+    folder: Path, components: ComponentsConfig, images_of: tuple[int, ...]
+) -> tuple[float, float]:
+    engine = make_engine(folder, components)
+    output = engine.train_step(microbatches_of(engine, images_of), sft_loss)
     return output.loss, output.grad_norm
 
 
@@ -158,16 +164,16 @@ def test_encoder_ranks_without_images_wait_for_nobody_and_change_no_scale(
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
 
 
-def train_with_an_infinite_gradient(folder: Path, modules: ModulesConfig) -> tuple[bool, bool]:
-    engine = make_engine(folder, modules)
-    rows, before = rows_of(engine, (1, 1)), weights_of(engine)
+def train_with_an_infinite_gradient(folder: Path, components: ComponentsConfig) -> tuple[bool, bool]:
+    engine = make_engine(folder, components)
+    microbatches, before = microbatches_of(engine, (1, 1)), weights_of(engine)
     to_encoder = Bridge.to_encoder
 
     def infinite(bridge: Bridge, *arguments: Any) -> dict[int, Tensor]:
         return {lane: gradient * torch.inf for lane, gradient in to_encoder(bridge, *arguments).items()}
 
     with mock.patch.object(Bridge, "to_encoder", infinite):  # the language model knows nothing of it
-        skipped = engine.train_step(rows, sft_loss).skipped
+        skipped = engine.train_step(microbatches, sft_loss).skipped
     after = weights_of(engine)
     return skipped, all(torch.equal(before[name], after[name]) for name in before)
 
@@ -180,13 +186,13 @@ def test_an_infinite_gradient_of_the_encoder_skips_the_step_on_every_rank(ranks:
 def save_after_two_steps(folder: Path) -> dict[str, Tensor]:
     engine = make_engine(folder, ONE_TO_TWO)
     for step in range(2):
-        engine.train_step(rows_of(engine, (1, 2), step), sft_loss)
+        engine.train_step(microbatches_of(engine, (1, 2), step), sft_loss)
     save_checkpoint(engine, folder / "step_2", {}, {})
     return weights_of(engine)
 
 
-def load(folder: Path, modules: ModulesConfig) -> tuple[dict[str, Tensor], int]:
-    engine = make_engine(folder, modules)
+def load(folder: Path, components: ComponentsConfig) -> tuple[dict[str, Tensor], int]:
+    engine = make_engine(folder, components)
     load_checkpoint(engine, folder / "step_2")
     return weights_of(engine), engine.step
 
@@ -229,7 +235,7 @@ def train_on_a_wrong_count(folder: Path) -> str:
     image = Image(1, 3, (1, 3, 3), torch.zeros(3, 12, 12))
     sequence = TokenSequence(torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.bool), images=(image,))
     try:
-        engine.train_step([pack_row([sequence])], sft_loss)
+        engine.train_step([pack_microbatch([sequence])], sft_loss)
     except ValueError as error:
         return str(error)
     return "trained"
@@ -243,7 +249,7 @@ def test_an_image_with_another_number_of_tokens_is_refused(ranks: RankPool, tmp_
 
 def train_and_export(folder: Path) -> float:
     engine = make_engine(folder, modules_of({"ranks": 0}, {"ranks": 0}))
-    loss = engine.train_step(rows_of(engine, (1,)), sft_loss).loss
+    loss = engine.train_step(microbatches_of(engine, (1,)), sft_loss).loss
     engine.handle.save_pretrained(folder / "exported")
     return loss
 

@@ -9,7 +9,7 @@ from automodel_rl.config.memory import MemoryConfig
 from automodel_rl.batch import pack
 from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.config import ModelConfig, MuonConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.modules import ModulesConfig
+from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
@@ -56,8 +56,8 @@ def test_layouts_equal_one_process(
 
 def test_an_encoder_on_a_mesh_of_its_own_equals_one_process(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_vision_model(tmp_path, num_layers=2)
-    modules = {"vision": {"ranks": "0-1", "tp": 2}, "language": {"ranks": 2}}
-    case = Case(rows=(3, 2), modules=ModulesConfig.model_validate(modules), optimizer="muon", muon=MUON)
+    components = {"vision": {"ranks": "0-1", "tp": 2}, "language": {"ranks": 2}}
+    case = Case(rows=(3, 2), components=ComponentsConfig.model_validate(components), optimizer="muon", muon=MUON)
     assert not different(ranks(3).run(compare, case, tmp_path, tmp_path)[0])
 
 

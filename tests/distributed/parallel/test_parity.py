@@ -25,13 +25,15 @@ def differences(ranks: RankPool, folder: Path, case: Case) -> Differences:
 
 
 def assert_equal(found: Differences, tolerances: Tolerances) -> None:
-    different = [row for row in judge(found, tolerances) if not row.is_equal]
+    different = [microbatch for microbatch in judge(found, tolerances) if not microbatch.is_equal]
     assert not different, different
 
 
-def check(ranks: RankPool, folder: Path, family: str, rows: tuple[int, ...] = (3, 1, 4), **sizes: object) -> None:
+def check(
+    ranks: RankPool, folder: Path, family: str, microbatches: tuple[int, ...] = (3, 1, 4), **sizes: object
+) -> None:
     tolerances = FLOAT32 if FAMILIES[family].computes_in_fp32 else FLOAT64
-    assert_equal(differences(ranks, folder, Case(ParallelConfig(**sizes), rows)), tolerances)
+    assert_equal(differences(ranks, folder, Case(ParallelConfig(**sizes), microbatches)), tolerances)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -50,10 +52,10 @@ def test_other_families_equal_one_process(ranks: RankPool, tmp_path: Path, famil
     check(ranks, tmp_path, family, **sizes)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 5])
-def test_any_number_of_microbatches_equals_one_process(ranks: RankPool, tmp_path: Path, num_rows: int) -> None:
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_any_number_of_microbatches_equals_one_process(ranks: RankPool, tmp_path: Path, num_microbatches: int) -> None:
     save_tiny_model(tmp_path, num_layers=2)
-    check(ranks, tmp_path, "qwen3", (num_rows,) * 3, pp=2)
+    check(ranks, tmp_path, "qwen3", (num_microbatches,) * 3, pp=2)
 
 
 def test_27_layers_as_13_and_14_equal_one_process(ranks: RankPool, tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_classes_of_nemo_automodel_equal_one_process(ranks: RankPool, tmp_path: 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_first_step_in_float32_is_near_one_process(ranks: RankPool, tmp_path: Path, pp: int) -> None:
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
-    found = differences(ranks, tmp_path, Case(ParallelConfig(pp=pp), rows=(3,), dtype="float32"))
+    found = differences(ranks, tmp_path, Case(ParallelConfig(pp=pp), microbatches=(3,), dtype="float32"))
     assert found.first["loss"] < 1e-6, found
     assert found.first["gradient norm"] < 1e-5, found
 

@@ -1,4 +1,4 @@
-"""A step that fails leaves no trace, and rows that no step can run are refused on every rank."""
+"""A step that fails leaves no trace, and microbatches that no step can run are refused on every rank."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from automodel_rl import (
     Engine,
     LossOutput,
+    Microbatch,
     ModelHandle,
     OptimizerConfig,
-    PackedBatch,
     ParallelConfig,
     TokenOutputs,
     TokenSequence,
     sft_loss,
 )
-from automodel_rl.batch import empty_row, pack_row, set_values
+from automodel_rl.batch import empty_microbatch, pack_microbatch, set_values
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError, MicrobatchError, PeerError
 from automodel_rl.hf.buckets import whole_tensors
@@ -35,9 +35,9 @@ def make_engine(folder: Path, parallel: ParallelConfig, dtype: str = "float64") 
     return Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
 
 
-def rows_of(engine: Engine, step: int, num_rows: int = 3) -> list[PackedBatch]:
+def microbatches_of(engine: Engine, step: int, num_microbatches: int = 3) -> list[Microbatch]:
     seed = 100 * step + 10 * engine.handle.layout.data_rank
-    return [pack_row(make_sequences(2 + i, seed=seed + i)) for i in range(num_rows)]
+    return [pack_microbatch(make_sequences(2 + i, seed=seed + i)) for i in range(num_microbatches)]
 
 
 class Failing:
@@ -46,11 +46,11 @@ class Failing:
     def __init__(self, raised: BaseException):
         self.raised, self.calls = raised, 0
 
-    def __call__(self, outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+    def __call__(self, outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
         self.calls += 1
         if self.calls == 2:
             raise self.raised
-        return sft_loss(outputs, batch)
+        return sft_loss(outputs, microbatch)
 
 
 def train_with_failures(
@@ -63,7 +63,7 @@ def train_with_failures(
         loss = Failing(KeyError("planted")) if engine.handle.layout.data_rank in (fails or ()) else sft_loss
         for attempt in (engine.train_step, engine.evaluate) if fails else ():
             try:
-                attempt(rows_of(engine, 7 + step), loss)
+                attempt(microbatches_of(engine, 7 + step), loss)
             except MicrobatchError as error:
                 chained = isinstance(error, PeerError) or isinstance(error.__cause__, KeyError)
                 caught += [] if chained else ["not chained"]
@@ -71,11 +71,11 @@ def train_with_failures(
             if isinstance(loss, Failing):
                 loss.calls = 0
         if fails:  # what a sync reads, right after a failure
-            sources = engine.handle.hf_sources(engine.handle.modules[0], torch.float32)
+            sources = engine.handle.hf_sources(engine.handle.components[0], torch.float32)
             assert all(
                 t.isfinite().all() for _, t in whole_tensors(sources, engine.handle.family, engine.handle.layout)
             )
-        engine.train_step(rows_of(engine, step), sft_loss)
+        engine.train_step(microbatches_of(engine, step), sft_loss)
     engine.handle.save_pretrained(out)
     return caught
 
@@ -86,7 +86,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 LAYOUTS = [
     ({}, "float64", (0,)),
-    ({}, "bfloat16", (0,)),  # gradients of other rows wait in another dtype
+    ({}, "bfloat16", (0,)),  # gradients of other microbatches wait in another dtype
     ({"dp_shard": 2}, "float64", (0, 1)),
     ({"dp_shard": 2}, "float64", (1,)),
     ({"pp": 2}, "float64", (0,)),
@@ -126,13 +126,13 @@ def test_a_loss_that_raises_on_one_data_rank_raises_on_every_rank(ranks: RankPoo
 
 def interrupted(folder: Path) -> Iterator[Callable[[Engine], Any]]:
     """Ways in which a step of a lone rank can end in its midst."""
-    yield lambda engine: engine.train_step(rows_of(engine, 5), Failing(KeyboardInterrupt()))
+    yield lambda engine: engine.train_step(microbatches_of(engine, 5), Failing(KeyboardInterrupt()))
 
     def in_backward(engine: Engine) -> None:
         _, parameter = next(iter(engine.handle.named_parameters()))
         hook = parameter.register_post_accumulate_grad_hook(lambda _: 1 / 0)
         try:
-            engine.train_step(rows_of(engine, 5), sft_loss)
+            engine.train_step(microbatches_of(engine, 5), sft_loss)
         finally:
             hook.remove()
 
@@ -142,21 +142,21 @@ def interrupted(folder: Path) -> Iterator[Callable[[Engine], Any]]:
         layer = engine.handle.parts[0].model.layers[2].mlp
         hook = layer.register_forward_hook(lambda *_: 1 / 0)
         try:
-            engine.train_step(rows_of(engine, 5), sft_loss)
+            engine.train_step(microbatches_of(engine, 5), sft_loss)
         finally:
             hook.remove()
 
     yield in_forward
 
     def in_reading(engine: Engine) -> None:
-        engine.runner.forward(rows_of(engine, 5), lambda *_: 1 / 0)
+        engine.runner.forward(microbatches_of(engine, 5), lambda *_: 1 / 0)
 
     yield in_reading
 
     def in_a_layer_while_reading(engine: Engine) -> None:
         hook = engine.handle.parts[0].model.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
         try:
-            engine.logprobs(rows_of(engine, 5))
+            engine.logprobs(microbatches_of(engine, 5))
         finally:
             hook.remove()
 
@@ -172,7 +172,7 @@ def test_a_step_that_is_interrupted_anywhere_leaves_no_trace(tmp_path: Path, dty
         with pytest.raises((KeyboardInterrupt, MicrobatchError)):
             interrupt(disturbed)
         for engine in (undisturbed, disturbed):
-            engine.train_step(rows_of(engine, 1), sft_loss)
+            engine.train_step(microbatches_of(engine, 1), sft_loss)
         pairs = zip(undisturbed.handle.named_hf_tensors(), disturbed.handle.named_hf_tensors(), strict=True)
         assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
 
@@ -183,7 +183,7 @@ def test_a_handle_that_cannot_be_put_right_tells_what_came_first(tmp_path: Path)
     engine = make_engine(tmp_path, ParallelConfig())
     broken = mock.patch("automodel_rl.step.runner.abandon_step", side_effect=RuntimeError("device-side assert"))
     with broken, pytest.raises(MicrobatchError, match="loss of microbatch 1 on stage 0 failed: KeyError") as raised:
-        engine.train_step(rows_of(engine, 0), Failing(KeyError("planted")))
+        engine.train_step(microbatches_of(engine, 0), Failing(KeyError("planted")))
     assert raised.value.__notes__ == ["the model cannot be used any more: RuntimeError: device-side assert"]
 
 
@@ -192,33 +192,39 @@ def test_a_handle_that_cannot_be_put_right_tells_what_came_first(tmp_path: Path)
 def test_values_that_are_not_finite_are_compared_like_others(tmp_path: Path, value: float) -> None:
     save_tiny_model(tmp_path, num_layers=1)
     engine = make_engine(tmp_path, ParallelConfig())
-    rows = [set_values(row, "ref_logprobs", torch.full((row.num_tokens,), value)) for row in rows_of(engine, 0)]
-    assert len(engine.logprobs(rows)) == sum(row.num_sequences for row in rows)
+    microbatches = [
+        set_values(microbatch, "ref_logprobs", torch.full((microbatch.num_tokens,), value))
+        for microbatch in microbatches_of(engine, 0)
+    ]
+    assert len(engine.logprobs(microbatches)) == sum(microbatch.num_sequences for microbatch in microbatches)
 
 
 def refusals(folder: Path, parallel: ParallelConfig, kind: str) -> list[str]:
-    """What each way to use rows says of bad ones."""
+    """What each way to use microbatches says of bad ones."""
     engine = make_engine(folder, parallel)
     layout = engine.handle.layout
-    rows = rows_of(engine, 0)
+    microbatches = microbatches_of(engine, 0)
     if kind == "fewer" and layout.data_rank == 1:
-        rows = rows[:1]
+        microbatches = microbatches[:1]
     elif kind == "none" and layout.data_rank == 0:
-        rows = []
+        microbatches = []
     elif kind == "other" and layout.pp_rank == 1:
-        rows = rows_of(engine, 1)
+        microbatches = microbatches_of(engine, 1)
     elif kind == "values":  # as rewards that are drawn on every rank anew would be
         noise = torch.Generator().manual_seed(layout.pp_rank)
-        rows = [set_values(row, "advantages", torch.randn(row.num_tokens, generator=noise)) for row in rows]
+        microbatches = [
+            set_values(microbatch, "advantages", torch.randn(microbatch.num_tokens, generator=noise))
+            for microbatch in microbatches
+        ]
     elif kind.lstrip("-").isdecimal() and layout.data_rank == parallel.num_data_ranks - 1:
         ids = torch.tensor([5, int(kind), 7])
-        rows[1] = pack_row([TokenSequence(ids, torch.ones(3, dtype=torch.bool))])
+        microbatches[1] = pack_microbatch([TokenSequence(ids, torch.ones(3, dtype=torch.bool))])
     said = []
     uses: list[Callable[[], Any]] = [
-        lambda: engine.train_step(rows, sft_loss),
-        lambda: engine.evaluate(rows, sft_loss),
-        lambda: engine.logprobs(rows),
-        lambda: engine.next_tokens(rows),
+        lambda: engine.train_step(microbatches, sft_loss),
+        lambda: engine.evaluate(microbatches, sft_loss),
+        lambda: engine.logprobs(microbatches),
+        lambda: engine.next_tokens(microbatches),
     ]
     for use in uses:
         try:
@@ -238,17 +244,20 @@ def test_token_ids_outside_the_vocabulary_are_refused_on_every_rank(
     parallel = ParallelConfig(**sizes)
     for said in ranks(2).run(refusals, tmp_path, parallel, str(token)):
         for text in said:
-            assert f"rank 1: row 1 has {token} in input_ids at place 1, but the model's token ids are 0 to 127" in text
+            assert (
+                f"rank 1: microbatch 1 has {token} in input_ids at place 1, but the model's token ids are 0 to 127"
+                in text
+            )
 
 
 @pytest.mark.parametrize(
     ("sizes", "kind", "message"),
     [
-        ({"dp_shard": 2}, "fewer", "data ranks have [3, 1] rows: give every one equally many"),
-        ({"dp_shard": 2}, "none", "data ranks have [0, 3] rows: give every one equally many"),
-        ({"pp": 2, "dp_shard": 2}, "fewer", "data ranks have [3, 1] rows: give every one equally many"),
-        ({"pp": 2}, "other", "the ranks of data rank 0 have different rows"),
-        ({"pp": 2}, "values", "the ranks of data rank 0 have different values in their rows"),
+        ({"dp_shard": 2}, "fewer", "data ranks have [3, 1] microbatches: give every one equally many"),
+        ({"dp_shard": 2}, "none", "data ranks have [0, 3] microbatches: give every one equally many"),
+        ({"pp": 2, "dp_shard": 2}, "fewer", "data ranks have [3, 1] microbatches: give every one equally many"),
+        ({"pp": 2}, "other", "the ranks of data rank 0 have different microbatches"),
+        ({"pp": 2}, "values", "the ranks of data rank 0 have different values in their microbatches"),
     ],
 )
 def test_rows_that_do_not_fit_each_other_are_refused_on_every_rank(
@@ -262,15 +271,18 @@ def test_rows_that_do_not_fit_each_other_are_refused_on_every_rank(
 
 def train_on_nothing(folder: Path, parallel: ParallelConfig) -> tuple[list[tuple[bool, bool]], bool, int, list]:
     engine = make_engine(folder, parallel)
-    engine.train_step(rows_of(engine, 0), sft_loss)  # so that AdamW remembers something
+    engine.train_step(microbatches_of(engine, 0), sft_loss)  # so that AdamW remembers something
     before = [tensor.clone() for _, tensor in engine.handle.named_hf_tensors()]
     untrained = [
-        pack_row([TokenSequence(s.input_ids, torch.zeros_like(s.loss_mask)) for s in make_sequences(2, seed=i)])
+        pack_microbatch([TokenSequence(s.input_ids, torch.zeros_like(s.loss_mask)) for s in make_sequences(2, seed=i)])
         for i in range(2)
     ]
-    outputs = [engine.train_step(rows, sft_loss) for rows in ([], untrained, [empty_row(), empty_row()])]
+    outputs = [
+        engine.train_step(microbatches, sft_loss)
+        for microbatches in ([], untrained, [empty_microbatch(), empty_microbatch()])
+    ]
     same = all(torch.equal(old, new) for old, (_, new) in zip(before, engine.handle.named_hf_tensors(), strict=True))
-    nothing = [engine.logprobs([]), engine.next_tokens([empty_row()]).tolist()]
+    nothing = [engine.logprobs([]), engine.next_tokens([empty_microbatch()]).tolist()]
     return [(o.skipped, o.nothing_to_train) for o in outputs], same, engine.skipped_in_a_row, nothing
 
 
@@ -292,14 +304,14 @@ def test_a_batch_without_a_trained_token_changes_no_weight_and_says_so(
 def wrong_losses(folder: Path) -> list[str]:
     engine = make_engine(folder, ParallelConfig())
     wrong: list[Any] = [
-        lambda outputs, batch: outputs.logprobs.sum(),
-        lambda outputs, batch: LossOutput({"token": outputs.logprobs.sum()}),
-        lambda outputs, batch: LossOutput({}),
+        lambda outputs, microbatch: outputs.logprobs.sum(),
+        lambda outputs, microbatch: LossOutput({"token": outputs.logprobs.sum()}),
+        lambda outputs, microbatch: LossOutput({}),
     ]
     said = []
     for loss in wrong:
         with pytest.raises(MicrobatchError) as raised:
-            engine.train_step(rows_of(engine, 0), loss)
+            engine.train_step(microbatches_of(engine, 0), loss)
         said.append(str(raised.value))
     return said
 
@@ -314,9 +326,9 @@ def test_a_loss_that_gives_something_else_is_told_what_to_give(ranks: RankPool, 
 
 def gradients(folder: Path, parallel: ParallelConfig) -> list[dict[str, torch.Tensor]]:
     runner = make_engine(folder, parallel).runner
-    rows = [pack_row(make_sequences(2 + i, seed=i)) for i in range(2)]
-    rows = rows[runner.layout.data_rank :: parallel.num_data_ranks]
-    runner.forward_backward(rows, sft_loss, Readout(), runner.global_rows(rows).counts)
+    microbatches = [pack_microbatch(make_sequences(2 + i, seed=i)) for i in range(2)]
+    microbatches = microbatches[runner.layout.data_rank :: parallel.num_data_ranks]
+    runner.forward_backward(microbatches, sft_loss, Readout(), runner.global_batch(microbatches).counts)
     return [{name: gradient.cpu() for name, gradient in runner.handle.named_hf_gradients()}]
 
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from automodel_rl.batch import pack_row
-from automodel_rl.config import ModelConfig, ModulesConfig, OptimizerConfig, ParallelConfig, SFTConfig
+from automodel_rl.batch import pack_microbatch
+from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.hf.read import read_config
@@ -46,7 +46,7 @@ def allocate(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerC
     """Bytes of this rank's shards after a step."""
     handle = ModelHandle.from_pretrained(model, parallel)
     engine = Engine(handle, optimizer)
-    rows = [pack_row(make_sequences(2, m)) for m in range(3)]
+    rows = [pack_microbatch(make_sequences(2, m)) for m in range(3)]
     gradients: list[int] = []
     update = engine._update
 
@@ -112,7 +112,7 @@ def test_the_bubble_is_the_textbooks(schedule: str, virtual_stages: int, pp: int
 
 def run_plan(folder: Path, model: Path, sizes: dict, *arguments: str) -> subprocess.CompletedProcess:
     config = config_of(model, {}, dtype="bfloat16").model_dump(mode="json") | {"parallel": sizes}
-    config["batch"] = {"sequences": 1024, "row_tokens": 8192}
+    config["microbatch"] = {"sequences": 1024, "microbatch_tokens": 8192}
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "automodel_rl", "plan", str(file), *arguments]
@@ -167,13 +167,13 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: st
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def allocate_encoder(model: ModelConfig, modules: ModulesConfig) -> tuple[int, int, int]:
+def allocate_encoder(model: ModelConfig, components: ComponentsConfig) -> tuple[int, int, int]:
     """Bytes of this rank's shards of the encoder, of their moments, and of its whole weights."""
-    handle = ModelHandle.from_pretrained(model, modules=modules)
+    handle = ModelHandle.from_pretrained(model, components=components)
     engine = Engine(handle, ADAMW)
     sequence = with_images(make_sequences(1, 0)[0], handle.whole_config, seed=1)
-    engine.train_step([] if handle.layout.is_guest else [pack_row([sequence])], sft_loss)
-    (part,) = next((module.parts for module in handle.modules if module.name == "vision"), [None])
+    engine.train_step([] if handle.layout.is_guest else [pack_microbatch([sequence])], sft_loss)
+    (part,) = next((module.parts for module in handle.components if module.name == "vision"), [None])
     if part is None:
         return 0, 0, 0
     weights = [local_tensor(parameter) for parameter in part.parameters()]
@@ -189,10 +189,10 @@ def test_bytes_of_an_encoder_are_those_of_a_run(
     ranks: RankPool, tmp_path: Path, family: str, vision: dict, frozen: tuple
 ) -> None:
     save_tiny_vision_model(tmp_path, family)
-    modules = ModulesConfig.model_validate({"vision": vision, "language": {"ranks": 2}})
+    components = ComponentsConfig.model_validate({"vision": vision, "language": {"ranks": 2}})
     model = ModelConfig(path=str(tmp_path), dtype="float32", frozen=frozen)
-    planned = plan_encoder(read_config(tmp_path), model, MemoryConfig(), modules, 100, ADAMW)
-    real = ranks(3).run(allocate_encoder, model, modules)
+    planned = plan_encoder(read_config(tmp_path), model, MemoryConfig(), components, 100, ADAMW)
+    real = ranks(3).run(allocate_encoder, model, components)
     assert max(weights for weights, _, _ in real) == planned.weights
     # An encoder's last layer may take no part, and has no moments then.
     assert 0.5 * planned.moments < max(moments for _, moments, _ in real) <= planned.moments

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from automodel_rl.config import ParallelConfig, SFTConfig
-from automodel_rl.config.modules import ModulesConfig
+from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.errors import VerificationError
 from automodel_rl.support.model_rules import BY_LENGTH
 from automodel_rl.tools.verify.command import verify
@@ -29,7 +29,7 @@ def config_of(folder: Path, sizes: dict, dtype: str = "float32") -> SFTConfig:
             "output": "never",
             "model": {"path": str(folder), "dtype": dtype},
             "data": {"train": [{"path": "none.jsonl"}]},
-            "batch": {"sequences": 8, "row_tokens": 64},
+            "microbatch": {"sequences": 8, "microbatch_tokens": 64},
             "length": {"steps": 1},
             "parallel": sizes,
         }
@@ -102,13 +102,13 @@ ENCODERS = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
 READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
 
 
-def found_in_modules(fault: str, modules: dict, folder: Path) -> Differences:
+def found_in_modules(fault: str, components: dict, folder: Path) -> Differences:
     with planted(fault):
-        return compare(Case(rows=(3, 2), modules=ModulesConfig.model_validate(modules)), folder, folder)
+        return compare(Case(rows=(3, 2), components=ComponentsConfig.model_validate(components)), folder, folder)
 
 
 @pytest.mark.parametrize(
-    ("fault", "modules", "shown", "equal"),
+    ("fault", "components", "shown", "equal"),
     [
         ("mean over encoder ranks", ENCODERS, "gradient of vision_tower", "gradient of embed_tokens"),
         ("mean over ranks of the language model", READERS, "gradient of embed_tokens", "gradient of vision_tower"),
@@ -117,10 +117,10 @@ def found_in_modules(fault: str, modules: dict, folder: Path) -> Differences:
     ],
 )
 def test_planted_bugs_of_modules_show_where_they_strike(
-    ranks: RankPool, tmp_path: Path, fault: str, modules: dict, shown: str, equal: str | None
+    ranks: RankPool, tmp_path: Path, fault: str, components: dict, shown: str, equal: str | None
 ) -> None:
     save_tiny_vision_model(tmp_path, num_layers=2)
-    found = ranks(3).run(found_in_modules, fault, modules, tmp_path)[0]
+    found = ranks(3).run(found_in_modules, fault, components, tmp_path)[0]
     different = {kind for kind, difference in {**found.all, **found.first}.items() if difference > 1e-9}
     assert any(shown in kind for kind in different), different
     assert equal is None or not any(equal in kind for kind in different), different
@@ -129,7 +129,7 @@ def test_planted_bugs_of_modules_show_where_they_strike(
 def verdict_of_modules(folder: Path, fault: str | None) -> str:
     values = config_of(folder, {}).model_dump()
     del values["parallel"]
-    return verdict(SFTConfig.model_validate({**values, "modules": READERS}), fault)
+    return verdict(SFTConfig.model_validate({**values, "components": READERS}), fault)
 
 
 @pytest.mark.parametrize(("fault", "text"), [(None, "equal"), ("clipping by module", "verdict: DIFFERENT")])

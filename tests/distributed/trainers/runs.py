@@ -17,18 +17,18 @@ Settings = dict[str, Any]
 
 OF_ALGORITHM: dict[str, Settings] = {
     "sft": {
-        "batch": {"sequences": 8, "row_tokens": 128},
+        "batch": {"sequences": 8, "microbatch_tokens": 128},
         "length": {"steps": 4, "validate_every": 2},
         "optimizer": {"lr": 1e-3, "warmup_steps": 1},
     },
     "dpo": {
-        "batch": {"pairs": 16, "row_tokens": 208},
+        "batch": {"pairs": 16, "microbatch_tokens": 208},
         "length": {"steps": 6, "validate_every": 6},
         "optimizer": {"lr": 3e-4, "decay": "constant"},
         "checkpoint": {"every_steps": None},
     },
     "grpo": {
-        "batch": {"row_tokens": 128, "updates": 2},
+        "batch": {"microbatch_tokens": 128, "updates": 2},
         "rollout": {"prompts": 4, "group_size": 4, "max_prompt_tokens": 64, "max_new_tokens": 10},
         "rewards": [{"function": "tests.light_rewards:vowels"}],
         "loss": {"kl": {"coefficient": 0.05}},

@@ -52,7 +52,9 @@ def test_runs_that_keep_no_second_weights(ranks: RankPool, workspace: Path, tmp_
 
 def test_pairs_that_are_too_long_are_cut_or_left_out(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     for overlong, count in (("truncate", "data/num_truncated"), ("drop", "data/num_dropped")):
-        settings = values(workspace, tmp_path / overlong, length={"steps": 1}, batch={"pairs": 16, "row_tokens": 164})
+        settings = values(
+            workspace, tmp_path / overlong, length={"steps": 1}, batch={"pairs": 16, "microbatch_tokens": 164}
+        )
         settings["data"] |= {"overlong": overlong, "validation": []}
         ranks(1).run(train, settings)
         (row,) = metrics_of(tmp_path / overlong)

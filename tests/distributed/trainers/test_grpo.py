@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from automodel_rl.batch import PackedBatch
+from automodel_rl.batch import Microbatch
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.make_generator import make_generator
@@ -99,7 +99,7 @@ def watch(settings: Settings) -> tuple[list[dict[str, Any]], dict[str, float] | 
     seen: list[dict[str, Any]] = []
     train_step, num_updates = trainer.engine.train_step, 0
 
-    def watching(rows: list[PackedBatch], *arguments: Any) -> Any:
+    def watching(rows: list[Microbatch], *arguments: Any) -> Any:
         nonlocal num_updates
         for row in rows:
             edges = list(itertools.pairwise([0, *itertools.accumulate(row.lengths)]))
@@ -193,7 +193,7 @@ def test_sequences_are_trained_with_the_advantages_of_their_rewards(
 
 def test_on_policy_needs_no_logprobs_from_before(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 2}, loss={"on_policy": True}, parallel={"pp": 2})
-    ranks(2).run(train, settings | {"batch": {"row_tokens": 128}})
+    ranks(2).run(train, settings | {"batch": {"microbatch_tokens": 128}})
     for row in metrics_of(tmp_path / "run"):
         assert row["train/ratio_mean"] == 1
         assert row["train/clip_fraction"] == 0
@@ -410,14 +410,17 @@ def drop_answers(settings: Settings, tmp_path: Path) -> None:
 BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
     (drop_answers, "prompts.jsonl:1: no answer, which rewards.function=last_number compares with"),
     (lambda s, _: s["rollout"].update(max_prompt_tokens=4), "all 96 prompts are longer than rollout.max_prompt_tokens"),
-    (lambda s, _: s["batch"].update(row_tokens=20), "batch.row_tokens=20 must hold the longest prompt and completion"),
     (
-        lambda s, _: (s["rollout"].update(max_new_tokens=600), s["batch"].update(row_tokens=2048)),
+        lambda s, _: s["batch"].update(microbatch_tokens=20),
+        "batch.microbatch_tokens=20 must hold the longest prompt and completion",
+    ),
+    (
+        lambda s, _: (s["rollout"].update(max_new_tokens=600), s["batch"].update(microbatch_tokens=2048)),
         "is more than the model's context of 512 tokens",
     ),
     (lambda s, _: s["rollout"].update(group_size=1), "rollout.group_size=1: completions are compared within their"),
-    (lambda s, _: s["batch"].update(updates=3), "batch.updates=3 must divide rollout.prompts=4"),
-    (lambda s, _: s["loss"].update(on_policy=True), "loss.on_policy=true with batch.updates=2"),
+    (lambda s, _: s["batch"].update(updates=3), "batch.optimizer_steps=3 must divide rollout.prompts=4"),
+    (lambda s, _: s["loss"].update(on_policy=True), "loss.on_policy=true with batch.optimizer_steps=2"),
     (
         lambda s, _: (
             s["batch"].update(updates=1),

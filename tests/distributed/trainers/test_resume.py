@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from automodel_rl.batch import PackedBatch
+from automodel_rl.batch import Microbatch
 from automodel_rl.cli import main
 from automodel_rl.launch.flight import flight
 from automodel_rl.losses import LossOutput, TokenOutputs
@@ -140,7 +140,7 @@ def test_a_model_that_is_missing_or_of_an_earlier_end_is_written(config: Setting
     assert (run / "config.yaml").read_text() == settings
 
 
-def broken_loss(outputs: TokenOutputs, batch: PackedBatch) -> LossOutput:
+def broken_loss(outputs: TokenOutputs, batch: Microbatch) -> LossOutput:
     raise MemoryError
 
 

@@ -46,7 +46,7 @@ def mixture(workspace: Path) -> Path:
 
 def values(workspace: Path, mixture: Path, output: Path, **changes: Any) -> Settings:
     settings = settings_of("grpo", workspace, output, length={"steps": 2}, router_replay={"enabled": True})
-    settings["batch"]["row_tokens"] = 256  # several sequences a row
+    settings["batch"]["microbatch_tokens"] = 256  # several sequences a row
     return settings | {"model": {"path": str(mixture), "dtype": "float64"}} | changes
 
 
@@ -107,7 +107,7 @@ def test_a_pipeline_with_replay_follows_one_process(
     ):
         replay = {"enabled": True, "stages": stages}
         settings = values(workspace, mixture, tmp_path / name, parallel=parallel, router_replay=replay)
-        settings["batch"] = {"row_tokens": 256}
+        settings["batch"] = {"microbatch_tokens": 256}
         ranks(2 if parallel else 1).run(train_on_tokens_noise, settings)
         rows[name] = metrics_of(tmp_path / name)
     for one, two in zip(rows["one"], rows["two"], strict=True):
@@ -130,7 +130,9 @@ def train_on_tokens_noise(settings: Settings) -> None:
 def test_ranks_whose_generators_wrote_nothing_still_train(
     ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
 ) -> None:
-    settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2, "cp": 2}, batch={"row_tokens": 256})
+    settings = values(
+        workspace, mixture, tmp_path / "run", parallel={"pp": 2, "cp": 2}, batch={"microbatch_tokens": 256}
+    )
     settings |= {"rollout": {**settings["rollout"], "prompts": 1, "group_size": 2}, "filter": {"dynamic": True}}
     ranks(4).run(train, settings)
     for row in metrics_of(tmp_path / "run"):
@@ -237,7 +239,7 @@ def test_what_cannot_be_replayed_is_refused(
     changes: dict,
     message: str,
 ) -> None:
-    settings = values(workspace, mixture, tmp_path / "run", batch={"row_tokens": 256}, **changes)
+    settings = values(workspace, mixture, tmp_path / "run", batch={"microbatch_tokens": 256}, **changes)
     if not changes:
         settings["model"]["path"] = str(workspace / "model")
     assert_refused("grpo", json.loads(json.dumps(settings)), message, tmp_path, capsys)

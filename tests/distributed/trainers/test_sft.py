@@ -178,8 +178,8 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
     "no model": (set_key("model.path", "/nowhere/model"), "model.path=/nowhere/model: not a folder"),
     "another run's folder": (hold_another_run, "the folder holds another run"),
     "every example dropped": (
-        lambda config, _: (config["batch"].update(row_tokens=8), config["data"].update(overlong="drop")),
-        "has a trained token within batch.row_tokens=8",
+        lambda config, _: (config["batch"].update(microbatch_tokens=8), config["data"].update(overlong="drop")),
+        "has a trained token within batch.microbatch_tokens=8",
     ),
     "unsupported layout": (set_key("parallel.ep", 2), "parallel.ep=2: a 'qwen3' model has no experts: use ep=1"),
 }
@@ -199,10 +199,10 @@ def test_a_run_without_validation_data_and_with_examples_longer_than_a_row(
     config: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del config["data"]["validation"]
-    config["batch"]["row_tokens"] = 76
+    config["batch"]["microbatch_tokens"] = 76
     config["length"] = {"steps": 2, "validate_every": 1}
     assert main(["sft", write(config, tmp_path)]) == 0
-    assert capsys.readouterr().out.count("were truncated to batch.row_tokens=76") == 1
+    assert capsys.readouterr().out.count("were truncated to batch.microbatch_tokens=76") == 1
     assert "val/loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 

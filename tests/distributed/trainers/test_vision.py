@@ -1,4 +1,4 @@
-"""Runs on chats with pictures: the modules on ranks of their own, and what can be wrong with the data."""
+"""Runs on chats with pictures: the components on ranks of their own, and what can be wrong with the data."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def test_placements_train_alike_and_leave_a_model_that_transformers_opens(
     ranks: RankPool, pictures: Path, tmp_path: Path
 ) -> None:
     """With the first rank, which keeps the metrics, without the language model."""
-    ranks(3).run(train, settings(pictures, tmp_path / "out", modules=FAN_OUT))
+    ranks(3).run(train, settings(pictures, tmp_path / "out", components=FAN_OUT))
     ranks(2).run(train, settings(pictures, tmp_path / "pp", parallel={"pp": 2}))
     rows = metrics_of(tmp_path / "out")
     assert [("val/loss" in row) for row in rows] == [False, True, False, True]
@@ -43,9 +43,9 @@ def test_placements_train_alike_and_leave_a_model_that_transformers_opens(
 
 
 def test_a_run_goes_on_with_the_modules_on_other_ranks(ranks: RankPool, pictures: Path, tmp_path: Path) -> None:
-    def run(name: str, modules: dict, steps: int) -> Settings:
+    def run(name: str, components: dict, steps: int) -> Settings:
         changes = {"optimizer": {"lr": 1e-3, "decay": "constant"}, "checkpoint": {"every_steps": 2}}
-        return settings(pictures, tmp_path / name, modules=modules, length={"steps": steps}, **changes)
+        return settings(pictures, tmp_path / name, components=components, length={"steps": steps}, **changes)
 
     ranks(3).run(train, run("whole", FAN_OUT, 4))
     ranks(3).run(train, run("moved", FAN_OUT, 2))
@@ -104,6 +104,6 @@ def test_pictures_are_refused_where_nothing_sees_them(
     assert_refused("sft", text_model, "has an image, and the model only reads text", tmp_path, capsys)
     seeing = settings_of("dpo", workspace, tmp_path / "run", model={"path": str(tmp_path / "model")})
     assert_refused("dpo", seeing, "a 'llava' model is trained by sft only", tmp_path, capsys)
-    modules = {"vision": {"ranks": 0}, "language": {"ranks": 0}}
-    without_encoder = settings_of("sft", workspace, tmp_path / "run", modules=modules)
-    assert_refused("sft", without_encoder, "modules: a 'qwen3' model has one module", tmp_path, capsys)
+    components = {"vision": {"ranks": 0}, "language": {"ranks": 0}}
+    without_encoder = settings_of("sft", workspace, tmp_path / "run", components=components)
+    assert_refused("sft", without_encoder, "components: a 'qwen3' model has one component", tmp_path, capsys)

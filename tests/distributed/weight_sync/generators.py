@@ -104,8 +104,8 @@ def trained_model(
 def train(handle: ModelHandle, engine: Engine, seed: int) -> None:
     layout = handle.layout
     sequences = make_sequences(8, seed)
-    rows = pack(sequences, 64, share=layout.data_share)
-    engine.train_step(rows, sft_loss)
+    microbatches = pack(sequences, 64, share=layout.data_share)
+    engine.train_step(microbatches, sft_loss)
 
 
 def own_tensors(handle: ModelHandle, dtype: torch.dtype) -> dict[str, Tensor]:

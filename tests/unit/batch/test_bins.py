@@ -53,22 +53,24 @@ def test_the_fullest_bin_with_room_is_filled_first_longest_sequences_first(lengt
 
 
 def test_a_pipeline_gets_a_row_for_every_stage() -> None:
-    rows = pack(sequences(4, 4, 4, 4, 4, 4), 64, min_rows=4)
-    assert [row.is_empty for row in rows] == [False] * 4
-    assert sorted(i for row in rows for i in row.order) == list(range(6))
+    microbatches = pack(sequences(4, 4, 4, 4, 4, 4), 64, min_microbatches=4)
+    assert [microbatch.is_empty for microbatch in microbatches] == [False] * 4
+    assert sorted(i for microbatch in microbatches for i in microbatch.order) == list(range(6))
 
 
 def test_groups_stay_together_and_must_be_whole() -> None:
-    rows = pack(sequences(5, 4, 3, 2, 6, 1), 9, together=2)
-    assert sorted(row.order for row in rows) == [(0, 1), (2, 3), (4, 5)]
+    microbatches = pack(sequences(5, 4, 3, 2, 6, 1), 9, together=2)
+    assert sorted(microbatch.order for microbatch in microbatches) == [(0, 1), (2, 3), (4, 5)]
     with pytest.raises(ValueError, match="3 sequences are not whole groups of 2"):
         pack(sequences(1, 1, 1), 9, together=2)
 
 
 def test_what_is_longer_than_a_row_is_refused_by_its_place() -> None:
-    with pytest.raises(InputError, match="sequence 1 has 11 tokens but a row holds 10"):
+    with pytest.raises(InputError, match="sequence 1 has 11 tokens but a microbatch holds 10"):
         pack(sequences(3, 11), 10)
-    with pytest.raises(InputError, match="sequences 4 to 5, which stay together, have 11 tokens but a row holds 10"):
+    with pytest.raises(
+        InputError, match="sequences 4 to 5, which stay together, have 11 tokens but a microbatch holds 10"
+    ):
         pack(sequences(1, 2, 3, 4, 5, 6), 10, together=2)
 
 
@@ -85,13 +87,17 @@ def sequences(*lengths: int) -> list[TokenSequence]:
 
 
 def test_fewer_sequences_than_data_ranks_give_empty_rows() -> None:
-    rows = [pack(sequences(5), 16, share=DataShare(rank, 3)) for rank in range(3)]
-    assert [len(of_rank) for of_rank in rows] == [1, 1, 1]
-    assert sorted(row.is_empty for of_rank in rows for row in of_rank) == [False, True, True]
+    microbatches = [pack(sequences(5), 16, share=DataShare(rank, 3)) for rank in range(3)]
+    assert [len(of_rank) for of_rank in microbatches] == [1, 1, 1]
+    assert sorted(microbatch.is_empty for of_rank in microbatches for microbatch in of_rank) == [False, True, True]
 
 
 def test_data_ranks_are_balanced_by_work_and_not_by_tokens() -> None:
     lengths = [64, *[8] * 8]  # the same number of tokens, but attention makes the long one dearer
     long, short = (pack(sequences(*lengths, *lengths), 64, share=DataShare(r, 2), cost=lambda n: n * n) for r in (0, 1))
-    assert sum(n * n for row in long for n in row.lengths) == sum(n * n for row in short for n in row.lengths)
-    assert sorted(i for rows in (long, short) for row in rows for i in row.order) == list(range(18))
+    assert sum(n * n for microbatch in long for n in microbatch.lengths) == sum(
+        n * n for microbatch in short for n in microbatch.lengths
+    )
+    assert sorted(i for microbatches in (long, short) for microbatch in microbatches for i in microbatch.order) == list(
+        range(18)
+    )

@@ -1,4 +1,4 @@
-"""Images in rows: where their tokens are, and how the language model turns them."""
+"""Images in microbatches: where their tokens are, and how the language model turns them."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
-from automodel_rl.batch import Image, TokenSequence, local_row, multimodal_positions, pack_row
+from automodel_rl.batch import Image, TokenSequence, local_microbatch, multimodal_positions, pack_microbatch
 
 IMAGE = 9
 
@@ -32,8 +32,8 @@ def test_positions_are_those_of_transformers() -> None:
         count = int(generator.integers(0, 3))
         texts = [int(n) for n in generator.integers(1, 6, count + 1)]
         sequences.append(sequence_of(texts, [tuple(generator.integers(1, 5, 2).tolist()) for _ in range(count)]))
-    row = pack_row(sequences)
-    pieces = multimodal_positions(row.images, row.lengths, merge=2).split(row.lengths, dim=1)
+    microbatch = pack_microbatch(sequences)
+    pieces = multimodal_positions(microbatch.images, microbatch.lengths, merge=2).split(microbatch.lengths, dim=1)
     for sequence, piece in zip(sequences, pieces, strict=True):
         expected = torch.arange(len(sequence)).expand(3, -1)
         if sequence.images:
@@ -48,13 +48,13 @@ def test_positions_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_every_image_token_gets_its_own_embedding_on_some_rank(cp: int) -> None:
-    row = pack_row([sequence_of([2, 3], [(1, 3)]), sequence_of([4], []), sequence_of([1, 2], [(2, 2)])])
-    num_embeddings = sum(image.num_tokens for image in row.images)
+    microbatch = pack_microbatch([sequence_of([2, 3], [(1, 3)]), sequence_of([4], []), sequence_of([1, 2], [(2, 2)])])
+    num_embeddings = sum(image.num_tokens for image in microbatch.images)
     seen = []
     for rank in range(cp):
-        part = local_row(row, cp, rank)
+        part = local_microbatch(microbatch, cp, rank)
         assert (part.input_ids[part.images.places] == IMAGE).all()
-        seen += part.images.rows.tolist()
+        seen += part.images.microbatches.tolist()
     assert sorted(seen) == list(range(num_embeddings))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_rl.batch import RouterShape, Routes, TokenSequence, local_row, pack, pack_row, read_routes
+from automodel_rl.batch import RouterShape, Routes, TokenSequence, local_microbatch, pack, pack_microbatch, read_routes
 from automodel_rl.batch.routes import MISSING
 
 SHAPE = RouterShape(num_layers=27, layers=tuple(range(1, 27)), num_experts=64, top_k=6)
@@ -120,7 +120,7 @@ def test_routes_stay_with_their_tokens_in_bins_and_over_cp(cp: int, multiple: in
         assert row.routes is not None
         assert torch.equal(row.routes.of(3)[:, 0].long(), row.input_ids)
         for rank in range(cp):
-            local = local_row(row, cp, rank, multiple)
+            local = local_microbatch(row, cp, rank, multiple)
             assert local.routes is not None
             expected = torch.where(local.is_real, local.input_ids, MISSING)
             assert torch.equal(local.routes.of(1)[:, 0].long(), expected)
@@ -128,9 +128,9 @@ def test_routes_stay_with_their_tokens_in_bins_and_over_cp(cp: int, multiple: in
 
 def test_a_row_takes_routes_of_all_its_sequences_or_of_none() -> None:
     bare = dataclasses.replace(sequence(3, 9), routes=None)
-    assert pack_row([bare, bare]).routes is None
+    assert pack_microbatch([bare, bare]).routes is None
     with pytest.raises(ValueError, match="1 of 2 sequences in a row have no routes"):
-        pack_row([sequence(3, 9), bare])
+        pack_microbatch([sequence(3, 9), bare])
 
 
 def test_a_route_is_needed_for_every_token() -> None:

@@ -16,7 +16,7 @@ MINIMAL = """
 output: out
 model: {path: m}
 data: {train: [{path: a.jsonl}]}
-batch: {sequences: 8, row_tokens: 64}
+batch: {sequences: 8, microbatch_tokens: 64}
 length: {steps: 3}
 """
 
@@ -125,7 +125,7 @@ GRPO: dict[str, Any] = {
     "output": "run",
     "model": {"path": "m"},
     "data": {"train": [{"path": "d"}]},
-    "batch": {"row_tokens": 4096},
+    "batch": {"microbatch_tokens": 4096},
     "length": {"steps": 1},
     "optimizer": {"lr": 1e-5},
     "rewards": [{"function": "length"}],

@@ -1,4 +1,4 @@
-"""Examples that are too long for a row or for the model."""
+"""Examples that are too long for a microbatch or for the model."""
 
 import json
 from pathlib import Path
@@ -33,26 +33,26 @@ def source(tmp_path: Path, record: dict) -> tuple[SourceConfig, ...]:
 
 
 @pytest.mark.parametrize(
-    ("row_tokens", "context", "expected", "truncated"),
+    ("microbatch_tokens", "context", "expected", "truncated"),
     [(26, None, [26], False), (20, None, [20], True), (26, 9, [9], True), (20, 40, [20], True)],
 )
 def test_a_chat_is_cut_to_the_row_and_to_the_context(
-    tmp_path: Path, row_tokens: int, context: int | None, expected: list[int], truncated: bool
+    tmp_path: Path, microbatch_tokens: int, context: int | None, expected: list[int], truncated: bool
 ) -> None:
     sources = source(tmp_path, {"messages": [{"role": "assistant", "content": LETTERS}]})
-    example = ChatDataset(sources, Letters(), row_tokens, context, "truncate")[(0, 0)]
+    example = ChatDataset(sources, Letters(), microbatch_tokens, context, "truncate")[(0, 0)]
     assert (lengths_of(example), example.truncated) == (expected, truncated)
-    dropped = ChatDataset(sources, Letters(), row_tokens, context, "drop")[(0, 0)]
+    dropped = ChatDataset(sources, Letters(), microbatch_tokens, context, "drop")[(0, 0)]
     assert lengths_of(dropped) == ([] if truncated else expected)
 
 
 @pytest.mark.parametrize(
-    ("row_tokens", "context", "expected"),
+    ("microbatch_tokens", "context", "expected"),
     [(36, None, [26, 10]), (30, None, [20, 10]), (12, None, [6, 6]), (36, 8, [8, 8]), (36, 20, [20, 10])],
 )
 def test_of_a_pair_the_longer_one_is_cut_first(
-    tmp_path: Path, row_tokens: int, context: int | None, expected: list[int]
+    tmp_path: Path, microbatch_tokens: int, context: int | None, expected: list[int]
 ) -> None:
     sources = source(tmp_path, {"prompt": "a", "chosen": LETTERS, "rejected": LETTERS[:10]})
-    example = PairDataset(sources, Letters(), row_tokens, context, "truncate")[(0, 0)]
+    example = PairDataset(sources, Letters(), microbatch_tokens, context, "truncate")[(0, 0)]
     assert lengths_of(example) == expected

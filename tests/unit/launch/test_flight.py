@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from automodel_rl.errors import MicrobatchError
-from automodel_rl.launch.flight import NUM_LINES, FlightRecorder, flight, last_place, microbatch, read_flight
+from automodel_rl.launch.flight import NUM_LINES, FlightRecorder, flight, in_microbatch, last_place, read_flight
 
 
 def test_the_file_has_the_last_notes_and_where_the_rank_was(tmp_path: Path) -> None:
@@ -48,6 +48,6 @@ def test_a_recorder_without_a_place_notes_in_memory(tmp_path: Path) -> None:
 
 def test_work_on_a_microbatch_is_named_where_it_fails() -> None:
     with pytest.raises(MicrobatchError, match="loss of microbatch 2 on stage 1 failed: ValueError: planted"):
-        with microbatch("loss", 1, 2):
+        with in_microbatch("loss", 1, 2):
             raise ValueError("planted")
     assert flight.where.endswith("loss of microbatch 2 on stage 1")

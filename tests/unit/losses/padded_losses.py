@@ -15,13 +15,13 @@ def nll(logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def dpo(logprobs: Tensor, ref: Tensor, mask: Tensor, c: dict) -> tuple[Tensor, dict]:
-    """Rows 0, 2, 4, ... are chosen, 1, 3, 5, ... rejected."""
+    """Microbatches 0, 2, 4, ... are chosen, 1, 3, 5, ... rejected."""
     losses, right, rewards = [], [], []
     for b in range(0, len(mask), 2):
         scores = []
-        for row in (b, b + 1):
-            keep = mask[row].bool()
-            ours, theirs = logprobs[row][keep], ref[row][keep]
+        for microbatch in (b, b + 1):
+            keep = mask[microbatch].bool()
+            ours, theirs = logprobs[microbatch][keep], ref[microbatch][keep]
             per_token = ours if c["variant"] == "simpo" else ours - theirs
             averaged = c["variant"] in ("ipo", "simpo") or c["length_normalised"]
             scores.append(per_token.mean() if averaged else per_token.sum())

@@ -1,4 +1,4 @@
-"""Losses on packed rows against the same on padded tensors, for random inputs over all options."""
+"""Losses on microbatches against the same on padded tensors, for random inputs over all options."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from automodel_rl.batch import PackedBatch, TokenSequence, empty_row, pack, unpack
+from automodel_rl.batch import Microbatch, TokenSequence, empty_microbatch, pack, unpack
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, PolicyLossConfig
 from automodel_rl.losses import LossOutput, Readout, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss
 from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty
@@ -36,19 +36,23 @@ def random_sequences(seed: int, num_sequences: int) -> list[TokenSequence]:
     return [sequence() for _ in range(num_sequences)]
 
 
-def random_outputs(batches: list[PackedBatch], seed: int) -> list[TokenOutputs]:
+def random_outputs(microbatches: list[Microbatch], seed: int) -> list[TokenOutputs]:
     generator = torch.Generator().manual_seed(seed + 1)
 
-    def tensor(batch: PackedBatch) -> Tensor:
-        return torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
+    def tensor(microbatch: Microbatch) -> Tensor:
+        return torch.randn(microbatch.num_tokens, generator=generator, dtype=torch.float64)
 
-    return [TokenOutputs((tensor(b) * 0.5 - 1).requires_grad_(), tensor(b).abs().requires_grad_()) for b in batches]
+    return [
+        TokenOutputs((tensor(b) * 0.5 - 1).requires_grad_(), tensor(b).abs().requires_grad_()) for b in microbatches
+    ]
 
 
-def total_loss(batches: list[PackedBatch], outputs: list[TokenOutputs], loss: Any) -> tuple[Tensor, dict[str, float]]:
-    """As the engine adds it up: sums over rows by global counts."""
-    results: list[LossOutput] = [loss(o, b) for o, b in zip(outputs, batches, strict=True)]
-    counts = count(batches)
+def total_loss(
+    microbatches: list[Microbatch], outputs: list[TokenOutputs], loss: Any
+) -> tuple[Tensor, dict[str, float]]:
+    """As the engine adds it up: sums over microbatches by global counts."""
+    results: list[LossOutput] = [loss(o, b) for o, b in zip(outputs, microbatches, strict=True)]
+    counts = count(microbatches)
     value = sum(total / max(counts[name], 1) for result in results for name, total in result.sums.items())
     names = results[0].metrics
     metrics = {n: sum(r.metrics[n][0] for r in results) / sum(r.metrics[n][1] for r in results) for n in names}
@@ -61,12 +65,14 @@ def padded(pieces: list[tuple[int, Tensor]]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
 
-def unpacked(batches: list[PackedBatch], values: list[Tensor]) -> Tensor:
-    pieces = [piece for b, v in zip(batches, values, strict=True) for piece in zip(b.order, unpack(v, b), strict=False)]
+def unpacked(microbatches: list[Microbatch], values: list[Tensor]) -> Tensor:
+    pieces = [
+        piece for b, v in zip(microbatches, values, strict=True) for piece in zip(b.order, unpack(v, b), strict=False)
+    ]
     return padded(pieces)
 
 
-def compare(batches: list[PackedBatch], outputs: list[TokenOutputs], ours: Tensor, theirs: Tensor) -> None:
+def compare(microbatches: list[Microbatch], outputs: list[TokenOutputs], ours: Tensor, theirs: Tensor) -> None:
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-9, abs=1e-12)
     leaves = [leaf for o in outputs for leaf in (o.logprobs, o.entropy)]
     actual = torch.autograd.grad(ours, leaves, allow_unused=True, retain_graph=True)
@@ -93,16 +99,16 @@ dpo_options = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(dpo_options, SEEDS, st.integers(1, 4))
 def test_dpo_equals_the_padded_formula(options: dict, seed: int, num_pairs: int) -> None:
-    batches = [*pack(random_sequences(seed, 2 * num_pairs), 40, together=2), empty_row(None)]
-    batches[-1].values["ref_logprobs"] = torch.zeros(2)
-    outputs = random_outputs(batches, seed)
+    microbatches = [*pack(random_sequences(seed, 2 * num_pairs), 40, together=2), empty_microbatch(None)]
+    microbatches[-1].values["ref_logprobs"] = torch.zeros(2)
+    outputs = random_outputs(microbatches, seed)
     config = DPOLossConfig(**options)
-    ours, metrics = total_loss(batches, outputs, lambda o, b: dpo_loss(o, b, config))
-    logprobs = unpacked(batches, [o.logprobs for o in outputs])
-    ref = unpacked(batches, [b.values["ref_logprobs"] for b in batches])
-    mask = unpacked(batches, [b.loss_mask for b in batches])
+    ours, metrics = total_loss(microbatches, outputs, lambda o, b: dpo_loss(o, b, config))
+    logprobs = unpacked(microbatches, [o.logprobs for o in outputs])
+    ref = unpacked(microbatches, [b.values["ref_logprobs"] for b in microbatches])
+    mask = unpacked(microbatches, [b.loss_mask for b in microbatches])
     theirs, expected = padded_losses.dpo(logprobs, ref, mask, options)
-    compare(batches, outputs, ours, theirs)
+    compare(microbatches, outputs, ours, theirs)
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value)
 
@@ -140,26 +146,31 @@ def policy_config(c: dict) -> PolicyLossConfig:
 @settings(max_examples=150, deadline=None)
 @given(policy_options, SEEDS, st.integers(1, 5))
 def test_policy_gradient_equals_the_padded_formula(options: dict, seed: int, num_sequences: int) -> None:
-    batches = pack(random_sequences(seed, num_sequences), 25, min_rows=2)
-    batches.append(empty_row(batches[0]))
-    outputs = random_outputs(batches, seed)
+    microbatches = pack(random_sequences(seed, num_sequences), 25, min_microbatches=2)
+    microbatches.append(empty_microbatch(microbatches[0]))
+    outputs = random_outputs(microbatches, seed)
     config = policy_config(options)
-    ours, metrics = total_loss(batches, outputs, lambda o, b: grpo_loss(o, b, config))
-    logprobs = unpacked(batches, [o.logprobs for o in outputs])
-    entropy = unpacked(batches, [o.entropy for o in outputs])
-    values = [unpacked(batches, [b.values[name] for b in batches]) for name in NAMES]
-    mask = unpacked(batches, [b.loss_mask for b in batches])
+    ours, metrics = total_loss(microbatches, outputs, lambda o, b: grpo_loss(o, b, config))
+    logprobs = unpacked(microbatches, [o.logprobs for o in outputs])
+    entropy = unpacked(microbatches, [o.entropy for o in outputs])
+    values = [unpacked(microbatches, [b.values[name] for b in microbatches]) for name in NAMES]
+    mask = unpacked(microbatches, [b.loss_mask for b in microbatches])
     expected, expected_metrics = padded_losses.policy_gradient(logprobs, entropy, *values, mask, options)
-    compare(batches, outputs, ours, expected)
+    compare(microbatches, outputs, ours, expected)
     assert metrics == pytest.approx(expected_metrics)
 
 
 def test_sft_equals_the_padded_formula() -> None:
-    batches = pack(random_sequences(3, 5), 25)
-    outputs = random_outputs(batches, 3)
-    ours, _ = total_loss(batches, outputs, sft_loss)
-    logprobs = unpacked(batches, [o.logprobs for o in outputs])
-    compare(batches, outputs, ours, padded_losses.nll(logprobs, unpacked(batches, [b.loss_mask for b in batches])))
+    microbatches = pack(random_sequences(3, 5), 25)
+    outputs = random_outputs(microbatches, 3)
+    ours, _ = total_loss(microbatches, outputs, sft_loss)
+    logprobs = unpacked(microbatches, [o.logprobs for o in outputs])
+    compare(
+        microbatches,
+        outputs,
+        ours,
+        padded_losses.nll(logprobs, unpacked(microbatches, [b.loss_mask for b in microbatches])),
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,51 +181,51 @@ def test_sft_equals_the_padded_formula() -> None:
     ],
 )
 def test_terms_without_their_input_are_refused(changes: dict, missing: str, message: str) -> None:
-    (batch,) = pack(random_sequences(5, 2), 50)
-    (output,) = random_outputs([batch], 5)
+    (microbatch,) = pack(random_sequences(5, 2), 50)
+    (output,) = random_outputs([microbatch], 5)
     if missing == "entropy":
         output = TokenOutputs(output.logprobs)
     else:
-        del batch.values[missing]
+        del microbatch.values[missing]
     with pytest.raises(ValueError, match=message):
-        grpo_loss(output, batch, PolicyLossConfig.model_validate(changes))
+        grpo_loss(output, microbatch, PolicyLossConfig.model_validate(changes))
 
 
 def test_a_truncated_correction_that_overflows_is_the_largest_weight() -> None:
-    (batch,) = pack(random_sequences(5, 2), 50)
+    (microbatch,) = pack(random_sequences(5, 2), 50)
     config = CorrectionConfig(kind="truncate", low=0.5, high=2.0)
-    zeros = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    assert set(correction_weights(zeros + 1e4, zeros, batch, config)[batch.loss_mask].tolist()) == {2.0}
-    assert set(correction_weights(zeros - 1e4, zeros, batch, config)[batch.loss_mask].tolist()) == {0.5}
-    assert set(correction_weights(zeros, zeros + torch.nan, batch, config)[batch.loss_mask].tolist()) == {0.5}
+    zeros = torch.zeros(microbatch.num_tokens, dtype=torch.float64)
+    assert set(correction_weights(zeros + 1e4, zeros, microbatch, config)[microbatch.loss_mask].tolist()) == {2.0}
+    assert set(correction_weights(zeros - 1e4, zeros, microbatch, config)[microbatch.loss_mask].tolist()) == {0.5}
+    assert set(correction_weights(zeros, zeros + torch.nan, microbatch, config)[microbatch.loss_mask].tolist()) == {0.5}
 
 
 def test_a_penalty_in_the_reward_needs_no_reference_in_the_loss() -> None:
-    (batch,) = pack(random_sequences(5, 2), 50)
-    (output,) = random_outputs([batch], 5)
-    plain = grpo_loss(output, batch, PolicyLossConfig()).sums["tokens"]
-    del batch.values["ref_logprobs"]
+    (microbatch,) = pack(random_sequences(5, 2), 50)
+    (output,) = random_outputs([microbatch], 5)
+    plain = grpo_loss(output, microbatch, PolicyLossConfig()).sums["tokens"]
+    del microbatch.values["ref_logprobs"]
     config = PolicyLossConfig.model_validate({"kl": {"coefficient": 0.1, "where": "reward"}})
-    assert torch.equal(grpo_loss(output, batch, config).sums["tokens"], plain)
+    assert torch.equal(grpo_loss(output, microbatch, config).sums["tokens"], plain)
 
 
 def test_a_first_update_has_ratio_1_and_no_clipping() -> None:
-    batches = pack(random_sequences(5, 4), 50)
-    outputs = random_outputs(batches, 5)
-    for batch, output in zip(batches, outputs, strict=True):
-        batch.values["old_logprobs"] = output.logprobs.detach()
-    _, metrics = total_loss(batches, outputs, lambda o, b: grpo_loss(o, b, PolicyLossConfig()))
+    microbatches = pack(random_sequences(5, 4), 50)
+    outputs = random_outputs(microbatches, 5)
+    for microbatch, output in zip(microbatches, outputs, strict=True):
+        microbatch.values["old_logprobs"] = output.logprobs.detach()
+    _, metrics = total_loss(microbatches, outputs, lambda o, b: grpo_loss(o, b, PolicyLossConfig()))
     assert metrics["train/ratio_mean"] == 1
     assert metrics["train/clip_fraction"] == 0
 
 
 def test_overflowing_ratios_outside_of_the_mask_spoil_no_gradient() -> None:
-    (batch,) = pack(random_sequences(5, 2), 50)
-    (output,) = random_outputs([batch], 5)
-    batch.values["old_logprobs"][~batch.loss_mask] = -1e6
-    batch.values["ref_logprobs"][~batch.loss_mask] = 1e6
+    (microbatch,) = pack(random_sequences(5, 2), 50)
+    (output,) = random_outputs([microbatch], 5)
+    microbatch.values["old_logprobs"][~microbatch.loss_mask] = -1e6
+    microbatch.values["ref_logprobs"][~microbatch.loss_mask] = 1e6
     config = PolicyLossConfig.model_validate({"kl": {"coefficient": 0.1}})
-    (total,) = grpo_loss(output, batch, config).sums.values()
+    (total,) = grpo_loss(output, microbatch, config).sums.values()
     (gradient,) = torch.autograd.grad(total, output.logprobs)
     assert gradient.isfinite().all()
 
@@ -225,15 +236,15 @@ REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce"])
 def test_advantages_equal_their_formulas(kind: str) -> None:
     result = advantages(REWARDS, AdvantageConfig.model_validate({"kind": kind}))
-    every_centred = [r - sum(row) / 4 for row in REWARDS.tolist() for r in row]
-    for p, row in enumerate(REWARDS.tolist()):
-        mean = sum(row) / 4
-        std = (sum((r - mean) ** 2 for r in row) / 3) ** 0.5
-        for g, reward in enumerate(row):
+    every_centred = [r - sum(microbatch) / 4 for microbatch in REWARDS.tolist() for r in microbatch]
+    for p, microbatch in enumerate(REWARDS.tolist()):
+        mean = sum(microbatch) / 4
+        std = (sum((r - mean) ** 2 for r in microbatch) / 3) ** 0.5
+        for g, reward in enumerate(microbatch):
             expected = {
                 "grpo": (reward - mean) / (std + 1e-6),
                 "dr_grpo": reward - mean,
-                "rloo": reward - (sum(row) - reward) / 3,
+                "rloo": reward - (sum(microbatch) - reward) / 3,
                 "reinforce": (reward - mean) / ((sum(x**2 for x in every_centred) / 11) ** 0.5 + 1e-6),
             }[kind]
             assert result[p, g].item() == pytest.approx(expected)
@@ -272,8 +283,11 @@ def test_rows_whose_neighbours_are_no_pairs_are_refused(capacity: int) -> None:
 
     sequences = [sequence(n) for n in (5, 3, 4, 6)]
 
-    def losses(rows: list[PackedBatch]) -> list[LossOutput]:
-        return [dpo_loss(TokenOutputs(torch.zeros(row.num_tokens)), row, DPOLossConfig()) for row in rows]
+    def losses(microbatches: list[Microbatch]) -> list[LossOutput]:
+        return [
+            dpo_loss(TokenOutputs(torch.zeros(microbatch.num_tokens)), microbatch, DPOLossConfig())
+            for microbatch in microbatches
+        ]
 
     assert len(losses(pack(sequences, 64, together=2))) == 1
     with pytest.raises(ValueError, match=r"no whole pairs: use pack\(..., together=2\)"):
@@ -291,15 +305,15 @@ def test_rows_whose_neighbours_are_no_pairs_are_refused(capacity: int) -> None:
 )
 def test_a_policy_loss_names_what_its_batch_lacks(settings_: dict, values: tuple[str, ...], message: str) -> None:
     mask = torch.tensor([False, True, True])
-    (row,) = pack([TokenSequence(torch.arange(3), mask, {name: torch.ones(3) for name in values})], 8)
+    (microbatch,) = pack([TokenSequence(torch.arange(3), mask, {name: torch.ones(3) for name in values})], 8)
     with pytest.raises(ValueError, match=message):
-        grpo_loss(TokenOutputs(torch.zeros(3)), row, PolicyLossConfig.model_validate(settings_))
+        grpo_loss(TokenOutputs(torch.zeros(3)), microbatch, PolicyLossConfig.model_validate(settings_))
 
 
 def test_a_policy_loss_without_a_correction_needs_nothing_of_the_engine() -> None:
     mask = torch.tensor([False, True, True])
-    (row,) = pack([TokenSequence(torch.arange(3), mask, {"advantages": torch.ones(3)})], 8)
-    output = grpo_loss(TokenOutputs(torch.zeros(3)), row, PolicyLossConfig(on_policy=True))
+    (microbatch,) = pack([TokenSequence(torch.arange(3), mask, {"advantages": torch.ones(3)})], 8)
+    output = grpo_loss(TokenOutputs(torch.zeros(3)), microbatch, PolicyLossConfig(on_policy=True))
     assert output.sums["tokens"] == -2.0
     assert "train/logprob_error" not in output.metrics
 

@@ -10,9 +10,9 @@ from nemo_automodel.components.moe.config import MoEConfig
 from nemo_automodel.components.moe.layers import Gate
 from torch import Tensor, nn
 
-from automodel_rl.batch import Routes, TokenSequence, local_row, pack_row
+from automodel_rl.batch import Routes, TokenSequence, local_microbatch, pack_microbatch
+from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.router_replay import RouterReplay, Selection
-from automodel_rl.mixture.row_scope import RowScope
 
 HIDDEN, EXPERTS, TOP_K, TOKENS, LAYER = 8, 12, 3, 10, 5
 
@@ -74,13 +74,13 @@ def routed_row() -> Any:
     sequence = TokenSequence(
         torch.arange(TOKENS), torch.ones(TOKENS, dtype=torch.bool), routes=Routes((LAYER,), experts)
     )
-    return local_row(pack_row([sequence]))
+    return local_microbatch(pack_microbatch([sequence]))
 
 
 @pytest.mark.parametrize("kind", GATES)
 def test_gates_of_nemo_automodel_follow_routes(kind: str) -> None:
     torch.manual_seed(0)
-    gate, scope, row = make_gate(kind), RowScope(), routed_row()
+    gate, scope, row = make_gate(kind), MicrobatchScope(), routed_row()
     hidden, real = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), torch.ones(TOKENS, dtype=torch.bool)
     live = gate(hidden, real, None)[1]
     replay = RouterReplay({LAYER: gate}, EXPERTS, scope)
@@ -114,7 +114,7 @@ class Layer(nn.Module):
 
 def test_deep_copies_follow_routes_on_their_own() -> None:
     torch.manual_seed(0)
-    part = SimpleNamespace(layer=Layer(), scope=RowScope())
+    part = SimpleNamespace(layer=Layer(), scope=MicrobatchScope())
     part.scope.follow(part.layer)
     part.replay = RouterReplay({LAYER: part.layer.router}, EXPERTS, part.scope)
     twin = copy.deepcopy(part)

@@ -8,32 +8,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import LocalRow, TokenSequence, local_row, pack_row
+from automodel_rl.batch import LocalMicrobatch, TokenSequence, local_microbatch, pack_microbatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout, top_logits
 
 
-def make_inputs(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, LocalRow]:
+def make_inputs(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, LocalMicrobatch]:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(num_tokens, hidden, generator=generator, dtype=dtype).requires_grad_()
     weight = torch.randn(vocab, hidden, generator=generator, dtype=dtype).mul_(0.3).requires_grad_()
     ids = torch.randint(0, vocab, (num_tokens,), generator=generator)
     third = num_tokens // 3
     pieces = [ids[:third], ids[third:]]
-    batch = pack_row([TokenSequence(p, torch.ones(len(p), dtype=torch.bool)) for p in pieces])
-    return states, weight, local_row(batch)
+    batch = pack_microbatch([TokenSequence(p, torch.ones(len(p), dtype=torch.bool)) for p in pieces])
+    return states, weight, local_microbatch(batch)
 
 
-def chunked(states: Tensor, weight: Tensor, row: LocalRow, softcap: float | None = None) -> Tensor:
-    return target_readout(states, Head(weight, softcap), row, Readout())[:, 0]
+def chunked(states: Tensor, weight: Tensor, microbatch: LocalMicrobatch, softcap: float | None = None) -> Tensor:
+    return target_readout(states, Head(weight, softcap), microbatch, Readout())[:, 0]
 
 
-def naive(states: Tensor, weight: Tensor, row: LocalRow, softcap: float | None = None) -> Tensor:
+def naive(states: Tensor, weight: Tensor, microbatch: LocalMicrobatch, softcap: float | None = None) -> Tensor:
     logits = states @ weight.t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    scores = logits.log_softmax(-1).gather(1, row.targets.clamp_min(0)[:, None])[:, 0]
-    return scores * (row.targets >= 0)
+    scores = logits.log_softmax(-1).gather(1, microbatch.targets.clamp_min(0)[:, None])[:, 0]
+    return scores * (microbatch.targets >= 0)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -57,14 +57,14 @@ def test_entropy_and_temperature_equal_the_naive_way(
 ) -> None:
     monkeypatch.setattr(block_sizes, "head_tokens", 7)
     upstream = torch.randn(30, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    states, weight, row = make_inputs(30, 8, 40, torch.float64)
-    scores = target_readout(states, Head(weight, softcap), row, Readout(temperature, entropy=True))
+    states, weight, microbatch = make_inputs(30, 8, 40, torch.float64)
+    scores = target_readout(states, Head(weight, softcap), microbatch, Readout(temperature, entropy=True))
     actual = [scores, *torch.autograd.grad((scores * upstream).sum(), (states, weight))]
     logits = states @ weight.t()
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     softmax = torch.distributions.Categorical(logits=logits)
-    expected_scores = torch.stack([softmax.log_prob(row.targets.clamp_min(0)), softmax.entropy()], dim=1)
-    expected_scores = expected_scores * (row.targets >= 0)[:, None]
+    expected_scores = torch.stack([softmax.log_prob(microbatch.targets.clamp_min(0)), softmax.entropy()], dim=1)
+    expected_scores = expected_scores * (microbatch.targets >= 0)[:, None]
     expected = [expected_scores, *torch.autograd.grad((expected_scores * upstream).sum(), (states, weight))]
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
@@ -101,8 +101,8 @@ def peak_bytes(function: Callable[..., Tensor]) -> int:
 def _measure(function: Callable[..., Tensor]) -> int:
     torch.set_num_threads(1)
     states, weight, batch = make_inputs(4096, 256, 32000, torch.float32)
-    small = pack_row([TokenSequence(torch.arange(8), torch.ones(8, dtype=torch.bool))])
-    function(states[:8], weight, local_row(small))
+    small = pack_microbatch([TokenSequence(torch.arange(8), torch.ones(8, dtype=torch.bool))])
+    function(states[:8], weight, local_microbatch(small))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     function(states, weight, batch).sum().backward()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024

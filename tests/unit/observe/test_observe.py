@@ -21,7 +21,7 @@ def make_config(output: Path, **changes: object) -> SFTConfig:
         "output": str(output),
         "model": {"path": "m"},
         "data": {"train": [{"path": "a.jsonl"}]},
-        "batch": {"sequences": 8, "row_tokens": 64},
+        "batch": {"sequences": 8, "microbatch_tokens": 64},
         "length": {"steps": 3},
     }
     return SFTConfig.model_validate(values | changes)
@@ -47,8 +47,8 @@ def test_metrics_of_the_untrained_model_are_there_once(tmp_path: Path) -> None:
 
 
 def test_the_report_is_one_page_that_shows_curves_and_escapes_samples(tmp_path: Path) -> None:
-    rows = [{"step": i, "train/loss": 3.0 / i, "perf/tokens_per_second": 100.0 * i} for i in (1, 2, 3)]
-    write_report(tmp_path / "report.html", "a run", rows, [Sample("<b>2+2</b>", "4", "four")])
+    records = [{"step": i, "train/loss": 3.0 / i, "perf/tokens_per_second": 100.0 * i} for i in (1, 2, 3)]
+    write_report(tmp_path / "report.html", "a run", records, [Sample("<b>2+2</b>", "4", "four")])
     page = (tmp_path / "report.html").read_text()
     assert page.count("<polyline") == 2
     assert "&lt;b&gt;2+2&lt;/b&gt;" in page
@@ -57,8 +57,8 @@ def test_the_report_is_one_page_that_shows_curves_and_escapes_samples(tmp_path: 
 
 
 def test_a_loss_that_is_not_finite_does_not_break_the_report(tmp_path: Path) -> None:
-    rows = [{"step": 1, "train/loss": float("nan")}, {"step": 2, "train/loss": 1.0}]
-    write_report(tmp_path / "report.html", "a run", rows, [])
+    records = [{"step": 1, "train/loss": float("nan")}, {"step": 2, "train/loss": 1.0}]
+    write_report(tmp_path / "report.html", "a run", records, [])
     assert "nan" not in (tmp_path / "report.html").read_text().split("<h2>Last step")[0]
 
 
@@ -176,7 +176,7 @@ def test_a_run_is_finished_when_its_model_is_of_its_last_step(tmp_path: Path) ->
 
 
 def test_metrics_are_json_lines_in_which_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    row = {"step": 1, "perf/mfu": None, "train/loss": float("nan"), "train/grad_norm": float("inf")}
-    MetricsFile(tmp_path / "m.jsonl", 0).write(row)
+    record = {"step": 1, "perf/mfu": None, "train/loss": float("nan"), "train/grad_norm": float("inf")}
+    MetricsFile(tmp_path / "m.jsonl", 0).write(record)
     written = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=pytest.fail)
     assert written == {"step": 1, "perf/mfu": None, "train/loss": None, "train/grad_norm": None}

@@ -1,4 +1,4 @@
-"""Trackers get the rows of metrics.jsonl."""
+"""Trackers get the records of metrics.jsonl."""
 
 from pathlib import Path
 

@@ -12,10 +12,10 @@ PLAIN = {"family": "qwen3", "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, 
 
 RUN: dict[str, Any] = {"output": "never", "data.train": [{"path": "none.jsonl"}], "length.steps": 1, "model.path": "m"}
 RUNS: dict[str, dict[str, Any]] = {
-    "sft": {"batch": {"sequences": 16, "row_tokens": 64}},
-    "dpo": {"batch": {"pairs": 16, "row_tokens": 64}},
+    "sft": {"batch": {"sequences": 16, "microbatch_tokens": 64}},
+    "dpo": {"batch": {"pairs": 16, "microbatch_tokens": 64}},
     "grpo": {
-        "batch.row_tokens": 64,
+        "batch.microbatch_tokens": 64,
         "rollout": {"prompts": 8, "group_size": 4, "max_prompt_tokens": 8, "max_new_tokens": 8},
         "rewards": [{"function": "math"}],
     },

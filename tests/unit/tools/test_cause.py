@@ -73,9 +73,9 @@ def test_the_first_step_counts_and_what_follows_from_it_does_not(kind: str, expe
         found.note("weights", 0.1, 2, name)
         found.note("weights", 0.1, 3, name)
     assert cause(found).startswith(expected)
-    rows = {row.kind: row for row in judge(found, FLOAT64)}
-    assert (rows[kind].is_equal, rows[kind].first_step) == (False, 2)
-    assert "DIFFERENT from step 2 on" in format_table([rows[kind]])
+    microbatches = {microbatch.kind: microbatch for microbatch in judge(found, FLOAT64)}
+    assert (microbatches[kind].is_equal, microbatches[kind].first_step) == (False, 2)
+    assert "DIFFERENT from step 2 on" in format_table([microbatches[kind]])
 
 
 def test_an_update_that_differs_alone_points_to_the_optimizer_of_its_stage() -> None:
@@ -93,11 +93,14 @@ def test_what_is_compared_once_points_to_itself() -> None:
 def test_rounding_that_grows_is_no_difference_but_a_learning_rate_is() -> None:
     found = equal()
     found.note("log-probabilities", 1e-3, 2)
-    assert all(row.is_equal for row in judge(found, FLOAT32))
+    assert all(microbatch.is_equal for microbatch in judge(found, FLOAT32))
     found.note("exported tensors", 0.1)
     assert cause(found, FLOAT32).startswith("the export")
     found.note("learning rate", 0.1, 3)
-    assert [row.kind for row in judge(found, FLOAT32) if not row.is_equal] == ["learning rate", "exported tensors"]
+    assert [microbatch.kind for microbatch in judge(found, FLOAT32) if not microbatch.is_equal] == [
+        "learning rate",
+        "exported tensors",
+    ]
     found = equal()
     found.note("learning rate", 0.1, NO_STEP)
-    assert [row.kind for row in judge(found, FLOAT32) if not row.is_equal] == ["learning rate"]
+    assert [microbatch.kind for microbatch in judge(found, FLOAT32) if not microbatch.is_equal] == ["learning rate"]

@@ -1,22 +1,24 @@
-"""This rank's tokens of a step's rows, on its device: cut over cp and tp, with routes of its layers and embeddings of
-images."""
+"""This rank's tokens of a step's microbatches, on its device: cut over cp and tp, with routes of its layers and
+embeddings of images."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from automodel_rl.batch import LocalRow, PackedBatch, local_row, multimodal_positions
+from automodel_rl.batch import LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.vision import rotary_merge
 
 
-def local_rows(batches: Sequence[PackedBatch], embeddings: Sequence[Tensor], handle: ModelHandle) -> list[LocalRow]:
-    """This rank's part of every row.
+def local_microbatches(
+    microbatches: Sequence[Microbatch], embeddings: Sequence[Tensor], handle: ModelHandle
+) -> list[LocalMicrobatch]:
+    """This rank's part of every microbatch.
 
     Args:
-        batches: this data rank's rows.
-        embeddings: of the images of every row; none on ranks without a use for them.
+        microbatches: this data rank's microbatches.
+        embeddings: of the images of every microbatch; none on ranks without a use for them.
         handle: the model; the layers of this rank decide which routes are needed.
     """
     layout = handle.layout
@@ -24,11 +26,11 @@ def local_rows(batches: Sequence[PackedBatch], embeddings: Sequence[Tensor], han
     multiple = layout.parallel.tp if sequence_parallel else 1
     merge = rotary_merge(handle.whole_config)
     parts = []
-    for number, batch in enumerate(batches):
-        positions = None if merge is None else multimodal_positions(batch.images, batch.lengths, merge)
-        if batch.routes is not None:
-            batch = dataclasses.replace(batch, routes=batch.routes.select(handle.router_layers))
-        part = local_row(batch, layout.parallel.cp, layout.cp_rank, multiple, positions)
+    for number, microbatch in enumerate(microbatches):
+        positions = None if merge is None else multimodal_positions(microbatch.images, microbatch.lengths, merge)
+        if microbatch.routes is not None:
+            microbatch = dataclasses.replace(microbatch, routes=microbatch.routes.select(handle.router_layers))
+        part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, positions)
         if embeddings:
             tokens = dataclasses.replace(part.images, embeddings=embeddings[number])
             if sequence_parallel:  # between blocks a rank has its share of the tokens

@@ -1,10 +1,11 @@
-"""PackedBatch: one microbatch, several sequences back to back in a single row (the THD layout), never padded.
+"""Microbatch: one microbatch, several sequences back to back in a single microbatch (the THD layout), never padded.
 
-Alignment. Outside, a per-token value belongs to the token it describes. Inside a row, everything is aligned with the
-position that *predicts*: `loss_mask[t]` and `values[name][t]` describe `targets[t]`, the token after `input_ids[t]`.
-`pack_row` and `add_values` shift one way, `unpack` the other; nothing else in the package shifts.
+Alignment. Outside, a per-token value belongs to the token it describes. Inside a microbatch, everything is aligned with
+the position that *predicts*: `loss_mask[t]` and `values[name][t]` describe `targets[t]`, the token after
+`input_ids[t]`. `pack_microbatch` and `add_values` shift one way, `unpack` the other; nothing else in the package
+shifts.
 
-Shape letters: T tokens of a row, N its sequences, n the tokens of one sequence.
+Shape letters: T tokens of a microbatch, N its sequences, n the tokens of one sequence.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ IGNORED_TARGET = -100
 """Target of a position that predicts nothing: the last one of every sequence."""
 
 EMPTY_LENGTH = 2
-"""Tokens of the sequence in an empty row; two, so that attention and the loss have something to run on."""
+"""Tokens of the sequence in an empty microbatch; two, so that attention and the loss have something to run on."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class TokenSequence:
         _check_tensor("loss_mask", self.loss_mask, torch.bool, "True for the tokens that count")
         check_images(self.images, len(self))
         if self.routes is not None and len(self.routes) != len(self):
-            raise ValueError(f"routes have {len(self.routes)} rows for {len(self)} tokens: a row for each is needed")
+            raise ValueError(
+                f"routes have {len(self.routes)} microbatches for {len(self)} tokens: a microbatch for each is needed"
+            )
         for name, tensor in {"loss_mask": self.loss_mask, **self.values}.items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name} is a {type(tensor).__name__}: a torch tensor is needed, one entry a token")
@@ -86,8 +89,8 @@ def _check_tensor(name: str, tensor: Any, dtype: torch.dtype, meaning: str) -> N
 
 
 @dataclass(frozen=True)
-class PackedBatch:
-    """One packed row, aligned with predicting positions (see the module's text).
+class Microbatch:
+    """One microbatch, aligned with predicting positions (see the module's text).
 
     A dataclass is a single leaf to pytree, so pipeline schedules pass it on untouched.
 
@@ -101,14 +104,14 @@ class PackedBatch:
         order: for every sequence, its place in the list that was packed.
         values: further per-token tensors [T] by name.
         routes: experts that a mixture is to send its tokens to, for the layers of this rank at least; on the host.
-        images: by their places in the row, in order.
-        is_empty: True for a row that only keeps collectives in step and counts for nothing.
+        images: by their places in the microbatch, in order.
+        is_empty: True for a microbatch that only keeps collectives in step and counts for nothing.
 
     Example:
         >>> import torch
         >>> mask = torch.tensor([False, True, True])
-        >>> (row,) = pack([TokenSequence(torch.tensor([5, 6, 7]), mask)], capacity=8)
-        >>> row.targets.tolist(), row.loss_mask.tolist()  # the last position predicts nothing
+        >>> (microbatch,) = pack([TokenSequence(torch.tensor([5, 6, 7]), mask)], capacity=8)
+        >>> microbatch.targets.tolist(), microbatch.loss_mask.tolist()  # the last position predicts nothing
         ([6, 7, -100], [True, True, False])
     """
 
@@ -126,25 +129,28 @@ class PackedBatch:
 
     def __post_init__(self) -> None:
         if self.routes is not None and len(self.routes) != self.num_tokens:
-            raise ValueError(f"routes have {len(self.routes)} rows for the {self.num_tokens} tokens of a row")
+            raise ValueError(
+                f"routes have {len(self.routes)} microbatches for the {self.num_tokens} tokens of a microbatch"
+            )
 
     @property
     def num_tokens(self) -> int:
-        """T, also of an empty row."""
+        """T, also of an empty microbatch."""
         return sum(self.lengths)
 
     @property
     def num_sequences(self) -> int:
-        """Real sequences; none in an empty row."""
+        """Real sequences; none in an empty microbatch."""
         return 0 if self.is_empty else len(self.lengths)
 
     @property
     def sequence_ids(self) -> Tensor:
-        """Which sequence of the row each token belongs to, int64 [T]; on the row's device."""
+        """Which sequence of the microbatch each token belongs to, int64 [T]; on the microbatch's device."""
         return torch.zeros_like(self.input_ids).index_fill_(0, self.cu_seqlens[1:-1].long(), 1).cumsum(0)
 
-    def to(self, device: torch.device) -> "PackedBatch":
-        """The same row with its tensors on another device, but for routes and images, which losses have no use for.
+    def to(self, device: torch.device) -> "Microbatch":
+        """The same microbatch with its tensors on another device, but for routes and images, which losses have no use
+        for.
 
         Args:
             device: from the host to CUDA without waiting.
@@ -158,8 +164,8 @@ class PackedBatch:
         return dataclasses.replace(self, **tensors, values=values)
 
 
-def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = None) -> PackedBatch:
-    """One row of the given sequences, in their order.
+def pack_microbatch(sequences: Sequence[TokenSequence], order: Sequence[int] | None = None) -> Microbatch:
+    """One microbatch of the given sequences, in their order.
 
     Args:
         sequences: at least one; each at least one token long, all with the same names in `values`.
@@ -169,14 +175,16 @@ def pack_row(sequences: Sequence[TokenSequence], order: Sequence[int] | None = N
         ValueError: no sequences, one without tokens, or some with values or routes and others without.
     """
     if not sequences:
-        raise ValueError("pack_row needs at least one sequence; use empty_row() for a row without any")
+        raise ValueError(
+            "pack_microbatch needs at least one sequence; use empty_microbatch() for a microbatch without any"
+        )
     order = tuple(range(len(sequences)) if order is None else order)
     check_sequences(sequences, order)
     lengths = tuple(len(sequence) for sequence in sequences)
     starts = [0, *itertools.accumulate(lengths)]
     end = torch.tensor([IGNORED_TARGET])
     names = sequences[0].values.keys()
-    return PackedBatch(
+    return Microbatch(
         input_ids=torch.cat([s.input_ids for s in sequences]),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         targets=torch.cat([part for s in sequences for part in (s.input_ids[1:], end)]),
@@ -210,20 +218,21 @@ def check_sequences(sequences: Sequence[TokenSequence], places: Sequence[int]) -
             )
 
 
-def empty_row(like: PackedBatch | None = None) -> PackedBatch:
-    """A row that joins every collective and counts for nothing; `like` gives the names and dtypes of its values."""
+def empty_microbatch(like: Microbatch | None = None) -> Microbatch:
+    """A microbatch that joins every collective and counts for nothing; `like` gives the names and dtypes of its
+    values."""
     zeros = torch.zeros(EMPTY_LENGTH, dtype=torch.int64)
     values = {} if like is None else {n: v.new_zeros(EMPTY_LENGTH, device="cpu") for n, v in like.values.items()}
-    row = pack_row([TokenSequence(zeros, torch.zeros(EMPTY_LENGTH, dtype=torch.bool), values)])
-    return dataclasses.replace(row, order=(), is_empty=True)
+    microbatch = pack_microbatch([TokenSequence(zeros, torch.zeros(EMPTY_LENGTH, dtype=torch.bool), values)])
+    return dataclasses.replace(microbatch, order=(), is_empty=True)
 
 
-def unpack(values: Tensor, batch: PackedBatch) -> list[Tensor]:
-    """Per-token results of a row, split by sequence and aligned with the tokens again.
+def unpack(values: Tensor, microbatch: Microbatch) -> list[Tensor]:
+    """Per-token results of a microbatch, split by sequence and aligned with the tokens again.
 
     Args:
         values: [T, ...], aligned with predicting positions.
-        batch: the row they belong to.
+        microbatch: the microbatch they belong to.
 
     Returns:
         One tensor [n, ...] for each real sequence; its first entry, which nothing predicts, is 0.
@@ -231,21 +240,22 @@ def unpack(values: Tensor, batch: PackedBatch) -> list[Tensor]:
     Example:
         >>> import torch
         >>> sequences = [TokenSequence(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in (3, 2)]
-        >>> (row,) = pack(sequences, capacity=8)
-        >>> [piece.tolist() for piece in unpack(torch.tensor([0.1, 0.2, 0.0, 0.3, 0.0]), row)]
+        >>> (microbatch,) = pack(sequences, capacity=8)
+        >>> [piece.tolist() for piece in unpack(torch.tensor([0.1, 0.2, 0.0, 0.3, 0.0]), microbatch)]
         [[0.0, 0.10000000149011612, 0.20000000298023224], [0.0, 0.30000001192092896]]
     """
-    if batch.is_empty:
+    if microbatch.is_empty:
         return []
-    return [_to_token(piece) for piece in values.split(batch.lengths)]
+    return [_to_token(piece) for piece in values.split(microbatch.lengths)]
 
 
-def in_packed_order(results: Sequence[T], batches: Sequence[PackedBatch]) -> list[T]:
-    """Results of sequences, such as `Engine.logprobs` gives them row by row, in the order in which they were packed.
+def in_packed_order(results: Sequence[T], microbatches: Sequence[Microbatch]) -> list[T]:
+    """Results of sequences, such as `Engine.logprobs` gives them microbatch by microbatch, in the order in which they
+    were packed.
 
     Args:
-        results: one for each real sequence, in the order in which the rows hold them.
-        batches: the rows, all of one `pack`.
+        results: one for each real sequence, in the order in which the microbatches hold them.
+        microbatches: the microbatches, all of one `pack`.
 
     Returns:
         The same results; those of the sequence that came first in the packed list first.
@@ -256,52 +266,56 @@ def in_packed_order(results: Sequence[T], batches: Sequence[PackedBatch]) -> lis
     Example:
         >>> import torch
         >>> sequences = [TokenSequence(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in (2, 4, 3)]
-        >>> rows = pack(sequences, capacity=5)
-        >>> lengths = [length for row in rows for length in row.lengths]
-        >>> lengths, in_packed_order(lengths, rows)
+        >>> microbatches = pack(sequences, capacity=5)
+        >>> lengths = [length for microbatch in microbatches for length in microbatch.lengths]
+        >>> lengths, in_packed_order(lengths, microbatches)
         ([3, 2, 4], [2, 4, 3])
     """
-    places = [place for batch in batches for place in batch.order]
+    places = [place for microbatch in microbatches for place in microbatch.order]
     if len(places) != len(results):
-        raise ValueError(f"{len(results)} results for {len(places)} sequences: give one for each sequence of the rows")
+        raise ValueError(
+            f"{len(results)} results for {len(places)} sequences: give one for each sequence of the microbatches"
+        )
     return [result for _, result in sorted(zip(places, results, strict=True), key=lambda pair: pair[0])]
 
 
-def set_values(batch: PackedBatch, name: str, values: Tensor) -> PackedBatch:
-    """The row with one more per-token tensor [T], which is aligned with predicting positions already."""
-    return dataclasses.replace(batch, values={**batch.values, name: values})
+def set_values(microbatch: Microbatch, name: str, values: Tensor) -> Microbatch:
+    """The microbatch with one more per-token tensor [T], which is aligned with predicting positions already."""
+    return dataclasses.replace(microbatch, values={**microbatch.values, name: values})
 
 
-def add_values(batch: PackedBatch, name: str, pieces: Sequence[Tensor]) -> PackedBatch:
-    """The row with one more per-token tensor, of pieces that are aligned with tokens.
+def add_values(microbatch: Microbatch, name: str, pieces: Sequence[Tensor]) -> Microbatch:
+    """The microbatch with one more per-token tensor, of pieces that are aligned with tokens.
 
     Args:
-        batch: the row; an empty one takes no pieces and gets zeros.
+        microbatch: the microbatch; an empty one takes no pieces and gets zeros.
         name: of the tensor in `values`.
         pieces: for each real sequence [n], aligned with its tokens, as `unpack` gives them.
     """
     shifted = [_to_predictor(piece) for piece in pieces]
-    return set_values(batch, name, torch.zeros(batch.num_tokens) if batch.is_empty else torch.cat(shifted))
+    return set_values(
+        microbatch, name, torch.zeros(microbatch.num_tokens) if microbatch.is_empty else torch.cat(shifted)
+    )
 
 
-def sum_by_sequence(values: Tensor, batch: PackedBatch) -> Tensor:
+def sum_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
     """Sums [T] over the tokens of each sequence: [N], same dtype. In a fixed order, unlike an index_add on CUDA."""
     # unsafe: the check of the lengths would wait for the device.
-    return torch.segment_reduce(values, "sum", lengths=batch.cu_seqlens.diff().long(), unsafe=True)
+    return torch.segment_reduce(values, "sum", lengths=microbatch.cu_seqlens.diff().long(), unsafe=True)
 
 
-def spread_over_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
+def spread_over_tokens(values: Tensor, microbatch: Microbatch) -> Tensor:
     """For every token the value [N] of its sequence: [T]."""
-    return _SpreadOverTokens.apply(values, batch)
+    return _SpreadOverTokens.apply(values, microbatch)
 
 
 class _SpreadOverTokens(torch.autograd.Function):
     """A gather whose gradient adds up in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, batch: PackedBatch) -> Tensor:
-        ctx.batch = batch
-        return values[batch.sequence_ids]
+    def forward(ctx: Any, values: Tensor, microbatch: Microbatch) -> Tensor:
+        ctx.batch = microbatch
+        return values[microbatch.sequence_ids]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

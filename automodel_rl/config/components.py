@@ -1,4 +1,4 @@
-"""Which ranks hold which module of a vision-language model: encoder and language model on meshes of their own."""
+"""Which ranks hold which component of a vision-language model: encoder and language model on meshes of their own."""
 
 from typing import Annotated, Any
 
@@ -23,11 +23,11 @@ def _ranks(value: Any) -> Any:
 Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_ranks), Field(min_length=1)]
 
 
-class VisionModule(Section):
+class VisionComponent(Section):
     """The encoder of images, with the projector that makes embeddings of the language model of what it sees.
 
     Example:
-        >>> VisionModule(ranks="0-3", dp_shard=4).ranks
+        >>> VisionComponent(ranks="0-3", dp_shard=4).ranks
         (0, 1, 2, 3)
     """
 
@@ -46,11 +46,11 @@ class VisionModule(Section):
         return ParallelConfig(dp_shard=self.dp_shard, tp=self.tp)
 
 
-class LanguageModule(ParallelConfig):
+class LanguageComponent(ParallelConfig):
     """The language model, with the keys of `parallel`.
 
     Example:
-        >>> LanguageModule(ranks="4-7", pp=2, dp_shard=2).world_size
+        >>> LanguageComponent(ranks="4-7", pp=2, dp_shard=2).world_size
         4
     """
 
@@ -63,21 +63,21 @@ class LanguageModule(ParallelConfig):
         return ParallelConfig(**self.model_dump(exclude={"ranks"}))
 
 
-class ModulesConfig(Section):
-    """A mesh for each module, over the same ranks or over ranks of its own. Together they are all ranks of the job.
+class ComponentsConfig(Section):
+    """A mesh for each component, over the same ranks or over ranks of its own. Together they are all ranks of the job.
 
     Example:
-        >>> modules = ModulesConfig(vision={"ranks": 0}, language={"ranks": "1-2", "pp": 2})
-        >>> modules.world_size, modules.is_colocated
+        >>> components = ComponentsConfig(vision={"ranks": 0}, language={"ranks": "1-2", "pp": 2})
+        >>> components.world_size, components.is_colocated
         (3, False)
     """
 
-    vision: VisionModule
-    language: LanguageModule
+    vision: VisionComponent
+    language: LanguageComponent
 
     def __str__(self) -> str:
         pairs = (("vision", self.vision), ("language", self.language))
-        return ", ".join(f"{name} {module.parallel} on ranks {_span(module.ranks)}" for name, module in pairs)
+        return ", ".join(f"{name} {component.parallel} on ranks {_span(component.ranks)}" for name, component in pairs)
 
     @property
     def world_size(self) -> int:
@@ -86,11 +86,11 @@ class ModulesConfig(Section):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether every rank holds both modules."""
+        """Whether every rank holds both components."""
         return self.vision.ranks == self.language.ranks
 
     @model_validator(mode="after")
-    def _fits(self) -> "ModulesConfig":
+    def _fits(self) -> "ComponentsConfig":
         vision, language = self.vision.ranks, self.language.ranks
         for name, ranks, size in (
             ("vision", vision, self.vision.parallel.world_size),
@@ -105,12 +105,11 @@ class ModulesConfig(Section):
         shared = sorted({*vision} & {*language})
         if shared and not self.is_colocated:
             raise ValueError(
-                f"ranks {shared} hold both modules and others only one: give both modules the same ranks, or none in "
-                "common"
+                f"ranks {shared} hold both components and others only one: give both the same ranks, or none in common"
             )
         missing = sorted({*range(max(*vision, *language) + 1)} - {*vision, *language})
         if missing:
-            raise ValueError(f"ranks {missing} hold no module: give each rank below the highest one to a module")
+            raise ValueError(f"ranks {missing} hold no component: give each rank below the highest one to a component")
         lanes, served = self.vision.dp_shard, self.language.num_data_ranks
         if lanes % served and served % lanes:
             raise ValueError(
@@ -127,8 +126,8 @@ def _span(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def one_layout(parallel: ParallelConfig) -> ModulesConfig:
-    """Both modules on all ranks of a layout, every rank with its share of the images."""
+def one_layout(parallel: ParallelConfig) -> ComponentsConfig:
+    """Both components on all ranks of a layout, every rank with its share of the images."""
     ranks = tuple(range(parallel.world_size))
-    language = LanguageModule(ranks=ranks, **parallel.model_dump(exclude={"ranks"}))
-    return ModulesConfig(vision=VisionModule(ranks=ranks, dp_shard=len(ranks)), language=language)
+    language = LanguageComponent(ranks=ranks, **parallel.model_dump(exclude={"ranks"}))
+    return ComponentsConfig(vision=VisionComponent(ranks=ranks, dp_shard=len(ranks)), language=language)

@@ -1,4 +1,4 @@
-"""Rows: what is packed comes back, aligned as it went in."""
+"""Microbatches: what is packed comes back, aligned as it went in."""
 
 import re
 
@@ -11,10 +11,10 @@ from automodel_rl.batch import (
     IGNORED_TARGET,
     DataShare,
     TokenSequence,
-    empty_row,
+    empty_microbatch,
     in_packed_order,
     pack,
-    pack_row,
+    pack_microbatch,
     unpack,
 )
 
@@ -26,33 +26,33 @@ def sequence(*ids: int, mask: str | None = None) -> TokenSequence:
 
 
 def test_every_tensor_is_aligned_with_the_position_that_predicts() -> None:
-    row = pack_row([sequence(5, 6, 7, mask="011"), sequence(8, 9, mask="10")])
-    assert row.input_ids.tolist() == [5, 6, 7, 8, 9]
-    assert row.position_ids.tolist() == [0, 1, 2, 0, 1]
-    assert row.targets.tolist() == [6, 7, IGNORED_TARGET, 9, IGNORED_TARGET]
-    assert row.loss_mask.tolist() == [True, True, False, False, False]
-    assert row.values["advantages"].tolist() == pytest.approx([0.6, 0.7, 0, 0.9, 0])
-    assert row.cu_seqlens.tolist() == [0, 3, 5]
-    assert row.cu_seqlens.dtype == torch.int32
+    microbatch = pack_microbatch([sequence(5, 6, 7, mask="011"), sequence(8, 9, mask="10")])
+    assert microbatch.input_ids.tolist() == [5, 6, 7, 8, 9]
+    assert microbatch.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert microbatch.targets.tolist() == [6, 7, IGNORED_TARGET, 9, IGNORED_TARGET]
+    assert microbatch.loss_mask.tolist() == [True, True, False, False, False]
+    assert microbatch.values["advantages"].tolist() == pytest.approx([0.6, 0.7, 0, 0.9, 0])
+    assert microbatch.cu_seqlens.tolist() == [0, 3, 5]
+    assert microbatch.cu_seqlens.dtype == torch.int32
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_unpack_gives_back_what_pack_shifted(lengths: list[int]) -> None:
     sequences = [sequence(*range(10 * i + 1, 10 * i + 1 + n)) for i, n in enumerate(lengths)]
-    row = pack_row(sequences)
-    for piece, original in zip(unpack(row.values["advantages"], row), sequences, strict=True):
+    microbatch = pack_microbatch(sequences)
+    for piece, original in zip(unpack(microbatch.values["advantages"], microbatch), sequences, strict=True):
         assert piece[0] == 0
         assert torch.equal(piece[1:], original.values["advantages"][1:])
 
 
 def test_an_empty_row_counts_for_nothing_and_has_the_same_values() -> None:
-    like = pack_row([sequence(1, 2, 3)])
-    row = empty_row(like)
-    assert row.num_sequences == 0
-    assert not row.loss_mask.any()
-    assert row.values.keys() == like.values.keys()
-    assert unpack(row.values["advantages"], row) == []
+    like = pack_microbatch([sequence(1, 2, 3)])
+    microbatch = empty_microbatch(like)
+    assert microbatch.num_sequences == 0
+    assert not microbatch.loss_mask.any()
+    assert microbatch.values.keys() == like.values.keys()
+    assert unpack(microbatch.values["advantages"], microbatch) == []
 
 
 def test_a_value_of_another_length_is_refused() -> None:
@@ -82,14 +82,14 @@ def test_a_value_that_is_no_tensor_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first_has_values", [True, False])
-@pytest.mark.parametrize("capacity", [8, 4], ids=["one row", "two rows"])
+@pytest.mark.parametrize("capacity", [8, 4], ids=["one microbatch", "two microbatches"])
 def test_values_that_only_some_sequences_have_are_refused(first_has_values: bool, capacity: int) -> None:
     bare = TokenSequence(torch.arange(3), torch.ones(3, dtype=torch.bool))
     both = [sequence(1, 2, 3), bare] if first_has_values else [bare, sequence(1, 2, 3)]
     with pytest.raises(ValueError, match="sequence 1 has values .* but sequence 0 has .*: sequences that are packed"):
         pack(both, capacity)
     with pytest.raises(ValueError, match="sequence 1 has values"):
-        pack_row(both)
+        pack_microbatch(both)
 
 
 def test_a_sequence_without_tokens_is_refused() -> None:
@@ -100,12 +100,12 @@ def test_a_sequence_without_tokens_is_refused() -> None:
 
 def test_results_come_back_in_the_order_in_which_sequences_were_packed() -> None:
     sequences = [sequence(*range(n)) for n in (2, 7, 3, 5, 1)]
-    rows = pack(sequences, 8, min_rows=4)
-    by_row = [length for row in rows for length in row.lengths if not row.is_empty]
-    assert by_row != [2, 7, 3, 5, 1]
-    assert in_packed_order(by_row, rows) == [2, 7, 3, 5, 1]
+    microbatches = pack(sequences, 8, min_microbatches=4)
+    by_cp = [length for microbatch in microbatches for length in microbatch.lengths if not microbatch.is_empty]
+    assert by_cp != [2, 7, 3, 5, 1]
+    assert in_packed_order(by_cp, microbatches) == [2, 7, 3, 5, 1]
     of_second_rank = pack(sequences, 8, share=DataShare(1, 2))
-    places = [place for row in of_second_rank for place in row.order]
+    places = [place for microbatch in of_second_rank for place in microbatch.order]
     assert in_packed_order(places, of_second_rank) == sorted(places)
     with pytest.raises(ValueError, match="1 results for 5 sequences"):
-        in_packed_order([0], rows)
+        in_packed_order([0], microbatches)

@@ -1,11 +1,11 @@
-"""What one rank computes of a packed row: its tokens, and which keys its queries see.
+"""What one rank computes of a microbatch: its tokens, and which keys its queries see.
 
 Context parallelism cuts every sequence into 2 * cp chunks, padded to equal length; rank r has chunks r and
 2 * cp - 1 - r of every sequence, which evens out causal attention (as for Llama 3, arXiv:2407.21783, section 3.3.2).
 Its queries meet the keys of all ranks, gathered, in two calls: its front chunks see the chunks up to r, its back chunks
 those up to 2 * cp - 1 - r.
 
-Shape letters: T tokens of the row, t tokens of one rank, N sequences.
+Shape letters: T tokens of the microbatch, t tokens of one rank, N sequences.
 """
 
 import itertools
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_rl.batch.images import NO_IMAGES, ImageTokens, image_rows
+from automodel_rl.batch.images import NO_IMAGES, ImageTokens, image_places
+from automodel_rl.batch.microbatch import IGNORED_TARGET, Microbatch
 from automodel_rl.batch.move import move
-from automodel_rl.batch.packed import IGNORED_TARGET, PackedBatch
 from automodel_rl.batch.routes import Routes
 
 
@@ -60,21 +60,22 @@ class AttentionCall:
 
 
 @dataclass(eq=False)  # not frozen: of what it is handed, torch.compile reads the fields of frozen dataclasses
-class LocalRow:
-    """One rank's tokens of a row, which nobody changes. A dataclass is a single leaf to pytree, so schedules pass it on
-    untouched, and compiled layers hand it to their attention without a look: rows have any number of sequences.
+class LocalMicrobatch:
+    """One rank's tokens of a microbatch, which nobody changes. A dataclass is a single leaf to pytree, so schedules
+    pass it on untouched, and compiled layers hand it to their attention without a look: microbatches have any number of
+    sequences.
 
     Attributes:
         input_ids, position_ids, targets: int64 [t]; pads have token 0 and no target.
-        is_real: False for pads and for the tokens of an empty row, bool [t].
+        is_real: False for pads and for the tokens of an empty microbatch, bool [t].
         calls: how attention runs.
-        restore: for every token of the row its place in the tokens of all ranks, rank 0's first, int64 [T]; None where
-            this rank has the row as it is.
+        restore: for every token of the microbatch its place in the tokens of all ranks, rank 0's first, int64 [T]; None
+            where this rank has the microbatch as it is.
         num_tokens: t.
         routes: experts that its tokens are to go to, missing for pads; None, and routers choose by themselves.
         images: image tokens among them.
         rotary_positions: in time, height and width, int64 [3, t], for a model that turns by them; pads have 0.
-        index: its place among the rows of a step.
+        index: its place among the microbatches of a step.
     """
 
     input_ids: Tensor
@@ -89,7 +90,7 @@ class LocalRow:
     rotary_positions: Tensor | None = None
     index: int = 0
 
-    def to(self, device: torch.device) -> "LocalRow":
+    def to(self, device: torch.device) -> "LocalMicrobatch":
         """The same on `device`."""
         return replace(
             self,
@@ -105,18 +106,18 @@ class LocalRow:
         )
 
 
-def local_row(
-    row: PackedBatch, cp: int = 1, cp_rank: int = 0, multiple: int = 1, rotary_positions: Tensor | None = None
-) -> LocalRow:
+def local_microbatch(
+    microbatch: Microbatch, cp: int = 1, cp_rank: int = 0, multiple: int = 1, rotary_positions: Tensor | None = None
+) -> LocalMicrobatch:
     """The tokens of one context-parallel rank, as many on every rank.
 
     Args:
-        row: the whole row, on the host.
+        microbatch: the whole microbatch, on the host.
         cp, cp_rank: over how many ranks it is cut, and whose part is returned.
         multiple: t is a multiple of this; a sequence of pads at the end makes up for what is missing. Even for cp > 1.
-        rotary_positions: of the row, where they are not `position_ids`.
+        rotary_positions: of the microbatch, where they are not `position_ids`.
     """
-    lengths = list(row.lengths)
+    lengths = list(microbatch.lengths)
     chunks = 1 if cp == 1 else 2 * cp
     padded = [-(-length // chunks) * chunks for length in lengths]
     missing = -(sum(padded) // cp) % multiple
@@ -136,27 +137,27 @@ def local_row(
     is_token = offset < np.array(lengths)[segment]
     real = torch.from_numpy(is_token[own])
     places = torch.from_numpy(np.where(is_token, source, 0)[own])
-    return LocalRow(
-        input_ids=torch.where(real, row.input_ids[places], 0),
+    return LocalMicrobatch(
+        input_ids=torch.where(real, microbatch.input_ids[places], 0),
         position_ids=torch.from_numpy(offset[own]),
-        targets=torch.where(real, row.targets[places], IGNORED_TARGET),
-        is_real=real & (not row.is_empty),
+        targets=torch.where(real, microbatch.targets[places], IGNORED_TARGET),
+        is_real=real & (not microbatch.is_empty),
         calls=_calls(padded, chunk, own, gathered, cp, cp_rank),
         restore=None if cp == 1 and not missing else torch.from_numpy(gathered[is_token]),
         num_tokens=len(own),
-        routes=None if row.routes is None else row.routes.take(places, real),
-        images=_images(row, places, real),
+        routes=None if microbatch.routes is None else microbatch.routes.take(places, real),
+        images=_images(microbatch, places, real),
         rotary_positions=None if rotary_positions is None else rotary_positions[:, places] * real,
     )
 
 
-def _images(row: PackedBatch, places: Tensor, real: Tensor) -> ImageTokens:
-    """The image tokens among those that a rank has of a row, by their places in it."""
-    if not row.images:
+def _images(microbatch: Microbatch, places: Tensor, real: Tensor) -> ImageTokens:
+    """The image tokens among those that a rank has of a microbatch, by their places in it."""
+    if not microbatch.images:
         return NO_IMAGES
-    rows = torch.from_numpy(image_rows(row.images, row.num_tokens))[places]
-    own = (real & (rows >= 0)).nonzero()[:, 0]
-    return ImageTokens(own, rows[own])
+    microbatches = torch.from_numpy(image_places(microbatch.images, microbatch.num_tokens))[places]
+    own = (real & (microbatches >= 0)).nonzero()[:, 0]
+    return ImageTokens(own, microbatches[own])
 
 
 def _calls(

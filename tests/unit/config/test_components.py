@@ -1,4 +1,4 @@
-"""`modules`: what is refused before anything starts, and what a run's config says of it."""
+"""`components`: what is refused before anything starts, and what a run's config says of it."""
 
 from pathlib import Path
 
@@ -12,26 +12,30 @@ RUN = {
     "output": "runs/x",
     "model": {"path": "model"},
     "data": {"train": [{"path": "chats.jsonl"}]},
-    "batch": {"sequences": 8, "row_tokens": 64},
+    "batch": {"sequences": 8, "microbatch_tokens": 64},
     "length": {"steps": 1},
 }
 
 
-def load(folder: Path, modules: dict, *overrides: str, **changes: dict):
-    (folder / "run.yaml").write_text(yaml.safe_dump({**RUN, **changes, "modules": modules}))
+def load(folder: Path, components: dict, *overrides: str, **changes: dict):
+    (folder / "run.yaml").write_text(yaml.safe_dump({**RUN, **changes, "components": components}))
     return load_config(folder / "run.yaml", overrides)
 
 
 @pytest.mark.parametrize(
     ("vision", "language", "message"),
     [
-        ({"ranks": 0}, {"ranks": "2-3", "dp_shard": 2}, "modules: ranks [1] hold no module"),
-        ({"ranks": "0-1", "dp_shard": 2}, {"ranks": "1-2", "pp": 2}, "modules: ranks [1] hold both modules and others"),
+        ({"ranks": 0}, {"ranks": "2-3", "dp_shard": 2}, "components: ranks [1] hold no module"),
+        (
+            {"ranks": "0-1", "dp_shard": 2},
+            {"ranks": "1-2", "pp": 2},
+            "components: ranks [1] hold both components and others",
+        ),
         ({"ranks": "0-2", "dp_shard": 3}, {"ranks": "3-4", "dp_shard": 2}, "one must divide the other"),
-        ({"ranks": "0-2"}, {"ranks": 3}, "modules: vision.ranks=[0, 1, 2] are 3 ranks but its layout has 1"),
+        ({"ranks": "0-2"}, {"ranks": 3}, "components: vision.ranks=[0, 1, 2] are 3 ranks but its layout has 1"),
         ({"ranks": [1, 0], "dp_shard": 2}, {"ranks": 2}, "name every rank once, in rising order"),
-        ({"ranks": "a-b"}, {"ranks": 1}, "modules.vision.ranks: 'a-b' is no range of ranks"),
-        ({"rank": 0}, {"ranks": 1}, "modules.vision.rank: unknown key; did you mean ranks?"),
+        ({"ranks": "a-b"}, {"ranks": 1}, "components.vision.ranks: 'a-b' is no range of ranks"),
+        ({"rank": 0}, {"ranks": 1}, "components.vision.rank: unknown key; did you mean ranks?"),
     ],
 )
 def test_placements_that_cannot_be_are_refused(tmp_path: Path, vision: dict, language: dict, message: str) -> None:
@@ -46,11 +50,13 @@ MODULES = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": "2-5
 def test_rows_are_dealt_by_the_layout_of_the_language_model(tmp_path: Path) -> None:
     config = load(tmp_path, MODULES)
     assert (config.world_size, config.parallel.pp, config.parallel.num_data_ranks) == (6, 2, 2)
-    with pytest.raises(InputError, match="parallel and modules.language differ"):
+    with pytest.raises(InputError, match="parallel and components.language differ"):
         load(tmp_path, MODULES, parallel={"pp": 4})
 
 
 def test_a_runs_own_config_takes_overrides_of_modules(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(load(tmp_path, MODULES)))
-    changed = load_config(tmp_path / "config.yaml", ["--modules.language.pp", "4", "--modules.language.dp_shard=1"])
+    changed = load_config(
+        tmp_path / "config.yaml", ["--components.language.pp", "4", "--components.language.dp_shard=1"]
+    )
     assert (changed.parallel.pp, changed.world_size) == (4, 6)

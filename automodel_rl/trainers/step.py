@@ -1,0 +1,90 @@
+"""One step of a run: its metrics in the making."""
+
+import contextlib
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from automodel_rl.data.loader import PackedStep, StepSize
+from automodel_rl.engine import TrainOutput
+from automodel_rl.launch.flight import flight
+from automodel_rl.model.flops import peak_flops
+
+if TYPE_CHECKING:
+    from automodel_rl.trainers.run import Run
+
+
+class Step:
+    """One step's metrics in the making.
+
+    Attributes:
+        metrics: what metrics.jsonl gets.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.metrics: dict[str, Any] = {"step": run.step}
+        self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Adds what its block takes to `time/NAME_s`."""
+        started = time.perf_counter()
+        with flight.phase(name):
+            yield
+        key = f"time/{name}_s"
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - started
+
+    def record(self, outputs: list[TrainOutput], size: StepSize) -> None:
+        """Notes what the step's optimizer steps gave, as their means, and its speed; when it is trained, before
+        validation.
+
+        Args:
+            outputs: of every optimizer step.
+            size: of all optimizer steps together.
+        """
+        count = len(outputs)
+        if any(output.nothing_to_train for output in outputs):
+            self.run.say(f"warning: step {self.run.step} had no trained token in its batch; no weight was changed")
+        names = dict.fromkeys(name for output in outputs for name in output.metrics)
+        seconds = time.perf_counter() - self.started
+        device = self.run.engine.handle.layout.device
+        peak = peak_flops(device)
+        self.metrics |= {
+            "train/loss": sum(output.loss for output in outputs) / count,
+            "train/grad_norm": sum(output.grad_norm for output in outputs) / count,
+            "train/lr": outputs[-1].lr,
+            "train/num_tokens": sum(output.num_tokens for output in outputs),
+            "train/skipped": sum(output.skipped for output in outputs),
+            **{name: statistics.fmean(o.metrics[name] for o in outputs if name in o.metrics) for name in names},
+            "data/num_sequences": size.num_sequences,
+            "perf/tokens_per_second": size.num_tokens / seconds,
+            "perf/mfu": size.flops / (seconds * peak * dist.get_world_size()) if peak else None,
+            "perf/packing_efficiency": size.num_tokens
+            / (size.num_microbatches * self.run.config.batch.microbatch_tokens),
+            "time/step_s": seconds,
+            "memory/peak_gib": _peak_memory(device) / 2**30,
+        }
+
+    def record_overlong(self, packed: PackedStep) -> None:
+        """Notes examples that were cut or left out, and says so on the console, once in a run."""
+        self.metrics |= {"data/num_truncated": packed.num_truncated, "data/num_dropped": packed.num_dropped}
+        if self.run.mentioned_overlong or not packed.num_truncated + packed.num_dropped:
+            return
+        self.run.mentioned_overlong = True
+        self.run.say(
+            f"warning: in a step, {packed.num_truncated} examples were truncated to "
+            f"batch.microbatch_tokens={self.run.config.batch.microbatch_tokens} or the model's context and "
+            f"{packed.num_dropped} dropped; metrics.jsonl counts them in every step"
+        )
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
