@@ -48,9 +48,9 @@ class ModelOptimizer:
         Args:
             lr: of the schedule.
         """
+        for group in self.groups:
+            group["lr"] = lr * group[LR_FACTOR]
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group[LR_FACTOR]
             optimizer.step()
 
     def moments(self) -> Iterator[Tensor]:

@@ -70,7 +70,7 @@ def compare_with_shards(folder: Path, parallel: ParallelConfig) -> Differences:
 def test_shards_made_orthogonal_by_themselves_are_noticed(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
     save_tiny_model(tmp_path, num_layers=1)
     found = ranks(2).run(compare_with_shards, tmp_path, ParallelConfig(**sizes))[0]
-    assert found.largest("weights", 1) > 1e-5
+    assert found.largest("weights", 1) > 1e-4
     assert found.largest("gradient norm", 1) < 1e-9
 
 
@@ -146,3 +146,19 @@ def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(ranks: RankPoo
     assert "\n" not in line
     assert line.startswith(f"{tmp_path / 'step_2'}: has no language.momentum_buffer.model.layers.0.")
     assert "resume with the optimizer.name that did, one of adamw, muon" in line
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_a_first_step_in_float32_is_near_one_process(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
+    save_tiny_model(tmp_path, num_layers=1, dtype=torch.float32)
+    case = Case(ParallelConfig(**sizes), rows=(2,), dtype="float32", optimizer="muon")
+    found = ranks(2).run(compare, case, tmp_path, tmp_path)[0]
+    # Matrices are made orthogonal in bfloat16, where a gradient's last bit may turn a bit of the step. Shards that are
+    # made orthogonal by themselves are 6e-4 off.
+    assert found.largest("weights", 1) < 1e-4
+
+
+def test_matrices_of_classes_of_nemo_automodel_are_those_of_transformers(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=1, dtype=torch.float32)
+    case = Case(rows=(2,), dtype="float32", implementation="nemo_automodel", optimizer="muon")
+    assert ranks(1).run(compare, case, tmp_path, tmp_path)[0].largest("weights", 1) < 1e-4
