@@ -1,15 +1,17 @@
-"""The pages that are made from code: README's tree, import order and table, and API.md.
+"""The pages: a README.md in every folder that has something to tell, and API.md. Parts of them are made from code: the
+tree, the import order and the table of what works together.
 
-python -m tests.pages writes them; tests/unit/test_pages.py says when they are out of date.
+python -m tests.pages writes these parts; tests/unit/test_pages.py says when they are out of date.
 """
 
 import ast
 import dataclasses
 import inspect
 import re
+import textwrap
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,16 @@ from automodel_rl.config import RunConfig, describe_keys
 from automodel_rl.support.table import table
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
-API = ROOT / "automodel_rl" / "API.md"
+PACKAGE = ROOT / "automodel_rl"
+API = PACKAGE / "API.md"
+PAGES = (
+    ROOT / "README.md",
+    *sorted(PACKAGE.rglob("README.md")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "configs", "tests")),
+)
+
+NAME_COLUMNS, TREE_COLUMNS = 32, 120
+"""Of the tree: where descriptions begin, and where lines end."""
 
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 GROUPS = {
@@ -45,44 +55,58 @@ GROUPS = {
 
 
 def generated_parts() -> dict[str, str]:
-    """What README has between `<!-- NAME -->` and `<!-- end of NAME -->`."""
+    """What some page has between `<!-- NAME -->` and `<!-- end of NAME -->`."""
     return {"tree": f"```\n{tree()}\n```", "import order": import_order(), "table": table()}
 
 
-def with_generated_parts(readme: str) -> str:
-    for name, text in generated_parts().items():
+def with_generated_parts(texts: Sequence[str]) -> list[str]:
+    """The pages with their generated parts as the code is now.
+
+    Args:
+        texts: of all pages.
+
+    Raises:
+        ValueError: a part is not on exactly one page, once.
+    """
+    texts = list(texts)
+    for name, part in generated_parts().items():
         pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        readme, count = pattern.subn(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme)
-        if count != 1:
-            raise ValueError(f"README has {count} parts named {name!r}")
-    return readme
+        replaced = [pattern.subn(lambda match, part=part: f"{match[1]}{part}\n{match[2]}", text) for text in texts]
+        texts, counts = [text for text, _ in replaced], [count for _, count in replaced]
+        if sum(counts) != 1:
+            raise ValueError(f"the pages have {sum(counts)} parts named {name!r}")
+    return texts
 
 
 def tree() -> str:
     """Every file of the package with the first sentence of its text."""
-    return "\n".join(["automodel_rl/", *_tree(ROOT / "automodel_rl", "  ")])
+    return "\n".join(["automodel_rl/", *_tree(PACKAGE, "  ")])
 
 
 def _tree(folder: Path, indent: str) -> Iterator[str]:
     entries = [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
     for path in sorted(entries, key=lambda path: (path.is_dir(), path.name)):
         if path.is_dir():
-            yield _line(f"{indent}{path.name}/", path / "__init__.py")
+            yield from _lines(f"{indent}{path.name}/", path / "__init__.py")
             yield from _tree(path, indent + "  ")
         elif path.name not in ("__init__.py", "__main__.py"):
-            yield _line(f"{indent}{path.name}", path)
+            yield from _lines(f"{indent}{path.name}", path)
 
 
-def _line(name: str, file: Path) -> str:
-    text = (ast.get_docstring(ast.parse(file.read_text())) or "").splitlines()[0]
-    return f"{name:<32}{text.split('. ')[0].removesuffix('.').removesuffix(':')}"
+def _lines(name: str, file: Path) -> Iterator[str]:
+    """A file's name with the first sentence of its text, over as many lines as it needs."""
+    text = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0].split())
+    sentence = re.split(r"[.:] (?=[A-Z])|\.$", text)[0]
+    first, *rest = textwrap.wrap(sentence, TREE_COLUMNS - NAME_COLUMNS, break_on_hyphens=False)
+    yield f"{name:<{NAME_COLUMNS}}{first}"
+    yield from (" " * NAME_COLUMNS + line for line in rest)
 
 
 def import_order() -> str:
     """The layers of import-linter's first contract, the highest first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = [layer.replace("automodel_rl.", "").replace(" | ", ", ") for layer in settings["contracts"][0]["layers"]]
-    return f"`{' > '.join(layers)}`"
+    return "\n".join(["```", *textwrap.wrap(" > ".join(layers), TREE_COLUMNS, break_on_hyphens=False), "```"])
 
 
 def api() -> str:
@@ -150,5 +174,6 @@ def _render(text: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    README.write_text(with_generated_parts(README.read_text()))
+    for page, text in zip(PAGES, with_generated_parts([page.read_text() for page in PAGES]), strict=True):
+        page.write_text(text)
     API.write_text(api())

@@ -62,9 +62,7 @@ class TokenSequence:
         _check_tensor("loss_mask", self.loss_mask, torch.bool, "True for the tokens that count")
         check_images(self.images, len(self))
         if self.routes is not None and len(self.routes) != len(self):
-            raise ValueError(
-                f"routes have {len(self.routes)} microbatches for {len(self)} tokens: a microbatch for each is needed"
-            )
+            raise ValueError(f"routes have {len(self.routes)} rows for {len(self)} tokens: a row for each is needed")
         for name, tensor in {"loss_mask": self.loss_mask, **self.values}.items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name} is a {type(tensor).__name__}: a torch tensor is needed, one entry a token")
@@ -129,9 +127,7 @@ class Microbatch:
 
     def __post_init__(self) -> None:
         if self.routes is not None and len(self.routes) != self.num_tokens:
-            raise ValueError(
-                f"routes have {len(self.routes)} microbatches for the {self.num_tokens} tokens of a microbatch"
-            )
+            raise ValueError(f"routes have {len(self.routes)} rows for the {self.num_tokens} tokens of a microbatch")
 
     @property
     def num_tokens(self) -> int:

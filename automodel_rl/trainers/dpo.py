@@ -76,7 +76,7 @@ class DPOTrainer:
             with step.time("train"):
                 output = self.engine.train_step(microbatches, self.loss)
             step.record([output], packed.size)
-            step.record_overlong(packed)
+            self.run.note_overlong(step, packed)
             if self.validation and self.run.validates:
                 with step.time("validate"):
                     step.metrics["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)

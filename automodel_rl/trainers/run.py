@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
+from automodel_rl.data.loader import PackedStep
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError, JobEndedError, StoppedError
 from automodel_rl.hf.read import read_supported_config
@@ -145,7 +146,7 @@ class Run:
                     self._write({"step": 0, **baseline()})
             while not self.is_over:
                 self.step += 1
-                step = Step(self)
+                step = Step(self.step, self.engine, self.config, self.say)
                 with flight.top_phase(f"step {self.step}"):
                     yield step
                     self._write(step.metrics)
@@ -246,6 +247,18 @@ class Run:
         self._write(step.metrics)
         self.save_checkpoint()
         self._warn(self.checkpoints.finish())
+
+    def note_overlong(self, step: Step, packed: PackedStep) -> None:
+        """Notes examples that were cut or left out, and says so on the console, once in a run."""
+        step.metrics |= {"data/num_truncated": packed.num_truncated, "data/num_dropped": packed.num_dropped}
+        if self.mentioned_overlong or not packed.num_truncated + packed.num_dropped:
+            return
+        self.mentioned_overlong = True
+        self.say(
+            f"warning: in a step, {packed.num_truncated} examples were truncated to "
+            f"batch.microbatch_tokens={self.config.batch.microbatch_tokens} or the model's context and "
+            f"{packed.num_dropped} dropped; metrics.jsonl counts them in every step"
+        )
 
     def save_model(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes the trained checkpoint.

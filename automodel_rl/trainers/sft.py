@@ -59,7 +59,7 @@ class SFTTrainer:
             with step.time("train"):
                 output = self.engine.train_step(packed.microbatches, self.loss)
             step.record([output], packed.size)
-            step.record_overlong(packed)
+            self.run.note_overlong(step, packed)
             if self.config.data.validation and self.run.validates:
                 with step.time("validate"):
                     step.metrics["val/loss"], _ = self.engine.evaluate(self.validation, self.loss)

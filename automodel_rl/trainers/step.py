@@ -4,31 +4,35 @@ import contextlib
 import resource
 import statistics
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from automodel_rl.data.loader import PackedStep, StepSize
-from automodel_rl.engine import TrainOutput
+from automodel_rl.config import RunConfig
+from automodel_rl.data.loader import StepSize
+from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.launch.flight import flight
 from automodel_rl.model.flops import peak_flops
-
-if TYPE_CHECKING:
-    from automodel_rl.trainers.run import Run
 
 
 class Step:
     """One step's metrics in the making.
 
+    Args:
+        number: the step, from 1.
+        engine: what is trained.
+        config: the run's config.
+        say: puts a line on the console.
+
     Attributes:
         metrics: what metrics.jsonl gets.
     """
 
-    def __init__(self, run: Run):
-        self.run = run
-        self.metrics: dict[str, Any] = {"step": run.step}
+    def __init__(self, number: int, engine: Engine, config: RunConfig, say: Callable[[str], None]):
+        self.number, self.engine, self.config, self.say = number, engine, config, say
+        self.metrics: dict[str, Any] = {"step": number}
         self.started = time.perf_counter()
 
     @contextlib.contextmanager
@@ -50,10 +54,10 @@ class Step:
         """
         count = len(outputs)
         if any(output.nothing_to_train for output in outputs):
-            self.run.say(f"warning: step {self.run.step} had no trained token in its batch; no weight was changed")
+            self.say(f"warning: step {self.number} had no trained token in its batch; no weight was changed")
         names = dict.fromkeys(name for output in outputs for name in output.metrics)
         seconds = time.perf_counter() - self.started
-        device = self.run.engine.handle.layout.device
+        device = self.engine.handle.layout.device
         peak = peak_flops(device)
         self.metrics |= {
             "train/loss": sum(output.loss for output in outputs) / count,
@@ -65,23 +69,10 @@ class Step:
             "data/num_sequences": size.num_sequences,
             "perf/tokens_per_second": size.num_tokens / seconds,
             "perf/mfu": size.flops / (seconds * peak * dist.get_world_size()) if peak else None,
-            "perf/packing_efficiency": size.num_tokens
-            / (size.num_microbatches * self.run.config.batch.microbatch_tokens),
+            "perf/packing_efficiency": size.num_tokens / (size.num_microbatches * self.config.batch.microbatch_tokens),
             "time/step_s": seconds,
             "memory/peak_gib": _peak_memory(device) / 2**30,
         }
-
-    def record_overlong(self, packed: PackedStep) -> None:
-        """Notes examples that were cut or left out, and says so on the console, once in a run."""
-        self.metrics |= {"data/num_truncated": packed.num_truncated, "data/num_dropped": packed.num_dropped}
-        if self.run.mentioned_overlong or not packed.num_truncated + packed.num_dropped:
-            return
-        self.run.mentioned_overlong = True
-        self.run.say(
-            f"warning: in a step, {packed.num_truncated} examples were truncated to "
-            f"batch.microbatch_tokens={self.run.config.batch.microbatch_tokens} or the model's context and "
-            f"{packed.num_dropped} dropped; metrics.jsonl counts them in every step"
-        )
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""The examples of public names and of README run, and give what they say."""
+"""The examples of public names and of the pages run, and give what they say."""
 
 import contextlib
 import doctest
@@ -12,7 +12,7 @@ import yaml
 
 import automodel_rl
 from tests.distributed.trainers.runs import settings_of
-from tests.pages import README, ROOT, public_methods
+from tests.pages import PACKAGE, ROOT, public_methods
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -46,13 +46,14 @@ def test_examples_of_public_names(ranks: RankPool, workspace: Path, tmp_path: Pa
 def run_script(script: str, folder: Path) -> dict[str, Any]:
     os.chdir(folder)
     names: dict[str, Any] = {}
-    exec(compile(script, "README.md", "exec"), names)
+    exec(compile(script, "losses/README.md", "exec"), names)
     return {"num_tokens": names["out"].num_tokens, "logprobs": [tensor.shape[0] for tensor in names["logprobs"]]}
 
 
-def test_readme_as_a_library(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_script_of_the_page_on_losses(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "path-or-hub-id")
-    (script,) = re.findall(r"```python\n(import torch\n.*?)```", README.read_text(), re.DOTALL)
+    page = (PACKAGE / "losses" / "README.md").read_text()
+    (script,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
     for result in ranks(2).run(run_script, script, tmp_path):
         assert result == {"num_tokens": 2, "logprobs": [4]}
     assert (tmp_path / "out" / "config.json").is_file()

@@ -1,20 +1,56 @@
-"""README and API.md say what the code is."""
+"""The pages say what the code is: every place, link, key, config, command and generated part is looked up."""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 import automodel_rl
+from automodel_rl.cli import USAGE
+from automodel_rl.config import ALGORITHMS, describe_keys
+from automodel_rl.config.load import check_config
 from tests import pages
 
-FLOW = re.compile(r"\(([\w/]+\.py):\s([\w.,\s]+)\)")
+TEXTS = {str(page.relative_to(pages.ROOT)): page.read_text() for page in pages.PAGES}
+
+PLACE = re.compile(r"\(([\w/]+\.py):\s([\w.,\s]+)\)")
+"""A place in the package: `(room/file.py: name, other name)`."""
+
+LINK = re.compile(r"\]\(([^()\s#]*)(#[^()\s]*)?\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+KEYS = {re.sub(r"\.0(?=\.)", "", key) for kind in ALGORITHMS.values() for key, *_ in describe_keys(kind)}
+"""Dotted keys of all algorithms."""
+
+SECTIONS = {key[:end] for key in KEYS for end in range(len(key)) if key[end] == "."}
+
+COMMANDS = {name for names in re.findall(r"automodel-rl ([\w|-]+)", USAGE) for name in names.split("|")}
+
+PLAIN = {"batch.values"}
+"""What looks like a key and is none."""
 
 
-def test_generated_parts_of_readme_are_up_to_date() -> None:
-    readme = pages.README.read_text()
-    assert pages.with_generated_parts(readme) == readme, "run make pages"
+def blocks(text: str, *languages: str) -> list[str]:
+    """Of some languages."""
+    return [code for language, code in FENCE.findall(text) if language in languages]
+
+
+def spans(text: str) -> list[str]:
+    """What stands in backticks, outside of blocks."""
+    return [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+
+
+def found(pattern: re.Pattern[str]) -> list[Any]:
+    """(page, groups...) of every match on any page."""
+    return sorted({(page, *groups) for page, text in TEXTS.items() for groups in pattern.findall(text)})
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    assert pages.with_generated_parts(list(TEXTS.values())) == list(TEXTS.values()), "run make pages"
 
 
 def test_the_page_of_the_api_is_up_to_date() -> None:
@@ -37,16 +73,89 @@ def names_in(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("file", "names"), FLOW.findall(pages.README.read_text()))
-def test_what_readme_names_is_where_it_says(file: str, names: str) -> None:
-    missing = {name.strip() for name in names.split(",")} - names_in(pages.ROOT / "automodel_rl" / file)
+@pytest.mark.parametrize(("page", "file", "names"), found(PLACE))
+def test_what_a_page_names_is_where_it_says(page: str, file: str, names: str) -> None:
+    missing = {name.strip() for name in names.split(",")} - names_in(pages.PACKAGE / file)
     assert not missing
 
 
-def test_readme_names_places() -> None:
-    assert len(FLOW.findall(pages.README.read_text())) > 25
+def test_pages_name_places() -> None:
+    assert len(found(PLACE)) > 80
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([\w./]+)\)", pages.README.read_text()))))
-def test_links_of_readme_lead_somewhere(path: str) -> None:
-    assert (pages.ROOT / path).exists()
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize(("page", "path", "anchor"), [link for link in found(LINK) if "://" not in link[1]])
+def test_links_lead_somewhere(page: str, path: str, anchor: str) -> None:
+    target = pages.ROOT / page if not path else (pages.ROOT / page).parent / path
+    assert target.exists()
+    assert not anchor or anchor in anchors(target)
+
+
+def keys_of(values: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of a part of a config, without the numbers of list items."""
+    if isinstance(values, list):
+        for value in values:
+            yield from keys_of(value, prefix)
+    elif isinstance(values, dict) and (not prefix or prefix.rstrip(".") in SECTIONS):
+        for key, value in values.items():
+            yield f"{prefix}{key}"
+            yield from keys_of(value, f"{prefix}{key}.")
+
+
+def parts_of_configs() -> Iterator[tuple[str, str]]:
+    """(page, YAML) of every block, and of every span such as `rollout: {own_process: true}`."""
+    for page, text in TEXTS.items():
+        yield from ((page, code) for code in blocks(text, "yaml"))
+        yield from ((page, span) for span in spans(text) if re.match(r"(\w+): [{\[]", span))
+
+
+@pytest.mark.parametrize(("page", "code"), list(parts_of_configs()))
+def test_examples_of_configs_have_keys_that_exist(page: str, code: str) -> None:
+    values = yaml.safe_load(code)
+    known = KEYS | SECTIONS | {key.rpartition(".")[2] for key in KEYS | SECTIONS}
+    assert {key for key in keys_of(values) if key.partition(".")[0] in SECTIONS} <= KEYS | SECTIONS
+    assert {key.rpartition(".")[2] for key in keys_of(values)} <= known
+
+
+@pytest.mark.parametrize(("page", "code"), [(page, code) for page, code in parts_of_configs() if "output:" in code])
+def test_whole_configs_are_accepted(page: str, code: str) -> None:
+    values = yaml.safe_load(code)
+    check_config(ALGORITHMS[values.get("algorithm", "sft")], values)
+
+
+def named_keys() -> Iterator[tuple[str, str]]:
+    """(page, what looks like a dotted key), in backticks or in a command."""
+    for page, text in TEXTS.items():
+        dotted = [span.partition(":")[0].partition("=")[0] for span in spans(text)]
+        in_commands = re.findall(r"--([a-z_]+\.[\w.]+)", text)
+        for key in dict.fromkeys([*dotted, *in_commands]):
+            if re.fullmatch(r"[a-z_]+(\.\w+)+", key) and key.partition(".")[0] in SECTIONS and key not in PLAIN:
+                yield page, re.sub(r"\.\d+(?=\.)", "", key)
+
+
+@pytest.mark.parametrize(
+    ("page", "key"), [pair for pair in named_keys() if not pair[1].endswith((".py", ".yaml", ".json", ".jsonl", ".md"))]
+)
+def test_keys_that_pages_name_exist(page: str, key: str) -> None:
+    assert key in KEYS | SECTIONS
+
+
+def commands() -> str:
+    return "\n".join(code for text in TEXTS.values() for code in [*blocks(text, "sh", ""), *spans(text)])
+
+
+def test_commands_exist() -> None:
+    assert set(re.findall(r"(?:automodel-rl|-m automodel_rl) ([a-z][\w-]*)", commands())) <= COMMANDS
+    targets = re.findall(r"^(\w+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"^make (\w+)", commands(), re.MULTILINE)) <= {*targets}
+
+
+def test_files_in_commands_exist() -> None:
+    files = set(re.findall(r"(?:^|\s)((?:configs|benchmarks|tests)/[\w./]+\.(?:py|yaml))", commands()))
+    assert files
+    assert not [file for file in files if not (pages.ROOT / file).is_file()]

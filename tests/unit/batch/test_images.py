@@ -54,7 +54,7 @@ def test_every_image_token_gets_its_own_embedding_on_some_rank(cp: int) -> None:
     for rank in range(cp):
         part = local_microbatch(microbatch, cp, rank)
         assert (part.input_ids[part.images.places] == IMAGE).all()
-        seen += part.images.microbatches.tolist()
+        seen += part.images.rows.tolist()
     assert sorted(seen) == list(range(num_embeddings))
 
 

@@ -87,7 +87,7 @@ def damaged(row: int, layer: int, expert: int, value: int) -> np.ndarray:
         (payload()[0], r"routes are uint8 \[27, 6\]"),
         ((payload(2), payload(4)), "the prompt's routes have 2 rows for its 3 tokens"),
         ((payload(3), None), "routes of the completion are missing"),
-        (np.zeros_like(payload()), "routes are all zero: the engine did not note its choices"),
+        (np.zeros_like(payload()), "routes are all zero: the generator did not note its choices"),
         (damaged(4, 13, 2, 64), "routes of layer 13, row 4: experts .* ids are 0 to 63"),
         (damaged(0, 1, 0, -2), "routes of layer 1, row 0: experts .* ids are 0 to 63"),
         (damaged(5, 26, 3, MISSING), "routes of layer 26, row 5: experts .* all known or all missing"),

@@ -25,7 +25,7 @@ def load(folder: Path, components: dict, *overrides: str, **changes: dict):
 @pytest.mark.parametrize(
     ("vision", "language", "message"),
     [
-        ({"ranks": 0}, {"ranks": "2-3", "dp_shard": 2}, "components: ranks [1] hold no module"),
+        ({"ranks": 0}, {"ranks": "2-3", "dp_shard": 2}, "components: ranks [1] hold no component"),
         (
             {"ranks": "0-1", "dp_shard": 2},
             {"ranks": "1-2", "pp": 2},

@@ -67,8 +67,8 @@ def expected_weights(gate: Gate, hidden: Tensor, chosen: Tensor, kind: str) -> T
     return 2.5 * weights / weights.sum(1, keepdim=True)
 
 
-def routed_row() -> Any:
-    """A row of which one token has no route."""
+def routed_microbatch() -> Any:
+    """A microbatch of which one token has no route."""
     experts = torch.rand(TOKENS, 1, EXPERTS).argsort(2)[..., :TOP_K].short()
     experts[4] = -1
     sequence = TokenSequence(
@@ -80,14 +80,14 @@ def routed_row() -> Any:
 @pytest.mark.parametrize("kind", GATES)
 def test_gates_of_nemo_automodel_follow_routes(kind: str) -> None:
     torch.manual_seed(0)
-    gate, scope, row = make_gate(kind), MicrobatchScope(), routed_row()
+    gate, scope, microbatch = make_gate(kind), MicrobatchScope(), routed_microbatch()
     hidden, real = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), torch.ones(TOKENS, dtype=torch.bool)
     live = gate(hidden, real, None)[1]
     replay = RouterReplay({LAYER: gate}, EXPERTS, scope)
-    assert torch.equal(gate(hidden, real, None)[1], live)  # without a row
-    scope.row = row
+    assert torch.equal(gate(hidden, real, None)[1], live)  # without a microbatch
+    scope.microbatch = microbatch
     weights, chosen, _ = gate(hidden, real, None)
-    target = row.routes.of(LAYER).long()
+    target = microbatch.routes.of(LAYER).long()
     assert torch.equal(chosen, torch.where(target < 0, live, target))
     torch.testing.assert_close(weights, expected_weights(gate, hidden, chosen, kind), rtol=1e-9, atol=1e-12)
     weights.square().sum().backward()
@@ -108,7 +108,7 @@ class Layer(nn.Module):
         super().__init__()
         self.router = make_gate("softmax, then top-k")
 
-    def forward(self, hidden: Tensor, *, row: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *, microbatch: Any) -> Tensor:
         return self.router(hidden, torch.ones(len(hidden), dtype=torch.bool), None)[1]
 
 
@@ -119,10 +119,10 @@ def test_deep_copies_follow_routes_on_their_own() -> None:
     part.replay = RouterReplay({LAYER: part.layer.router}, EXPERTS, part.scope)
     twin = copy.deepcopy(part)
     nn.init.normal_(twin.layer.router.weight)
-    hidden, row = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), routed_row()
-    one, other = part.layer(hidden, row=row), twin.layer(hidden, row=row)
-    has_route = row.routes.of(LAYER)[:, 0] >= 0
-    assert torch.equal(other[has_route], row.routes.of(LAYER)[has_route].long())
+    hidden, microbatch = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), routed_microbatch()
+    one, other = part.layer(hidden, microbatch=microbatch), twin.layer(hidden, microbatch=microbatch)
+    has_route = microbatch.routes.of(LAYER)[:, 0] >= 0
+    assert torch.equal(other[has_route], microbatch.routes.of(LAYER)[has_route].long())
     assert not torch.equal(one[~has_route], other[~has_route])  # its own weights choose there
     assert twin.replay.differing()[LAYER][1] == part.replay.differing()[LAYER][1] == TOKENS - 1
 

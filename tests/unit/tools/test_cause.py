@@ -63,7 +63,7 @@ def test_gradients_that_differ_point_to_what_they_have_in_common(step: int, name
         ("learning rate", "step 2: the learning-rate schedule"),
         ("evaluated loss", "step 2: evaluation alone"),
         ("loss", "step 2: the loss alone"),
-        ("log-probabilities", "step 2: the forward after an update: weights that were gathered before it"),
+        ("log-probabilities", "step 2: the forward after an optimizer step: weights that were gathered before it"),
     ],
 )
 def test_the_first_step_counts_and_what_follows_from_it_does_not(kind: str, expected: str) -> None:
@@ -78,10 +78,10 @@ def test_the_first_step_counts_and_what_follows_from_it_does_not(kind: str, expe
     assert "DIFFERENT from step 2 on" in format_table([microbatches[kind]])
 
 
-def test_an_update_that_differs_alone_points_to_the_optimizer_of_its_stage() -> None:
+def test_an_optimizer_step_that_differs_alone_points_to_the_optimizer_of_its_stage() -> None:
     found = equal()
     found.note("weights", 0.1, 1, "model.layers.0.mlp.up_proj.weight")
-    assert cause(found).startswith("step 1: the update of stage 0: clipping, or the optimizer's settings")
+    assert cause(found).startswith("step 1: the optimizer step of stage 0: clipping, or the optimizer's settings")
 
 
 def test_what_is_compared_once_points_to_itself() -> None:
