@@ -1,6 +1,7 @@
 # make setup   an environment in .venv with everything (repeatable)
 # make demo    warm up a small chat model and train it with rewards, on this machine
 # make test    lint, types, import contracts, tests
+# make quick   lint, unit tests, and a few layouts against one process, for the inner loop (about a minute on 2 cores)
 # make check   all of these but the tests
 # make pages   README's generated parts and API.md
 # make chaos   kill runs at 50 random moments and go on with them (about 20 minutes on 2 cores)
@@ -15,7 +16,7 @@ CHOOSE := for p in python3.11 python3.12 python3; do \
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: help setup demo test check pages parity chaos exits fuzz faults format
+.PHONY: help setup demo test quick check pages parity chaos exits fuzz faults format
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -41,6 +42,10 @@ check: setup
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+quick: setup
+	$(BIN)/ruff check .
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m quick tests/unit tests/distributed/parallel
 
 pages: setup
 	$(BIN)/python -m tests.pages

@@ -2,15 +2,22 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.faults import PLANTED, planted
 from tests.rank_pool import RankPool
+from tests.warm import start_children_warm
+
+UNIT = Path(__file__).parent / "unit"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if UNIT in item.path.parents:
+            item.add_marker("quick")
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -23,6 +30,12 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_children() -> None:
+    """Processes that tests start in their own process, not on ranks, are forks, too."""
+    start_children_warm()
 
 
 @pytest.fixture(autouse=True)

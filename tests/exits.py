@@ -27,6 +27,7 @@ from automodel_rl.launch.failure import guard
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
+from tests.processes import Patience
 from tests.tiny import make_sequences, save_tiny_model
 
 MANNERS = ("interpreter", "guard")
@@ -36,9 +37,6 @@ WORKS = ("groups of a model", "world", "world, destroyed by the caller")
 
 POLLS = (watchdog.POLL_SECONDS, 0.0005)
 """Seconds between two looks of a rank at its peers; the second finds most ranks in the midst of one when they end."""
-
-LIMIT_SECONDS = 300.0
-"""A job of some seconds that takes so long hangs, on any machine."""
 
 ABORT = "terminate called"
 
@@ -125,12 +123,12 @@ def run_job(job: Job, model: Path, folder: Path) -> list[str]:
 
 
 def _codes_of(processes: list[int]) -> list[int]:
-    """Exit codes, those of signals negative; what hangs is killed."""
+    """Exit codes, those of signals negative; what has come to a halt is killed."""
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + LIMIT_SECONDS
+    patience = Patience(lambda: processes)
     while len(codes) < len(processes):
         for process in set(processes) - codes.keys():
-            if time.monotonic() > deadline:
+            if patience.is_over:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             ended, status = os.waitpid(process, os.WNOHANG)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.warm import popen
+
 QUIET_SECONDS = 300.0
 """Processes that do not use a second of processor time within so long have come to a halt, on a loaded machine, too."""
 
@@ -46,7 +48,7 @@ class Job:
     """A command, and what it starts. A context manager, which leaves nothing behind.
 
     Args:
-        command: program and arguments.
+        command: program and arguments. `python -m MODULE` is a fork of a process that has imported its libraries.
         options: of `subprocess.Popen`.
     """
 
@@ -55,7 +57,7 @@ class Job:
         self._files = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         with self._files[0].open("w") as out, self._files[1].open("w") as err:
             streams = {"stdout": out, "stderr": err, **options}
-            self.process = subprocess.Popen(command, start_new_session=True, **streams)
+            self.process = popen(command, start_new_session=True, **streams)
 
     def __enter__(self) -> "Job":
         return self
@@ -104,9 +106,9 @@ class Job:
         wait_for_end(left)
 
 
-def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end."""
-    with Job(command) as job:
+def run_command(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, with options of `subprocess.Popen`."""
+    with Job(command, **options) as job:
         return subprocess.CompletedProcess(command, job.finish(), job.stdout, job.stderr)
 
 

@@ -1,4 +1,7 @@
-"""Ranks that stay alive over many tests, for importing the package takes seconds a process; groups are made anew."""
+"""Ranks that stay alive over many tests, for what torch does for the first time takes seconds; groups are made anew.
+
+`python -m tests.rank_pool RANK DESCRIPTOR STACKS` is a rank.
+"""
 
 import faulthandler
 import gc
@@ -19,6 +22,7 @@ from typing import Any
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.record import LOST_PEER
 from tests.processes import Patience
+from tests.warm import WarmProcess
 
 MOST_FILES = 500
 """Open files of a rank above which a new one takes its place: torch's caches of sharding rules keep meshes, and with
@@ -30,7 +34,7 @@ GRACE_SECONDS = 1.0
 
 @dataclass
 class _Rank:
-    process: Any
+    process: WarmProcess
     pipe: Connection
     stacks: Path
     """Where it writes the stacks of its threads on SIGUSR1."""
@@ -51,7 +55,7 @@ class RankPool:
 
     def run(self, num_ranks: int, function: Callable[..., Any], args: tuple) -> list[Any]:
         __tracebackhide__ = True
-        if not all(rank.process.is_alive() for rank in self.ranks):
+        if any(rank.process.poll() is not None for rank in self.ranks):
             self.stop()
         while len(self.ranks) < num_ranks:
             self.ranks.append(self._start(len(self.ranks)))
@@ -91,8 +95,7 @@ class RankPool:
         try:
             error, result = self.ranks[n].pipe.recv()
         except (EOFError, OSError):
-            self.ranks[n].process.join(GRACE_SECONDS)
-            error, result = f"it ended with exit code {self.ranks[n].process.exitcode}", None
+            error, result = f"it ended with exit code {self.ranks[n].process.wait()}", None
         if error is None:
             results[n] = result
         else:
@@ -104,18 +107,18 @@ class RankPool:
         return self.ranks[n].stacks.read_text()
 
     def _start(self, number: int) -> _Rank:
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
+        here, there = multiprocessing.Pipe()
         stacks = Path(tempfile.mkdtemp(), "stacks")
-        process = context.Process(target=_serve, args=(there, number, str(stacks)), daemon=True)
-        process.start()
-        there.close()
+        with there:
+            command = [sys.executable, "-m", "tests.rank_pool", str(number), str(there.fileno()), str(stacks)]
+            process = WarmProcess(command, pass_fds=[there.fileno()])
+        here.send(bytes(multiprocessing.current_process().authkey))
         return _Rank(process, here, stacks)
 
     def stop(self) -> None:
         for rank in self.ranks:
             rank.process.kill()
-            rank.process.join()
+            rank.process.wait()
             rank.pipe.close()
             shutil.rmtree(rank.stacks.parent)
         self.ranks = []
@@ -140,11 +143,13 @@ def _describe(errors: dict[int, str]) -> str:
     return "\n".join([f"rank {order[0]}: {cause}", *(f"--- rank {n}\n{errors[n]}" for n in order)])
 
 
-def _serve(pipe: Connection, rank: int, stacks: str) -> None:
+def main() -> None:
+    rank, descriptor, stacks = sys.argv[1:]
     # Without stacks of C++ when a peer has gone: they say nothing of the cause.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", TORCH_CPP_LOG_LEVEL="ERROR")
-    with open(stacks, "w") as file:
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="localhost", TORCH_CPP_LOG_LEVEL="ERROR")
+    with open(stacks, "w") as file, Connection(int(descriptor)) as pipe:
         faulthandler.register(signal.SIGUSR1, file)
+        multiprocessing.current_process().authkey = pipe.recv()  # tensors come through shared memory of that key
         _answer(pipe)
 
 
@@ -173,3 +178,7 @@ def _answer(pipe: Connection) -> None:
             pipe.send((None, result))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForImageTextToText, PretrainedConfig
 
-from automodel_rl.compat.components import set_attention
+from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.model.activation_checkpointing import checkpoint_layers

@@ -17,6 +17,7 @@ from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
+QUICK = pytest.mark.quick
 SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
 
 
@@ -29,9 +30,7 @@ def assert_equal(found: Differences, tolerances: Tolerances) -> None:
     assert not different, different
 
 
-def check(
-    ranks: RankPool, folder: Path, family: str, microbatches: tuple[int, ...] = (3, 1, 4), **sizes: object
-) -> None:
+def check(ranks: RankPool, folder: Path, family: str, microbatches: tuple[int, ...] = (3, 2), **sizes: object) -> None:
     tolerances = FLOAT32 if FAMILIES[family].computes_in_fp32 else FLOAT64
     assert_equal(differences(ranks, folder, Case(ParallelConfig(**sizes), microbatches)), tolerances)
 
@@ -65,7 +64,7 @@ def test_27_layers_as_13_and_14_equal_one_process(ranks: RankPool, tmp_path: Pat
 
 SCHEDULES = [
     ("GPipe", 1),
-    ("Interleaved1F1B", 2),
+    pytest.param("Interleaved1F1B", 2, marks=QUICK),
     ("LoopedBFS", 2),
     pytest.param("InterleavedZeroBubble", 2, marks=SPLIT),
     pytest.param("ZBVZeroBubble", 2, marks=SPLIT),
@@ -76,7 +75,7 @@ SCHEDULES = [
 @pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
 def test_every_schedule_equals_one_process(ranks: RankPool, tmp_path: Path, schedule: str, virtual_stages: int) -> None:
     save_tiny_model(tmp_path, num_layers=5, tied=True)
-    check(ranks, tmp_path, "qwen3", pp=2, schedule=schedule, virtual_stages=virtual_stages)
+    check(ranks, tmp_path, "qwen3", (3, 1, 4), pp=2, schedule=schedule, virtual_stages=virtual_stages)
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES[5:])
@@ -100,11 +99,11 @@ def test_four_stages_of_7_6_8_and_6_layers_equal_one_process(ranks: RankPool, tm
 
 SP = {"sequence_parallel": True}
 LAYOUTS = [
-    {"dp_shard": 2},
+    pytest.param({"dp_shard": 2}, marks=QUICK),
     {"dp_shard": 2, "dp_replicate": 2},
     {"tp": 2},
-    {"tp": 2, **SP},
-    {"cp": 2},
+    pytest.param({"tp": 2, **SP}, marks=QUICK),
+    pytest.param({"cp": 2}, marks=QUICK),
     {"cp": 4},
     {"pp": 2, "tp": 2, **SP},
     {"pp": 2, "cp": 2},
@@ -120,7 +119,7 @@ def test_layouts_of_a_dense_model_equal_one_process(ranks: RankPool, tmp_path: P
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"dp_shard": 2, "ep": 2},
+        pytest.param({"dp_shard": 2, "ep": 2}, marks=QUICK),
         {"cp": 2, "ep": 2},
         {"pp": 2, "dp_shard": 2, "ep": 2},
         {"dp_shard": 2, "cp": 2, "ep": 4},

@@ -25,6 +25,7 @@ from tests.distributed.trainers.runs import (
 )
 from tests.processes import Job, run_command
 from tests.rank_pool import RankPool
+from tests.warm import cold
 
 Change = Callable[[Settings, Path], None]
 
@@ -39,7 +40,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config: Settings, tmp_path: Path) -> None:
-    run = run_command(command(write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every_steps", "2"))
+    run = run_command(cold(command(write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every_steps", "2")))
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     folder = tmp_path / "run"

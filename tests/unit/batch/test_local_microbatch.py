@@ -9,7 +9,7 @@ from tests.tiny import make_sequences
 
 
 @pytest.fixture
-def row() -> Microbatch:
+def microbatch() -> Microbatch:
     return pack_microbatch(make_sequences(5, seed=3))
 
 
@@ -19,7 +19,7 @@ def shares(microbatch: Microbatch, cp: int, multiple: int) -> list[LocalMicrobat
 
 @pytest.mark.parametrize("multiple", [1, 2, 4])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_gathered_and_restored_it_is_the_row(microbatch: Microbatch, cp: int, multiple: int) -> None:
+def test_gathered_and_restored_it_is_the_microbatch(microbatch: Microbatch, cp: int, multiple: int) -> None:
     locals_ = shares(microbatch, cp, multiple)
     assert len({local.num_tokens for local in locals_}) == 1
     assert locals_[0].num_tokens % multiple == 0

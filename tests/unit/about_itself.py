@@ -1,0 +1,31 @@
+"""Says what a process can know of itself; `python -m tests.unit.about_itself CODE`, which it ends with."""
+
+import atexit
+import json
+import os
+import signal
+import sys
+
+from tests.warm import OURS, REQUESTS
+
+
+def main() -> None:
+    descriptors = {int(name) for name in os.listdir("/proc/self/fd")} - {int(os.environ.get(REQUESTS, -1))}
+    said = {
+        "arguments": sys.argv,
+        "name": __name__,
+        "environment": {name: value for name, value in os.environ.items() if name != REQUESTS},
+        "folder": os.getcwd(),
+        "descriptors": len(descriptors),
+        "leads its session": os.getsid(0) == os.getpid(),
+        "our modules": sorted(name for name in sys.modules if name.partition(".")[0] in OURS[:1]),
+        "signals": {number: str(signal.getsignal(number)).split(" at ")[0] for number in signal.valid_signals()},
+    }
+    print(json.dumps(said), flush=True)
+    print("to the other stream", file=sys.stderr)
+    atexit.register(print, "at the end")
+    sys.exit(int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
