@@ -56,8 +56,8 @@ def main() -> None:
     engine = Engine(handle, OptimizerConfig(lr=1e-5, decay="constant"))
     generator = np.random.default_rng(0)
     sequences = make_sequences(options.tokens * parallel.world_size, sizes["vocab_size"], generator, microbatch)
-    ranks = {"num_data_ranks": parallel.num_data_ranks, "data_rank": handle.layout.data_rank}
-    microbatches = pack(sequences, microbatch, min_microbatches=parallel.pp, cost=handle.flops, **ranks)
+    share = handle.layout.data_share
+    microbatches = pack(sequences, microbatch, min_microbatches=parallel.pp, cost=handle.flops, share=share)
     savers = {
         True: CheckpointSaver(engine, {CONFIG: ""}, in_background=True),
         False: CheckpointSaver(engine, {CONFIG: ""}, in_background=False),

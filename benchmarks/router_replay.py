@@ -65,8 +65,8 @@ def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namesp
     seconds: dict[bool, list[float]] = {False: [], True: []}
     differs = []
     sequences = make_sequences(options.tokens * dist.get_world_size(), vocab_size, generator, microbatch)
-    ranks = {"num_data_ranks": parallel.num_data_ranks, "data_rank": handle.layout.data_rank}
-    microbatches = pack(sequences, microbatch, min_microbatches=parallel.pp, cost=handle.flops, **ranks)
+    share = handle.layout.data_share
+    microbatches = pack(sequences, microbatch, min_microbatches=parallel.pp, cost=handle.flops, share=share)
     routed = with_own_routes(microbatches, engine)
     for step in range(options.warmup + options.steps):
         for replay in (False, True) if step % 2 else (True, False):

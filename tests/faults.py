@@ -166,7 +166,7 @@ def _clip_by_module() -> Any:
     return mock.patch("torch.nn.utils.clip_grads_with_norm_", clip)
 
 
-def _embeddings_a_row_off() -> Any:
+def _embeddings_off_by_one() -> Any:
     from automodel_rl.batch import ImageTokens
 
     put_into = ImageTokens.put_into
@@ -556,7 +556,7 @@ FAULTS: dict[str, Fault] = {
         lambda: _mean_over_two("model.parallelise"), Verified("llava", components=READERS)
     ),
     "clipping by module": Fault(_clip_by_module, Verified("llava", components=READERS)),
-    "embeddings a microbatch off": Fault(_embeddings_a_row_off, Verified("llava", components=READERS)),
+    "embeddings off by one": Fault(_embeddings_off_by_one, Verified("llava", components=READERS)),
     "eps hard-coded": Fault(lambda: _setting_ignored(eps=1e-8), Verified("qwen3")),
     "betas hard-coded": Fault(lambda: _setting_ignored(betas=(0.9, 0.95)), Verified("qwen3")),
     "weight decay left out": Fault(lambda: _setting_ignored(weight_decay=0.0), Verified("qwen3")),

@@ -139,7 +139,17 @@ def _keys_nearby(path: list[str]) -> list[str]:
         "observe": ["trackers", "samples", "sample_tokens"],
         "loss": ["kl", "clip_high", "correction", "variant", "beta", "on_policy", "normalise"],
     }
-    top = ["seed", "parallel", "memory", "checkpoint", "failures", "loss", "modules", "loss_function", "router_replay"]
+    top = [
+        "seed",
+        "parallel",
+        "memory",
+        "checkpoint",
+        "failures",
+        "loss",
+        "components",
+        "loss_function",
+        "router_replay",
+    ]
     return keys.get(path[0], top) if len(path) > 1 else top
 
 

@@ -41,23 +41,25 @@ PLACEMENTS = [
 ]
 
 
-def needs(modules: ComponentsConfig) -> int:
+def needs(components: ComponentsConfig) -> int:
     if torch.cuda.device_count() < modules.world_size:
         pytest.skip(f"needs {modules.world_size} CUDA devices")
     return modules.world_size
 
 
-@pytest.mark.parametrize("modules", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("components", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("family", [LLAVA, QWEN])
-def test_float64_equals_transformers(ranks: RankPool, tmp_path: Path, family: str, modules: ComponentsConfig) -> None:
+def test_float64_equals_transformers(
+    ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
+) -> None:
     needs(modules)
     save_tiny_vision_model(tmp_path, family)
-    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), modules=modules))
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
 
 
-def difference_in_bf16(folder: Path, modules: ComponentsConfig) -> float:
+def difference_in_bf16(folder: Path, components: ComponentsConfig) -> float:
     """Mean absolute difference of log-probabilities to transformers, with the kernels of 16 bits on both modules."""
-    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), modules=modules)
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), components=components)
     sequences = [with_images(s, handle.whole_config, n + 1) for n, s in enumerate(make_sequences(6, 0))]
     microbatches = [] if handle.layout.is_guest else [pack_microbatch(sequences)]
     found = Engine(handle).logprobs(microbatches)

@@ -90,8 +90,8 @@ def states_of(engine: Engine) -> dict[str, Tensor]:
 def step_on_one_batch(engine: Engine, number: int) -> float:
     """A step over the same global batch on every layout."""
     layout = engine.handle.layout
-    ranks = {"num_data_ranks": layout.parallel.num_data_ranks, "data_rank": layout.data_rank}
-    return engine.train_step(pack(make_sequences(8, number), 40, **ranks), sft_loss).loss
+    share = layout.data_share
+    return engine.train_step(pack(make_sequences(8, number), 40, share=share), sft_loss).loss
 
 
 def train_and_save(folder: Path, parallel: ParallelConfig) -> tuple[dict[str, Tensor], float]:

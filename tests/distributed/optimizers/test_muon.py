@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from automodel_rl.config.memory import MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 
 from automodel_rl.batch import pack
 from automodel_rl.checkpoint.load import load_checkpoint
@@ -50,20 +50,22 @@ def test_layouts_equal_one_process(
 ) -> None:
     save_tiny_model(tmp_path, family, tied=tied, num_layers=2)
     parallel = ParallelConfig(**sizes)
-    case = Case(parallel, rows=(3, 1, 2), memory=OFFLOADED, optimizer="muon", muon=muon)
+    case = Case(parallel, microbatches=(3, 1, 2), memory=OFFLOADED, optimizer="muon", muon=muon)
     assert not different(ranks(parallel.world_size).run(compare, case, tmp_path, tmp_path)[0])
 
 
 def test_an_encoder_on_a_mesh_of_its_own_equals_one_process(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_vision_model(tmp_path, num_layers=2)
     components = {"vision": {"ranks": "0-1", "tp": 2}, "language": {"ranks": 2}}
-    case = Case(rows=(3, 2), components=ComponentsConfig.model_validate(components), optimizer="muon", muon=MUON)
+    case = Case(
+        microbatches=(3, 2), components=ComponentsConfig.model_validate(components), optimizer="muon", muon=MUON
+    )
     assert not different(ranks(3).run(compare, case, tmp_path, tmp_path)[0])
 
 
 def compare_with_shards(folder: Path, parallel: ParallelConfig) -> Differences:
     with planted("Muon orthogonalises shards of dp"):
-        return compare(Case(parallel, rows=(2, 2), optimizer="muon"), folder, folder)
+        return compare(Case(parallel, microbatches=(2, 2), optimizer="muon"), folder, folder)
 
 
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
@@ -82,8 +84,8 @@ def make_engine(folder: Path, parallel: ParallelConfig, name: OptimizerName) -> 
 def train(engine: Engine, number: int) -> float:
     """A step over the same global batch on every layout."""
     layout = engine.handle.layout
-    ranks = {"num_data_ranks": layout.parallel.num_data_ranks, "data_rank": layout.data_rank}
-    return engine.train_step(pack(make_sequences(8, number), 40, **ranks), sft_loss).loss
+    share = layout.data_share
+    return engine.train_step(pack(make_sequences(8, number), 40, share=share), sft_loss).loss
 
 
 def states_of(engine: Engine) -> dict[str, torch.Tensor]:
@@ -151,7 +153,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(ranks: RankPoo
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=str)
 def test_a_first_step_in_float32_is_near_one_process(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
     save_tiny_model(tmp_path, num_layers=1, dtype=torch.float32)
-    case = Case(ParallelConfig(**sizes), rows=(2,), dtype="float32", optimizer="muon")
+    case = Case(ParallelConfig(**sizes), microbatches=(2,), dtype="float32", optimizer="muon")
     found = ranks(2).run(compare, case, tmp_path, tmp_path)[0]
     # Matrices are made orthogonal in bfloat16, where a gradient's last bit may turn a bit of the step. Shards that are
     # made orthogonal by themselves are 6e-4 off.
@@ -160,5 +162,5 @@ def test_a_first_step_in_float32_is_near_one_process(ranks: RankPool, tmp_path: 
 
 def test_matrices_of_classes_of_nemo_automodel_are_those_of_transformers(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, num_layers=1, dtype=torch.float32)
-    case = Case(rows=(2,), dtype="float32", implementation="nemo_automodel", optimizer="muon")
+    case = Case(microbatches=(2,), dtype="float32", implementation="nemo_automodel", optimizer="muon")
     assert ranks(1).run(compare, case, tmp_path, tmp_path)[0].largest("weights", 1) < 1e-4

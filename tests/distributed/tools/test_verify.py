@@ -64,7 +64,7 @@ SHOWS_IN = {
 
 def found_with(fault: str, parallel: ParallelConfig, folder: Path) -> Differences:
     with planted(fault):
-        return compare(Case(parallel, rows=(3, 2), replay="routes" in fault), folder, folder)
+        return compare(Case(parallel, microbatches=(3, 2), replay="routes" in fault), folder, folder)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,9 @@ READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
 
 def found_in_modules(fault: str, components: dict, folder: Path) -> Differences:
     with planted(fault):
-        return compare(Case(rows=(3, 2), components=ComponentsConfig.model_validate(components)), folder, folder)
+        return compare(
+            Case(microbatches=(3, 2), components=ComponentsConfig.model_validate(components)), folder, folder
+        )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def found_in_modules(fault: str, components: dict, folder: Path) -> Differences:
         ("mean over encoder ranks", ENCODERS, "gradient of vision_tower", "gradient of embed_tokens"),
         ("mean over ranks of the language model", READERS, "gradient of embed_tokens", "gradient of vision_tower"),
         ("clipping by module", READERS, "weights", "gradient of"),
-        ("embeddings a row off", READERS, "log-probabilities", None),
+        ("embeddings off by one", READERS, "log-probabilities", None),
     ],
 )
 def test_planted_bugs_of_modules_show_where_they_strike(

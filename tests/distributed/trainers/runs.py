@@ -28,7 +28,7 @@ OF_ALGORITHM: dict[str, Settings] = {
         "checkpoint": {"every_steps": None},
     },
     "grpo": {
-        "batch": {"microbatch_tokens": 128, "updates": 2},
+        "batch": {"microbatch_tokens": 128, "optimizer_steps": 2},
         "rollout": {"prompts": 4, "group_size": 4, "max_prompt_tokens": 64, "max_new_tokens": 10},
         "rewards": [{"function": "tests.light_rewards:vowels"}],
         "loss": {"kl": {"coefficient": 0.05}},

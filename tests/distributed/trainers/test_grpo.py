@@ -419,11 +419,11 @@ BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
         "is more than the model's context of 512 tokens",
     ),
     (lambda s, _: s["rollout"].update(group_size=1), "rollout.group_size=1: completions are compared within their"),
-    (lambda s, _: s["batch"].update(updates=3), "batch.optimizer_steps=3 must divide rollout.prompts=4"),
+    (lambda s, _: s["batch"].update(optimizer_steps=3), "batch.optimizer_steps=3 must divide rollout.prompts=4"),
     (lambda s, _: s["loss"].update(on_policy=True), "loss.on_policy=true with batch.optimizer_steps=2"),
     (
         lambda s, _: (
-            s["batch"].update(updates=1),
+            s["batch"].update(optimizer_steps=1),
             s.update(loss={"on_policy": True, "kl": {"coefficient": 0.1, "where": "reward"}}),
         ),
         "loss.kl.where=reward with loss.on_policy=true",
