@@ -47,6 +47,9 @@ LIBRARIES = (
 
 OURS = ("automodel_rl", "tests")
 
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}
+"""Environment of forks. A launcher that checks chats would have threads of the tokenizer, and ranks fork from it."""
+
 MOST_BYTES = 1 << 18
 """Of a request."""
 
@@ -288,7 +291,7 @@ def _run(request: _Request, descriptors: list[int]) -> None:
     os.chdir(request.folder)
     asks = os.environ[REQUESTS]
     os.environ.clear()
-    os.environ.update(request.environment, **{REQUESTS: asks})
+    os.environ.update(request.environment, **{REQUESTS: asks}, **ONE_THREAD)
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
     if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # which is looked at when torch is imported

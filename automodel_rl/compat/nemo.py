@@ -1,6 +1,7 @@
 """nemo_automodel: its model classes, and AutoPipeline, which splits a model.
 
-Checked with nemo_automodel 0.7.0 and transformers 5.18.0.
+It takes seconds to import, so it is imported where it is needed. Checked with nemo_automodel 0.7.0 and transformers
+5.18.0.
 """
 
 import contextlib
@@ -10,8 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from nemo_automodel.components.distributed.pipelining import AutoPipeline
-from nemo_automodel.components.models.common import BackendConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
@@ -28,6 +27,8 @@ def nemo_model(class_path: tuple[str, str], config: PretrainedConfig, dtype: tor
         dtype: of the parameters.
         attention: name of a registered attention function.
     """
+    from nemo_automodel.components.models.common import BackendConfig
+
     module, name = class_path
     config.dtype = dtype
     set_attention(config, attention)
@@ -55,6 +56,8 @@ def split_into_stages(
         modules_of_stages: names of the modules of every stage.
         num_microbatches: some number that the schedule can run.
     """
+    from nemo_automodel.components.distributed.pipelining import AutoPipeline
+
     pipeline = AutoPipeline(
         world_mesh=mesh,
         pp_schedule=schedule,

@@ -21,13 +21,13 @@ from tests.distributed.model.test_vision import (
     SHARED,
     TWO_TO_ONE,
     assert_equal,
-    modules_of,
+    components_of,
 )
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_vision_model
 
 pytestmark = pytest.mark.gpu
-SIDE_BY_SIDE = modules_of({"ranks": 0}, {"ranks": 1})
+SIDE_BY_SIDE = components_of({"ranks": 0}, {"ranks": 1})
 PLACEMENTS = [
     SIDE_BY_SIDE,
     SHARED,
@@ -37,14 +37,14 @@ PLACEMENTS = [
     ONE_TO_TWO,
     TWO_TO_ONE,
     ONE_TO_PIPELINE,
-    modules_of({"ranks": 0}, {"ranks": "1-3", "pp": 3}),
+    components_of({"ranks": 0}, {"ranks": "1-3", "pp": 3}),
 ]
 
 
 def needs(components: ComponentsConfig) -> int:
-    if torch.cuda.device_count() < modules.world_size:
-        pytest.skip(f"needs {modules.world_size} CUDA devices")
-    return modules.world_size
+    if torch.cuda.device_count() < components.world_size:
+        pytest.skip(f"needs {components.world_size} CUDA devices")
+    return components.world_size
 
 
 @pytest.mark.parametrize("components", PLACEMENTS, ids=str)
@@ -52,13 +52,13 @@ def needs(components: ComponentsConfig) -> int:
 def test_float64_equals_transformers(
     ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
 ) -> None:
-    needs(modules)
+    needs(components)
     save_tiny_vision_model(tmp_path, family)
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
 
 
 def difference_in_bf16(folder: Path, components: ComponentsConfig) -> float:
-    """Mean absolute difference of log-probabilities to transformers, with the kernels of 16 bits on both modules."""
+    """Mean absolute difference of log-probabilities to transformers, with the kernels of 16 bits on both components."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), components=components)
     sequences = [with_images(s, handle.whole_config, n + 1) for n, s in enumerate(make_sequences(6, 0))]
     microbatches = [] if handle.layout.is_guest else [pack_microbatch(sequences)]

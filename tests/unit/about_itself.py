@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from tests.warm import OURS, REQUESTS
+from tests.warm import ONE_THREAD, OURS, REQUESTS
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     said = {
         "arguments": sys.argv,
         "name": __name__,
-        "environment": {name: value for name, value in os.environ.items() if name != REQUESTS},
+        "environment": {name: value for name, value in os.environ.items() if name not in {REQUESTS, *ONE_THREAD}},
         "folder": os.getcwd(),
         "descriptors": len(descriptors),
         "leads its session": os.getsid(0) == os.getpid(),

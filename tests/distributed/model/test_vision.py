@@ -32,16 +32,16 @@ LLAVA, QWEN = "llava", "qwen2_5_vl"
 SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
 
 
-def modules_of(vision: dict, language: dict) -> ComponentsConfig:
+def components_of(vision: dict, language: dict) -> ComponentsConfig:
     return ComponentsConfig.model_validate({"vision": vision, "language": language})
 
 
-ONE_TO_TWO = modules_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
-TWO_TO_ONE = modules_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": 2})
-ONE_TO_PIPELINE = modules_of({"ranks": 0}, {"ranks": "1-2", "pp": 2})
-SHARED = modules_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "0-1", "tp": 2})
-FOUR_TO_ONE = modules_of({"ranks": "0-3", "dp_shard": 4}, {"ranks": 4})
-ONE_TO_FOUR = modules_of({"ranks": 0}, {"ranks": "1-4", "dp_shard": 4})
+ONE_TO_TWO = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
+TWO_TO_ONE = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": 2})
+ONE_TO_PIPELINE = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2})
+SHARED = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "0-1", "tp": 2})
+FOUR_TO_ONE = components_of({"ranks": "0-3", "dp_shard": 4}, {"ranks": 4})
+ONE_TO_FOUR = components_of({"ranks": 0}, {"ranks": "1-4", "dp_shard": 4})
 
 
 def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
@@ -72,11 +72,11 @@ def test_modules_on_meshes_of_their_own_equal_one_process(
     assert_equal(ranks, tmp_path, Case(microbatches=microbatches, components=components))
 
 
-SPLIT_ENCODER = modules_of({"ranks": "0-1", "tp": 2}, {"ranks": "2-3", "dp_shard": 2})
-EVERYTHING = modules_of(
+SPLIT_ENCODER = components_of({"ranks": "0-1", "tp": 2}, {"ranks": "2-3", "dp_shard": 2})
+EVERYTHING = components_of(
     {"ranks": "0-3", "dp_shard": 2, "tp": 2}, {"ranks": "0-3", "cp": 2, "tp": 2, "sequence_parallel": True}
 )
-V_PLACED = modules_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2})
+V_PLACED = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2})
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_encoder_ranks_without_images_wait_for_nobody_and_change_no_scale(
     ranks: RankPool, tmp_path: Path, images_of: tuple[int, int]
 ) -> None:
     save_tiny_vision_model(tmp_path)
-    side_by_side = modules_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-3", "dp_shard": 2})
-    together = modules_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
+    side_by_side = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-3", "dp_shard": 2})
+    together = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
     found = ranks(4).run(train_with_few_images, tmp_path, side_by_side, images_of)
     expected = ranks(3).run(train_with_few_images, tmp_path, together, images_of)
     assert len(set(found)) == 1  # guests and all
@@ -231,7 +231,7 @@ def test_a_checkpoint_without_a_module_is_refused(ranks: RankPool, tmp_path: Pat
 
 
 def train_on_a_wrong_count(folder: Path) -> str:
-    engine = make_engine(folder, modules_of({"ranks": 0}, {"ranks": 0}))
+    engine = make_engine(folder, components_of({"ranks": 0}, {"ranks": 0}))
     image = Image(1, 3, (1, 3, 3), torch.zeros(3, 12, 12))
     sequence = TokenSequence(torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.bool), images=(image,))
     try:
@@ -248,7 +248,7 @@ def test_an_image_with_another_number_of_tokens_is_refused(ranks: RankPool, tmp_
 
 
 def train_and_export(folder: Path) -> float:
-    engine = make_engine(folder, modules_of({"ranks": 0}, {"ranks": 0}))
+    engine = make_engine(folder, components_of({"ranks": 0}, {"ranks": 0}))
     loss = engine.train_step(microbatches_of(engine, (1,)), sft_loss).loss
     engine.handle.save_pretrained(folder / "exported")
     return loss

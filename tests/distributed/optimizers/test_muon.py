@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from automodel_rl.config.model import MemoryConfig
 
 from automodel_rl.batch import pack
 from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.config import ModelConfig, MuonConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
