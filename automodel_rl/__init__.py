@@ -147,7 +147,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'automodel_rl' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"automodel_rl.{_HOMES[name]}"), name)
+    from automodel_rl.launch.quiet import quiet_imports
+
+    with quiet_imports():
+        return getattr(importlib.import_module(f"automodel_rl.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

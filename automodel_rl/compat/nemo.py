@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from automodel_rl.compat.modules import set_attention
+from automodel_rl.launch.quiet import quiet_imports
 
 
 def nemo_model(class_path: tuple[str, str], config: PretrainedConfig, dtype: torch.dtype, attention: str) -> Any:
@@ -27,7 +28,8 @@ def nemo_model(class_path: tuple[str, str], config: PretrainedConfig, dtype: tor
         dtype: of the parameters.
         attention: name of a registered attention function.
     """
-    from nemo_automodel.components.models.common import BackendConfig
+    with quiet_imports():
+        from nemo_automodel.components.models.common import BackendConfig
 
     module, name = class_path
     config.dtype = dtype
@@ -56,7 +58,8 @@ def split_into_stages(
         modules_of_stages: names of the modules of every stage.
         num_microbatches: some number that the schedule can run.
     """
-    from nemo_automodel.components.distributed.pipelining import AutoPipeline
+    with quiet_imports():
+        from nemo_automodel.components.distributed.pipelining import AutoPipeline
 
     pipeline = AutoPipeline(
         world_mesh=mesh,

@@ -99,6 +99,12 @@ def test_help_needs_no_torch_and_under_a_second_of_the_processor() -> None:
     assert not any(line.endswith((" torch", " numpy", " transformers")) for line in result.stderr.splitlines())
 
 
+def test_importing_the_library_prints_nothing() -> None:
+    script = f"import automodel_rl; [getattr(automodel_rl, name) for name in {automodel_rl.__all__}]"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout + result.stderr == ""
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_files_and_functions_are_short_and_probe_or_patch_nothing(file: Path) -> None:
     text = file.read_text()
