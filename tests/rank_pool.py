@@ -22,7 +22,7 @@ from typing import Any
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.record import LOST_PEER
 from tests.processes import Patience
-from tests.warm import WarmProcess
+from tests.warm import popen
 
 MOST_FILES = 500
 """Open files of a rank above which a new one takes its place: torch's caches of sharding rules keep meshes, and with
@@ -34,7 +34,7 @@ GRACE_SECONDS = 1.0
 
 @dataclass
 class _Rank:
-    process: WarmProcess
+    process: Any
     pipe: Connection
     stacks: Path
     """Where it writes the stacks of its threads on SIGUSR1."""
@@ -111,7 +111,7 @@ class RankPool:
         stacks = Path(tempfile.mkdtemp(), "stacks")
         with there:
             command = [sys.executable, "-m", "tests.rank_pool", str(number), str(there.fileno()), str(stacks)]
-            process = WarmProcess(command, pass_fds=[there.fileno()])
+            process = popen(command, pass_fds=[there.fileno()], start_new_session=True)
         here.send(bytes(multiprocessing.current_process().authkey))
         return _Rank(process, here, stacks)
 

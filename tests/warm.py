@@ -56,6 +56,9 @@ MOST_BYTES = 1 << 18
 HIGH = 300
 """From here on a process's descriptors are free while it starts."""
 
+CAN_FORK = not os.path.exists("/dev/nvidiactl")
+"""A process that has looked for CUDA devices, as libraries do when they are imported, cannot be forked."""
+
 REQUESTS = "AUTOMODEL_RL_WARM_REQUESTS"
 """Environment variable of a fork with the descriptor by which it asks for others."""
 
@@ -198,8 +201,9 @@ class _Request:
 
 
 def popen(command: Sequence[str], **options: Any) -> Any:
-    """A process as `subprocess.Popen` starts it; `python -m MODULE` is a fork."""
-    return WarmProcess(command, **options) if is_module(command) else subprocess.Popen(command, **options)
+    """A process as `subprocess.Popen` starts it; `python -m MODULE` is a fork, where there are no CUDA devices."""
+    is_warm = CAN_FORK and is_module(command)
+    return WarmProcess(command, **options) if is_warm else subprocess.Popen(command, **options)
 
 
 def start_children_warm() -> None:

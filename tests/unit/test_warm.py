@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from tests.processes import Job, run_command
-from tests.warm import WarmProcess, cold
+from tests.warm import CAN_FORK, WarmProcess, cold
+
+pytestmark = pytest.mark.skipif(not CAN_FORK, reason="this machine has CUDA devices")
 
 COMMAND = [sys.executable, "-m", "tests.unit.about_itself", "3"]
 
