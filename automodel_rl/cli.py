@@ -1,4 +1,4 @@
-"""The command line: reads the config, then starts the layout's ranks or joins those that are there."""
+"""The command line: reads the config, then starts the layout's ranks, or becomes one of them under torchrun."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto|never|CHECKPOINT] [-
 HELP = ("-h", "--help")
 
 TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
-"""Public names by algorithm; looked up late, for a trainer imports all that it runs."""
+"""The trainers' public names, by algorithm. They are looked up late, because a trainer imports everything it runs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,12 +88,12 @@ def _help(command: str) -> None:
 
 def _train(algorithm: str, arguments: list[str]) -> int:
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where a config's loss_function may be; rewards and further ranks look there
+        sys.path.append(os.getcwd())  # a config's loss_function may be there; rewards and other ranks look there, too
     path, rest = _config_file(algorithm, arguments)
     resume, rest = _take_resume(rest)
     max_minutes, overrides = _take_minutes(rest)
     config = load_config(path, overrides, algorithm)
-    # Once for all ranks: in the launcher, before they import anything heavy, or in torchrun's first rank.
+    # Checked once for all ranks: by the launcher, before they import anything heavy, or by torchrun's first rank.
     if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
         from automodel_rl.data.records import check_data
         from automodel_rl.rollout.rewards.scorer import check_rewards
@@ -102,7 +102,7 @@ def _train(algorithm: str, arguments: list[str]) -> int:
         chats = check_data(config)
         if isinstance(config, GRPOConfig):
             check_rewards(config.rewards)
-        from automodel_rl.data.chat import check_chats  # what is wrong so far has not waited for torch
+        from automodel_rl.data.chat import check_chats  # imports torch, which errors found above need not wait for
 
         check_chats(config, chats)
     if not is_rank() and config.world_size > 1:
@@ -112,7 +112,7 @@ def _train(algorithm: str, arguments: list[str]) -> int:
 
 
 def _take_resume(arguments: list[str]) -> tuple[str, list[str]]:
-    """What to go on from."""
+    """The value of --resume, which says what to go on from, and the other arguments."""
     given, rest = _take_option("--resume", arguments)
     if given not in (None, "auto", "never") and not Path(given).is_dir():
         raise InputError(f"--resume {given}: is neither auto, never nor the folder of a checkpoint")
@@ -202,12 +202,12 @@ def _config_file(command: str, arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _take_flag(name: str, arguments: list[str]) -> tuple[bool, list[str]]:
-    """Takes `name` out of the arguments."""
+    """Whether `name` is among the arguments, and the arguments without it."""
     return name in arguments, [argument for argument in arguments if argument != name]
 
 
 def _take_option(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Takes `name VALUE` or `name=VALUE` out of the arguments."""
+    """The value of `name VALUE` or `name=VALUE`, None if it is not given, and the arguments without it."""
     for place, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
         if key != name:

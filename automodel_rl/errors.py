@@ -1,4 +1,4 @@
-"""Errors that a user can act on, and the exit codes they end in."""
+"""Errors that a user can act on, and exit codes of the command line."""
 
 import sysconfig
 import traceback
@@ -9,11 +9,11 @@ EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 
 LIBRARIES = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-"""Where code is that a user has not written."""
+"""Folders of code that is not the user's own."""
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong. The message is one line: what was given, the rule, the remedy.
+    """Something the user gave is wrong. The message is one line: the given value, the rule, and the remedy.
 
     Example:
         >>> load_config("nowhere.yaml")
@@ -26,11 +26,11 @@ class InputError(ValueError):
 
 
 class MicrobatchError(RuntimeError):
-    """A forward, loss or backward failed. What it raised is chained as `__cause__`; the message names the place, the
+    """A forward, loss or backward failed. The error that it raised is the `__cause__`. The message names the place, the
     cause, and the line of the caller's own code that raised it.
 
     Attributes:
-        place: phase of the work, microbatch and stage.
+        place: the phase, the microbatch and the stage, e.g. "loss of microbatch 0 on stage 0".
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ class PeerError(MicrobatchError):
 
 
 class JobEndedError(RuntimeError):
-    """The job ends, and its message says all that the user needs: no traceback is shown."""
+    """The job ends. The message says everything the user needs, so no traceback is shown."""
 
 
 class StoppedError(JobEndedError):
@@ -66,7 +66,7 @@ class StoppedError(JobEndedError):
 
 
 class VerificationError(JobEndedError):
-    """A layout does not compute the numbers of one process."""
+    """A layout does not compute the same numbers as one process."""
 
 
 class DoesNotFitError(RuntimeError):
@@ -78,35 +78,37 @@ class TrainingDivergedError(JobEndedError):
 
 
 class RolloutError(JobEndedError):
-    """Completions could not be generated, or teach nothing."""
+    """Completions could not be generated, or there is nothing to learn from them."""
 
 
 class WeightSyncError(RuntimeError):
-    """A generator did not get the new weights; until it does, it does not generate."""
+    """A generator did not get the new weights. It does not generate until it has them."""
 
 
 def innermost(error: BaseException) -> str:
-    """`Type: message` of the error that started a chain, its message on one line."""
+    """The error that started a chain, as `Type: message` on one line."""
     error = first_in_chain(error)
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}"
 
 
 def first_in_chain(error: BaseException) -> BaseException:
-    """The error that started a chain."""
+    """The error that started a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def line_of_caller(error: BaseException) -> str:
-    """Where code that is neither this package's nor a library's raised the error that started a chain: ` (file:line in
-    function)`, or nothing."""
+    """The line of the user's own code that raised the error that started a chain, as ` (file:line in function)`.
+
+    It is empty if only the package and libraries were involved.
+    """
     frames = traceback.extract_tb(first_in_chain(error).__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in LIBRARIES)]
     return f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
 
 
 def reason(error: Exception) -> str:
-    """Why a weight sync failed: an error that is written for it speaks for itself, any other is named."""
+    """Why a weight sync failed: the message of a `WeightSyncError`, or the type and message of any other error."""
     return str(error) if isinstance(error, WeightSyncError) else innermost(error)

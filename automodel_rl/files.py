@@ -1,4 +1,4 @@
-"""Files and folders that are complete or not there at all: they get their names when everything is in them."""
+"""Files and folders that get their names only when they are complete, so that nobody sees unfinished ones."""
 
 import contextlib
 import os
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 
 def write_complete(path: Path, text: str) -> None:
-    """Writes a text file in place of the one that may be there."""
+    """Writes a text file, and replaces an older one of the same name."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with unfinished.open("w") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())  # else it may be empty after a loss of power
+        os.fsync(file.fileno())  # otherwise it may be empty after a power failure
     unfinished.rename(path)
 
 
 @contextlib.contextmanager
 def complete_folder(folder: Path, group: "ProcessGroup") -> Iterator[Path]:
-    """A folder for several ranks to fill, which gets its name when all have left the block. A collective.
+    """An empty folder for several ranks to fill. It gets its name when all ranks have left the block. A collective.
 
     Args:
-        folder: replaced if it exists; on a file system that the ranks share.
-        group: of the ranks.
+        folder: the final name, on a file system that the ranks share; an existing folder is replaced.
+        group: the group of the ranks.
     """
-    from torch import distributed as dist  # late: launchers write files, too, and must not wait for torch
+    from torch import distributed as dist  # imported late: launchers write files too, and must not wait for torch
 
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     if group.rank() == 0:
@@ -48,7 +48,7 @@ def complete_folder(folder: Path, group: "ProcessGroup") -> Iterator[Path]:
 
 
 def publish_folder(unfinished: Path, folder: Path) -> None:
-    """Gives a complete folder its name. What had that name before is removed last; until then it is beside it."""
+    """Gives a complete folder its name. An older folder of that name is moved aside first, and removed last."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,6 +1,6 @@
 """Messages between a rank and the process of its generator.
 
-They are pickled, over the pipe of `rollout/child_process.py`. This file imports the standard library alone: vLLM's
+They are pickled and go over the pipe of `rollout/child_process.py`. This file imports only the standard library: vLLM's
 worker loads it by its path, in an environment that has nothing else of this package.
 
     a rank sends                                     the process answers
@@ -15,7 +15,7 @@ worker loads it by its path, in an environment that has nothing else of this pac
     Begin, then LoadWeights..., then Commit          Loaded..., Committed
     GiveUp, in place of Commit
 
-`Failure` may take the place of any answer but those to Generate.
+`Failure` may replace any answer, except the answers to Generate.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from typing import Any
 
 
 class ProtocolError(RuntimeError):
-    """The two sides do not know the same messages."""
+    """The rank and the process do not know the same messages."""
 
 
 class Message:
@@ -39,9 +39,9 @@ class Request:
     """One completion to write.
 
     Attributes:
-        prompt: token ids.
-        seed: of its sampling; the same seed, prompt and weights give the same completion, whatever it is batched with.
-        temperature: of its sampling; 0 takes the likeliest token.
+        prompt: the prompt's token ids.
+        seed: the seed for sampling. The same seed, prompt and weights give the same completion in any batch.
+        temperature: the temperature of sampling; 0 takes the likeliest token.
     """
 
     prompt: list[int]
@@ -54,11 +54,11 @@ class Written:
     """A completion as a worker or server reports it, before the rank has checked it.
 
     Attributes:
-        token_ids: the completion's, the token that ended it included.
-        logprobs: one for each token, under the distribution it was sampled from.
-        finish: why it ended, in the generator's own words: "stop", "length" or another one.
-        oldest, newest: versions of the weights that wrote it, None if they are not known.
-        routes: experts of its tokens and its prompt's, in a form that `read_routes` takes; None if they are not known.
+        token_ids: the completion's token ids, with the token that ended it.
+        logprobs: the log-probability of each token, under the distribution it was sampled from.
+        finish: why the completion ended, in the generator's own word: "stop", "length" or another one.
+        oldest, newest: the oldest and newest policy version that wrote some of it; None if they are not known.
+        routes: the experts of its tokens and its prompt's, in a form that `read_routes` takes; None if not known.
     """
 
     token_ids: list[int]
@@ -71,11 +71,11 @@ class Written:
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """How vLLM starts.
+    """Settings with which vLLM starts.
 
     Attributes:
-        options: of vllm.LLM.
-        sampling: of vllm.SamplingParams, the same for every request.
+        options: arguments of vllm.LLM.
+        sampling: arguments of vllm.SamplingParams, the same for every request.
     """
 
     options: dict[str, Any]
@@ -84,10 +84,10 @@ class VllmSettings:
 
 @dataclass(frozen=True)
 class Start(Message):
-    """The first message: starts the generator.
+    """The first message, which starts the generator.
 
     Attributes:
-        settings: `VllmSettings`, or what the package's own worker takes.
+        settings: `VllmSettings`, or the settings of the package's own worker.
         protocol: fingerprint of the messages that the rank knows.
     """
 
@@ -97,15 +97,15 @@ class Start(Message):
 
 @dataclass(frozen=True)
 class Started(Message):
-    """The generator can write."""
+    """The generator is ready to write completions."""
 
 
 @dataclass(frozen=True)
 class Failure(Message):
-    """What was asked for could not be done.
+    """The process could not do what the rank asked for.
 
     Attributes:
-        text: why, in one line.
+        text: the reason, in one line.
     """
 
     text: str
@@ -113,7 +113,7 @@ class Failure(Message):
 
 @dataclass(frozen=True)
 class Generate(Message):
-    """Completions to write, under a number of the rank's."""
+    """Completions to write. The rank chooses the number, and the answer has the same one."""
 
     number: int
     requests: list[Request]
@@ -121,7 +121,7 @@ class Generate(Message):
 
 @dataclass(frozen=True)
 class Completions(Message):
-    """All completions of the `Generate` with that number, in the order of its requests."""
+    """All completions for the `Generate` with the same number, in the order of its requests."""
 
     number: int
     written: list[Written]
@@ -129,7 +129,7 @@ class Completions(Message):
 
 @dataclass(frozen=True)
 class Failed(Message):
-    """The `Generate` with that number failed as a whole, and why."""
+    """The `Generate` with the same number failed as a whole; `text` is the reason."""
 
     number: int
     text: str
@@ -137,21 +137,21 @@ class Failed(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Opens a conversation about weights: answers to what was sent before it are void."""
+    """The start of an exchange about weights. Answers to earlier messages about weights no longer count."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Agree(Message):
-    """What every sender will send: one `hf.buckets.Plan` for each."""
+    """The tensors that senders will send: one `hf.buckets.Plan` for each sender."""
 
     plans: list[Any]
 
 
 @dataclass(frozen=True)
 class Agreed(Message):
-    """Names, shapes and dtypes are the generator's."""
+    """The names, shapes and dtypes of the plans match the generator's tensors."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,14 @@ class OpenBuffers(Message):
 
 @dataclass(frozen=True)
 class Opened(Message):
-    """The buffers are open; handles of the events after reading each, on CUDA."""
+    """The buffers are open. On CUDA, `handles` are those of the events that say when each buffer has been read."""
 
     handles: list[bytes]
 
 
 @dataclass(frozen=True)
 class MakeRoom(Message):
-    """Buffers of the generator's own to make."""
+    """Buffers that the generator must allocate for itself."""
 
     num_bytes: int
     num_buffers: int
@@ -178,19 +178,19 @@ class MakeRoom(Message):
 
 @dataclass(frozen=True)
 class Room(Message):
-    """How many buffers fitted."""
+    """The number of buffers that fitted into memory."""
 
     num_buffers: int
 
 
 @dataclass(frozen=True)
 class Join(Message):
-    """Links to join, one for each sender.
+    """Links to join, one for each sender. Every generator joins all links.
 
     Attributes:
-        address: of their store, a `weight_sync.link.Address`.
-        num_senders: how many links.
-        generator, num_generators: this one's place among all generators, which all join all links.
+        address: the address of the links' store, a `weight_sync.link.Address`.
+        num_senders: number of senders, and so of links.
+        generator, num_generators: this generator's number, from 0, and the number of all generators.
         seconds: longest wait for a peer.
     """
 
@@ -208,33 +208,33 @@ class Joined(Message):
 
 @dataclass(frozen=True)
 class Leave(Message):
-    """Lets go of all links."""
+    """All links must be closed."""
 
 
 @dataclass(frozen=True)
 class Left(Message):
-    """No link is open."""
+    """No link is open any more."""
 
 
 @dataclass(frozen=True)
 class InitTransfer(Message):
-    """How vLLM's workers meet the sender, in vLLM's own terms."""
+    """How vLLM's workers connect to the sender: arguments of vLLM's weight transfer."""
 
     info: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """vLLM's workers have met the sender."""
+    """vLLM's workers are connected to the sender."""
 
 
 @dataclass(frozen=True)
 class Begin(Message):
-    """Begins a weight sync: from here to its commit the generator has no complete weights.
+    """The start of a weight sync. From here to the commit the generator's weights are incomplete.
 
     Attributes:
-        version: that the weights will have.
-        seconds: longest silence of the rank.
+        version: the policy version of the new weights.
+        seconds: longest time without a message from the rank.
     """
 
     version: int
@@ -243,7 +243,13 @@ class Begin(Message):
 
 @dataclass(frozen=True)
 class Bucket(Message):
-    """A shared buffer is filled with a bucket of that sender."""
+    """A sender has filled a shared buffer.
+
+    Attributes:
+        sender: number of the sender.
+        number: number of the bucket in the sender's plan.
+        slot: number of the buffer.
+    """
 
     sender: int
     number: int
@@ -252,14 +258,14 @@ class Bucket(Message):
 
 @dataclass(frozen=True)
 class Taken(Message):
-    """A shared buffer is read."""
+    """A shared buffer has been read, and can be filled again."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class Receive(Message):
-    """All buckets come over links."""
+    """All buckets will come over the links."""
 
 
 @dataclass(frozen=True)
@@ -269,19 +275,19 @@ class Received(Message):
 
 @dataclass(frozen=True)
 class LoadWeights(Message):
-    """Tensors for vLLM to load, in vLLM's own terms."""
+    """Tensors that vLLM must load: arguments of vLLM's weight transfer."""
 
     info: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Loaded(Message):
-    """vLLM has loaded them."""
+    """vLLM has loaded the tensors."""
 
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """All weights are sent; whether checksums of the generator's tensors are wanted."""
+    """All weights are sent. `sums` asks for checksums of the generator's tensors."""
 
     sums: bool
 
@@ -291,8 +297,8 @@ class Committed(Message):
     """The weight sync is complete.
 
     Attributes:
-        version: of the generator's weights.
-        checksums: of its tensors by name, if they were wanted.
+        version: the policy version of the generator's weights.
+        checksums: checksums of its tensors, by name, if they were asked for.
     """
 
     version: int | None
@@ -301,11 +307,11 @@ class Committed(Message):
 
 @dataclass(frozen=True)
 class GiveUp(Message):
-    """Ends a weight sync without a commit."""
+    """The end of a weight sync without a commit."""
 
 
 def receive_start(connection: Connection) -> Start:
-    """The first message of a rank.
+    """Receives the first message of a rank.
 
     Raises:
         ProtocolError: the rank knows other messages than this process.
@@ -321,7 +327,7 @@ def receive_start(connection: Connection) -> Start:
 
 
 def unknown(message: object) -> ProtocolError:
-    """The error of a message that its receiver does not handle, or not at this point."""
+    """The error for a message that its receiver does not handle, or not at this point."""
     return ProtocolError(f"the generator got {type(message).__name__}, which it does not know, or not at this point")
 
 
@@ -332,7 +338,7 @@ OTHER_VERSION = (
 
 
 def _fingerprint() -> str:
-    """Changes with every name of a message or of one of its fields."""
+    """A hash that changes with every name of a message or of a message's field."""
     classes = {name: value for name, value in globals().items() if dataclasses.is_dataclass(value)}
     lines = [f"{name}: {[part.name for part in dataclasses.fields(value)]}" for name, value in classes.items()]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Functions that a config names by `package.module:function`."""
+"""Import of functions that a config names as `package.module:function`."""
 
 import importlib
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from automodel_rl.errors import InputError
 
 
 def import_function(key: str, path: str) -> Callable:
-    """The function.
+    """The function at an import path.
 
     Args:
-        key: of the config, for the message.
-        path: its import path.
+        key: the config's key that holds the path, for error messages.
+        path: the import path, `package.module:function`.
 
     Raises:
-        InputError: there is none.
+        InputError: the function cannot be imported.
     """
     module, _, name = path.partition(":")
     try:

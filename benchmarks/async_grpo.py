@@ -5,8 +5,8 @@
 
 The demo's GRPO on one rank, the generator in a process of its own on another core, once with rollout.max_staleness 0
 and once with 1. The learning rate falls to 0: at a constant one, delay makes a policy that is near its best swing.
-`--batch-size` is the generator's, and by it a rollout costs as much as the rest of a step. Prints a JSON line for each
-run, with mean rewards of held-out prompts and the medians of the parts of a step.
+`--batch-size` is the generator's; choose it so that a rollout takes as long as the rest of a step. Prints a JSON line
+for each run, with mean rewards of held-out prompts and the medians of the parts of a step.
 """
 
 import argparse
@@ -51,18 +51,18 @@ def run(options: argparse.Namespace, staleness: int) -> dict[str, Any]:
     code = run_local_ranks([sys.executable, "-m", "automodel_rl", "grpo", f"{options.folder}/grpo.yaml", *flags], 1)
     if code:
         sys.exit(code)
-    first, *microbatches = read_metrics(output / "metrics.jsonl")
-    held_out = [microbatch["val/reward_mean"] for microbatch in microbatches if "val/reward_mean" in microbatch]
+    first, *records = read_metrics(output / "metrics.jsonl")
+    held_out = [record["val/reward_mean"] for record in records if "val/reward_mean" in record]
     return {
         "max_staleness": staleness,
         "reward before": round(first["val/reward_mean"], 3),
         "reward after, every 5 steps": [round(reward, 3) for reward in held_out],
         "mean of the last 3": round(statistics.mean(held_out[-3:]), 3),
         "reward of the last 10 steps": round(
-            statistics.mean(microbatch["rollout/reward_mean"] for microbatch in microbatches[-10:]), 3
+            statistics.mean(record["rollout/reward_mean"] for record in records[-10:]), 3
         ),
-        "staleness": round(statistics.mean(microbatch["rollout/staleness_mean"] for microbatch in microbatches[1:]), 2),
-        **{part: round(statistics.median(microbatch[part] for microbatch in microbatches[1:-1]), 3) for part in PARTS},
+        "staleness": round(statistics.mean(record["rollout/staleness_mean"] for record in records[1:]), 2),
+        **{part: round(statistics.median(record[part] for record in records[1:-1]), 3) for part in PARTS},
     }
 
 

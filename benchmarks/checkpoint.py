@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py W1 dp_shard=2
     python benchmarks/checkpoint.py W1 - --tiny --tokens 2048 --rounds 1          check the script on a CPU
 
-Every round is a checkpoint and the steps after it, at least `--steps` and until it is written; the step right after it
-is told apart. bf16 compute, fp32 master weights and moments, 65,536 tokens a step and device in microbatches of 8,192,
-the device synchronised at step edges. Prints one JSON line.
+Every round is a checkpoint and the steps after it, at least `--steps` and until it is written. The step right after it
+is reported separately. bf16 compute, fp32 master weights and moments, 65,536 tokens a step and device in microbatches
+of 8,192, the device synchronised at step edges. Prints one JSON line.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from workload import ROW_TOKENS, make_sequences, model_sizes, parse_layout, write_model
+from workload import MICROBATCH_TOKENS, make_sequences, model_sizes, parse_layout, write_model
 
 from automodel_rl import Engine, Microbatch, ModelHandle, OptimizerConfig, pack, sft_loss
 from automodel_rl.checkpoint.folder import CONFIG
@@ -47,7 +47,7 @@ def main() -> None:
     quiet_libraries()
     parallel, memory = parse_layout(options.layout)
     join_process_group(parallel.world_size)
-    sizes, microbatch = model_sizes(options.workload, options.tiny), 128 if options.tiny else ROW_TOKENS
+    sizes, capacity = model_sizes(options.workload, options.tiny), 128 if options.tiny else MICROBATCH_TOKENS
     folder = Path(options.folder) / (options.workload + ("_tiny" if options.tiny else ""))
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, sizes)
@@ -55,9 +55,9 @@ def main() -> None:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-5, decay="constant"))
     generator = np.random.default_rng(0)
-    sequences = make_sequences(options.tokens * parallel.world_size, sizes["vocab_size"], generator, microbatch)
+    sequences = make_sequences(options.tokens * parallel.world_size, sizes["vocab_size"], generator, capacity)
     share = handle.layout.data_share
-    microbatches = pack(sequences, microbatch, min_microbatches=parallel.pp, cost=handle.flops, share=share)
+    microbatches = pack(sequences, capacity, min_microbatches=parallel.pp, cost=handle.flops, share=share)
     savers = {
         True: CheckpointSaver(engine, {CONFIG: ""}, in_background=True),
         False: CheckpointSaver(engine, {CONFIG: ""}, in_background=False),

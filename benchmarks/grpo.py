@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 WORK = ("time/rollout_s", "time/logprobs_s", "time/train_s", "time/sync_s")
-"""Model compute: of the generator, of the trainer, and moving weights between them."""
+"""Times of the generator's and the trainer's work, and of weight syncs between them."""
 
 
 def digits(completion: str, example: dict[str, Any]) -> float:
@@ -48,22 +48,22 @@ def main() -> None:
     trainer = GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options)))
     differences = watch_differences(trainer) if options.replay else []
     trainer.train()
-    microbatches = read_metrics(output / "metrics.jsonl")
-    for microbatch, measured in zip(microbatches, differences, strict=False):
-        microbatch |= measured
-    for microbatch in microbatches:
-        print(json.dumps({key: value for key, value in microbatch.items() if shown(microbatch, key)}))
-    microbatches = microbatches[1:] or microbatches
+    records = read_metrics(output / "metrics.jsonl")
+    for record, measured in zip(records, differences, strict=False):
+        record |= measured
+    for record in records:
+        print(json.dumps({key: value for key, value in record.items() if shown(record, key)}))
+    records = records[1:] or records
     result = {
-        key: statistics.median(microbatch[key] for microbatch in microbatches)
-        for key in sorted(microbatches[0])
-        if shown(microbatches[0], key)
+        key: statistics.median(record[key] for record in records)
+        for key in sorted(records[0])
+        if shown(records[0], key)
     }
-    share = [1 - sum(microbatch[key] for key in WORK) / microbatch["time/step_s"] for microbatch in microbatches]
+    share = [1 - sum(record[key] for key in WORK) / record["time/step_s"] for record in records]
     print(json.dumps({"generator": options.generator, "overhead": statistics.median(share), **result}))
 
 
-def shown(microbatch: dict[str, Any], key: str) -> bool:
+def shown(record: dict[str, Any], key: str) -> bool:
     wanted = (
         "difference/",
         "replay/differs",
@@ -75,11 +75,12 @@ def shown(microbatch: dict[str, Any], key: str) -> bool:
         "perf/",
         "memory/",
     )
-    return key.startswith(wanted) and isinstance(microbatch[key], int | float)
+    return key.startswith(wanted) and isinstance(record[key], int | float)
 
 
 def watch_differences(trainer: Any) -> list[dict[str, float]]:
-    """Of every step, |generator's - trainer's log-probability| over the completions' tokens; filled while it trains."""
+    """Differences of every step: |generator's - trainer's log-probability| over the completions' tokens. The list
+    fills while the trainer trains."""
     found: list[dict[str, float]] = []
     train_step = trainer.engine.train_step
 
@@ -123,7 +124,7 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
         "output": str(output),
         "model": {"path": str(model), "dtype": "float32" if options.tiny else "bfloat16"},
         "data": {"train": [{"path": options.prompts}]},
-        "microbatch": {"microbatch_tokens": 8192},
+        "batch": {"microbatch_tokens": 8192},
         "rollout": {
             "prompts": 4 if options.tiny else 16,
             "group_size": 8,

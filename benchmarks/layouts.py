@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from workload import ROW_TOKENS, make_sequences, model_sizes, parse_layout, write_model
+from workload import MICROBATCH_TOKENS, make_sequences, model_sizes, parse_layout, write_model
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.config import ModelConfig
@@ -39,18 +39,16 @@ def main() -> None:
     options = parser.parse_args()
     quiet_libraries()
     join_process_group(parse_layout(options.layouts[0])[0].world_size)
-    sizes, microbatch = model_sizes(options.workload, options.tiny), 128 if options.tiny else ROW_TOKENS
+    sizes, capacity = model_sizes(options.workload, options.tiny), 128 if options.tiny else MICROBATCH_TOKENS
     folder = Path(options.folder) / (options.workload + ("_tiny" if options.tiny else ""))
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, sizes)
     dist.barrier()
     generator = np.random.default_rng(0)
-    data = [
-        make_sequences(options.tokens, sizes["vocab_size"], generator, microbatch, 6.0) for _ in range(options.steps)
-    ]
+    data = [make_sequences(options.tokens, sizes["vocab_size"], generator, capacity, 6.0) for _ in range(options.steps)]
     expected = json.loads(Path(options.against).read_text()) if options.against else None
     for layout in options.layouts:
-        losses = train(layout, folder, data, microbatch)
+        losses = train(layout, folder, data, capacity)
         if dist.get_rank() == 0:
             result = {"layout": layout, "first": round(losses[0], 4), "last": round(losses[-1], 4)}
             if expected is not None:
@@ -63,7 +61,7 @@ def main() -> None:
     os._exit(0)  # a finished measurement must not wait for libraries to tear down
 
 
-def train(layout: str, folder: Path, data: list[list[TokenSequence]], microbatch: int) -> list[float]:
+def train(layout: str, folder: Path, data: list[list[TokenSequence]], capacity: int) -> list[float]:
     parallel, memory = parse_layout(layout)
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-4, warmup_steps=3, decay="constant"))
@@ -71,7 +69,7 @@ def train(layout: str, folder: Path, data: list[list[TokenSequence]], microbatch
     for sequences in data:
         microbatches = pack(
             sequences,
-            microbatch,
+            capacity,
             share=handle.layout.data_share,
             cost=handle.flops,
         )

@@ -4,8 +4,8 @@
     python benchmarks/memory.py --vocabulary 32768    W1 as it is
     python benchmarks/memory.py --tiny                check the script on a CPU
 
-W1 with a vocabulary of 151,936. 65,536 tokens in microbatches of 8,192: forward-only, then a training step; what the
-peak adds to what was allocated before. The naive logits would take 37 GiB in fp32.
+W1 with a vocabulary of 151,936. 65,536 tokens in microbatches of 8,192: forward-only, then a training step. Prints how
+much the peak adds to what was allocated before. The naive logits would take 37 GiB in fp32.
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""Packed microbatches against padded microbatches of plain transformers, on the same chats and the same 1.5B model, one
-device.
+"""Packed microbatches against plain transformers' padded batches, on the same chats and model (1.5B), on one device.
 
     python benchmarks/packing.py gsm8k/sft_train.jsonl
     python benchmarks/packing.py gsm8k/sft_train.jsonl --tiny --sequences 16 --steps 1      check on a CPU
@@ -7,7 +6,7 @@ device.
 Three ways to train on the same sequences, bf16 compute on fp32 master weights under FSDP2 in all of them:
   packed     this package, microbatches of 4,096
   padded     plain transformers (sdpa), every sequence padded to 4,096
-  longest    plain transformers (sdpa), microbatches of 32 padded to their longest
+  longest    plain transformers (sdpa), batches of 32 padded to their longest
 Prints one JSON line for each with non-pad tokens/s, then the throughput ratios next to the ratios of tokens computed,
 which are the most that leaving out padding alone can give.
 """
@@ -38,7 +37,7 @@ from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.quickstart.model import train_tokenizer
 
-ROW, BATCH, LR = 4096, 32, 1e-5
+MICROBATCH_TOKENS, BATCH, LR = 4096, 32, 1e-5
 
 
 def main() -> None:
@@ -57,8 +56,8 @@ def main() -> None:
     few = sequences[: max(2, options.sequences // 16)]
     results = {
         "packed": measure(packed(folder), sequences, options.steps, device),
-        "padded": measure(padded(folder, device, microbatch=1, width=ROW), few, options.steps, device),
-        "longest": measure(padded(folder, device, microbatch=BATCH, width=None), sequences, options.steps, device),
+        "padded": measure(padded(folder, device, batch=1, width=MICROBATCH_TOKENS), few, options.steps, device),
+        "longest": measure(padded(folder, device, batch=BATCH, width=None), sequences, options.steps, device),
     }
     for name, result in results.items():
         print(json.dumps({"way": name, **result}), flush=True)
@@ -90,15 +89,15 @@ def packed(folder: Path) -> Step:
     engine = Engine(handle, OptimizerConfig(lr=LR, decay="constant"))
 
     def step(sequences: list[TokenSequence]) -> int:
-        microbatches = pack(sequences, ROW, cost=handle.flops)
+        microbatches = pack(sequences, MICROBATCH_TOKENS, cost=handle.flops)
         engine.train_step(microbatches, sft_loss)
         return sum(microbatch.num_tokens for microbatch in microbatches)
 
     return step
 
 
-def padded(folder: Path, device: torch.device, microbatch: int, width: int | None) -> Step:
-    """The usual loop: right-padded microbatches, transformers' own loss, gradients accumulated over the step."""
+def padded(folder: Path, device: torch.device, batch: int, width: int | None) -> Step:
+    """The usual loop: right-padded batches, transformers' own loss, gradients accumulated over the step."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").to(device)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     mesh = init_device_mesh(device.type, (1,))
@@ -110,9 +109,9 @@ def padded(folder: Path, device: torch.device, microbatch: int, width: int | Non
     def step(sequences: list[TokenSequence]) -> int:
         computed = 0
         num_targets = sum(int(s.loss_mask[1:].sum()) for s in sequences)
-        starts = range(0, len(sequences), microbatch)
+        starts = range(0, len(sequences), batch)
         for start in starts:
-            group = sequences[start : start + microbatch]
+            group = sequences[start : start + batch]
             inputs = pad(group, width or max(map(len, group)), device)
             last = start == starts[-1]
             model.set_requires_gradient_sync(last)
@@ -131,10 +130,10 @@ def padded(folder: Path, device: torch.device, microbatch: int, width: int | Non
 def pad(sequences: list[TokenSequence], width: int, device: torch.device) -> dict[str, Tensor]:
     ids = torch.zeros(len(sequences), width, dtype=torch.int64)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    for microbatch, sequence in enumerate(sequences):
+    for place, sequence in enumerate(sequences):
         length = len(sequence)
-        ids[microbatch, :length], mask[microbatch, :length] = sequence.input_ids, 1
-        labels[microbatch, :length] = torch.where(sequence.loss_mask, sequence.input_ids, -100)
+        ids[place, :length], mask[place, :length] = sequence.input_ids, 1
+        labels[place, :length] = torch.where(sequence.loss_mask, sequence.input_ids, -100)
     return {n: t.to(device) for n, t in {"input_ids": ids, "attention_mask": mask, "labels": labels}.items()}
 
 

@@ -102,7 +102,7 @@ def replay_cells() -> Iterator[Cell]:
 
 
 def run(cell: Cell, ranks: RankPool) -> str:
-    """The microbatch of the table."""
+    """Compares a cell's layout, and returns the rest of its line in the table."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tiny_model(folder, cell.family, tied=cell.tied, num_layers=max(4, cell.parallel.num_stages))
@@ -115,8 +115,8 @@ def run(cell: Cell, ranks: RankPool) -> str:
         case = Case(cell.parallel, microbatches=(3, 1, 2), memory=cell.memory, replay=cell.replay)
         found = ranks(cell.parallel.world_size).run(compare, case, folder, folder)[0]
     in_fp32 = FAMILIES[cell.family].computes_in_fp32
-    microbatches = judge(found, FLOAT32 if in_fp32 else FLOAT64)
-    verdict = "equal" if all(microbatch.is_equal for microbatch in microbatches) else "DIFFERENT"
+    rows = judge(found, FLOAT32 if in_fp32 else FLOAT64)
+    verdict = "equal" if all(row.is_equal for row in rows) else "DIFFERENT"
     judged = found.first if in_fp32 else found.all
     gradient = max(value for kind, value in judged.items() if kind.startswith("gradient of"))
     numbers = [judged["loss"], judged["gradient norm"], judged["log-probabilities"], gradient, found.all["weights"]]
@@ -131,8 +131,8 @@ def main() -> None:
     ranks = RankPool()
     lines, started = [], time.monotonic()
     for number, cell in enumerate(sorted(chosen, key=lambda c: c.parallel.world_size), start=1):
-        microbatch = run(cell, ranks)
-        lines.append(f"| {cell.family} | {cell.name} {microbatch}")
+        row = run(cell, ranks)
+        lines.append(f"| {cell.family} | {cell.name} {row}")
         print(f"{number}/{len(chosen)} {time.monotonic() - started:.0f} s {lines[-1]}", flush=True)
     ranks.stop()
     different = sum("DIFFERENT" in line for line in lines)

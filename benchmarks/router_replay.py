@@ -6,9 +6,8 @@
     python benchmarks/router_replay.py - --tiny --tokens 2048 --steps 2         check the script on a CPU
 
 The routes are those that the model chooses by itself, and its weights hardly change, so that both ways run the same
-experts on the same tokens. One microbatch is trained on with and without them, in turn, which of the two comes first
-alternating. Prints a JSON line for each layout: medians of a step, their ratio, and the quartiles of the ratios of
-neighbouring steps.
+experts on the same tokens. One batch is trained on with and without them, in turn, and the order alternates. Prints a
+JSON line for each layout: medians of a step, their ratio, and the quartiles of the ratios of neighbouring steps.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from workload import ROW_TOKENS, make_sequences, model_sizes, parse_layout, write_model
+from workload import MICROBATCH_TOKENS, make_sequences, model_sizes, parse_layout, write_model
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, pack, sft_loss
 from automodel_rl.batch import Microbatch, Routes
@@ -61,12 +60,12 @@ def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namesp
     parallel, memory = parse_layout(layout)
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-12, decay="constant"))
-    generator, microbatch = np.random.default_rng(0), 128 if options.tiny else ROW_TOKENS
+    generator, capacity = np.random.default_rng(0), 128 if options.tiny else MICROBATCH_TOKENS
     seconds: dict[bool, list[float]] = {False: [], True: []}
     differs = []
-    sequences = make_sequences(options.tokens * dist.get_world_size(), vocab_size, generator, microbatch)
+    sequences = make_sequences(options.tokens * dist.get_world_size(), vocab_size, generator, capacity)
     share = handle.layout.data_share
-    microbatches = pack(sequences, microbatch, min_microbatches=parallel.pp, cost=handle.flops, share=share)
+    microbatches = pack(sequences, capacity, min_microbatches=parallel.pp, cost=handle.flops, share=share)
     routed = with_own_routes(microbatches, engine)
     for step in range(options.warmup + options.steps):
         for replay in (False, True) if step % 2 else (True, False):
@@ -93,9 +92,8 @@ def measure(layout: str, folder: Path, vocab_size: int, options: argparse.Namesp
 
 def with_own_routes(microbatches: list[Microbatch], engine: Engine) -> list[Microbatch]:
     """The microbatches with the experts that this rank's layers choose for them."""
-    assert (
-        len(microbatches) <= block_sizes.forward_microbatches
-    )  # of more microbatches some are gone, and others in their place in memory
+    # With more microbatches some would be freed, and others take their place in memory and so their id.
+    assert len(microbatches) <= block_sizes.forward_microbatches
     handle, chosen = engine.handle, dict[tuple[int, int], torch.Tensor]()
     order: dict[int, int] = {}
 

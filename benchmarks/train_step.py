@@ -1,12 +1,14 @@
 """One optimizer step (forward, backward, clip, AdamW): non-pad tokens/s, MFU and peak memory of one or more layouts.
 
-    python benchmarks/train_step.py W1 -                                                 one device
-    torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 dp_shard=2 cp=2         one layout after the other
-    torchrun --nproc-per-node 4 benchmarks/train_step.py W1 cp=4 --one-microbatch 131072        one sequence a step
-    torchrun --nproc-per-node 4 benchmarks/train_step.py W1 pp=4 --microbatches 8        microbatches of equal cost
-    torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 --one-each padded       a sequence a microbatch, all as
-    long python benchmarks/train_step.py W1 - --profile                                       host syncs and reductions
-    python benchmarks/train_step.py W1 - --tiny --tokens 2048 --steps 3                  check the script on a CPU
+    python benchmarks/train_step.py W1 -                                              one device
+    torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 dp_shard=2 cp=2      one layout after the other
+    torchrun --nproc-per-node 4 benchmarks/train_step.py W1 cp=4 --one-microbatch 131072
+                                                                                      one sequence a step
+    torchrun --nproc-per-node 4 benchmarks/train_step.py W1 pp=4 --microbatches 8     microbatches of equal cost
+    torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 --one-each padded    a microbatch for each sequence,
+                                                                                      all as long as the longest
+    python benchmarks/train_step.py W1 - --profile                                    host syncs and reductions
+    python benchmarks/train_step.py W1 - --tiny --tokens 2048 --steps 3               check the script on a CPU
 
 Prints one JSON line for each layout. bf16 compute, fp32 master weights, clip 1.0, 65,536 tokens a step and GPU in
 microbatches of 8,192, no activation checkpointing and no compilation unless the layout says so. Median of `--steps`
@@ -27,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
-from workload import ROW_TOKENS, make_sequences, model_sizes, one_sequence, parse_layout, write_model
+from workload import MICROBATCH_TOKENS, make_sequences, model_sizes, one_sequence, parse_layout, write_model
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.batch import Microbatch, pack_microbatch
@@ -42,17 +44,17 @@ def main() -> None:
     quiet_libraries()
     parallel, _ = parse_layout(options.layouts[0])
     device = join_process_group(parallel.world_size)
-    sizes, microbatch = model_sizes(options.workload, options.tiny), 128 if options.tiny else ROW_TOKENS
+    sizes, capacity = model_sizes(options.workload, options.tiny), 128 if options.tiny else MICROBATCH_TOKENS
     folder = Path(options.folder) / (options.workload + ("_tiny" if options.tiny else ""))
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, sizes)
     dist.barrier()
-    data, microbatch = make_data(options, sizes["vocab_size"], microbatch, dist.get_world_size())
+    data, capacity = make_data(options, sizes["vocab_size"], capacity, dist.get_world_size())
     if options.reference:
         report({"reference": True, **reference(folder, data[0], device)})
     for layout in [] if options.reference else options.layouts:
         try:
-            report({"layout": layout, **measure(layout, folder, data, microbatch, options)})
+            report({"layout": layout, **measure(layout, folder, data, capacity, options)})
         except torch.OutOfMemoryError as error:
             report({"layout": layout, "out_of_memory": str(error)[:80]})
         gc.collect()
@@ -86,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_data(
-    options: argparse.Namespace, vocab_size: int, microbatch: int, world_size: int
+    options: argparse.Namespace, vocab_size: int, capacity: int, world_size: int
 ) -> tuple[list[list[TokenSequence]], int]:
     """The sequences of every step, and the capacity of a microbatch."""
     generator = np.random.default_rng(0)
@@ -96,33 +98,33 @@ def make_data(
             [one_sequence(options.one_microbatch, vocab_size, generator)] for _ in range(steps)
         ], options.one_microbatch
     if options.microbatches:
-        microbatches = [
-            [one_sequence(microbatch, vocab_size, generator) for _ in range(options.microbatches)] for _ in range(steps)
+        data = [
+            [one_sequence(capacity, vocab_size, generator) for _ in range(options.microbatches)] for _ in range(steps)
         ]
-        return microbatches, microbatch
+        return data, capacity
     tokens = options.tokens * world_size
     if options.one_each:
-        data = [make_sequences(tokens, vocab_size, generator, microbatch) for _ in range(steps)]
-        return [[pad(s, step) for s in step] for step in data] if options.one_each == "padded" else data, microbatch
-    return [make_sequences(tokens, vocab_size, generator, microbatch) for _ in range(steps)], microbatch
+        data = [make_sequences(tokens, vocab_size, generator, capacity) for _ in range(steps)]
+        return [[pad(s, step) for s in step] for step in data] if options.one_each == "padded" else data, capacity
+    return [make_sequences(tokens, vocab_size, generator, capacity) for _ in range(steps)], capacity
 
 
 def pad(sequence: TokenSequence, step: list[TokenSequence]) -> TokenSequence:
-    """As long as the longest of its step; the rest is not trained."""
+    """A sequence padded to the longest of its step. The padding is not trained."""
     missing = max(map(len, step)) - len(sequence)
     ids = torch.cat([sequence.input_ids, torch.zeros(missing, dtype=torch.int64)])
     return TokenSequence(ids, torch.cat([sequence.loss_mask, torch.zeros(missing, dtype=torch.bool)]))
 
 
 def microbatches_of(
-    sequences: list[TokenSequence], microbatch: int, handle: ModelHandle, options: argparse.Namespace
+    sequences: list[TokenSequence], capacity: int, handle: ModelHandle, options: argparse.Namespace
 ) -> list[Microbatch]:
     if options.one_each:
         return [pack_microbatch([sequence]) for sequence in sequences]
     parallel = handle.layout.parallel
     return pack(
         sequences,
-        microbatch,
+        capacity,
         share=handle.layout.data_share,
         min_microbatches=parallel.pp if len(sequences) > 1 else 1,
         cost=handle.flops,
@@ -130,7 +132,7 @@ def microbatches_of(
 
 
 def measure(
-    layout: str, folder: Path, data: list[list[TokenSequence]], microbatch: int, options: argparse.Namespace
+    layout: str, folder: Path, data: list[list[TokenSequence]], capacity: int, options: argparse.Namespace
 ) -> dict[str, object]:
     parallel, memory = parse_layout(layout)
     model = ModelConfig(path=str(folder), implementation=options.implementation, attention=options.attention)
@@ -141,7 +143,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     seconds, outputs = [], []
     for sequences in data:
-        microbatches = microbatches_of(sequences, microbatch, handle, options)
+        microbatches = microbatches_of(sequences, capacity, handle, options)
         synchronize(device)
         started = time.perf_counter()
         outputs.append(engine.train_step(microbatches, sft_loss))
@@ -168,7 +170,7 @@ def measure(
 
 
 def count_events(engine: Engine, microbatches: list[Microbatch]) -> dict[str, object]:
-    """How often one step on rank 0 waits for the device or reduces gradients."""
+    """Counts of how often one step on rank 0 waits for the device and reduces gradients."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         engine.train_step(microbatches, sft_loss)
@@ -207,7 +209,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def largest(num_bytes: int, device: torch.device) -> float:
-    """Of any rank, in GiB."""
+    """The largest value of any rank, in GiB."""
     peak = torch.tensor(num_bytes / 2**30, device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return round(peak.item(), 2)

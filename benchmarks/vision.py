@@ -6,7 +6,7 @@
     python benchmarks/vision.py - --tiny --steps 2                                    check the script on a CPU
 
 A layout is `-`, a `parallel` section for both components, or `ENCODER | LANGUAGE`, each with its ranks first. All of
-them train from the same random weights (seed 0) on the same microbatches: texts of skewed random tokens, of which three
+them train from the same random weights (seed 0) on the same batches: texts of skewed random tokens, of which three
 in four have one or two images of 64 to 1,024 tokens; their pixels are noise. bf16 compute, fp32 master weights, 32,768
 tokens a step in microbatches of 8,192, whatever the number of devices. Prints a JSON line for each layout: the loss of
 every step, and medians of the steps after 3, with the device synchronised at step edges only.
@@ -85,7 +85,7 @@ def main() -> None:
     if options.tiny:
         options.tokens, options.microbatch_tokens = 2048, 1024
     quiet_libraries()
-    layouts = [parse_modules(layout) for layout in options.layouts]
+    layouts = [parse_components(layout) for layout in options.layouts]
     join_process_group(layouts[0][0].world_size)
     folder = Path(tempfile.gettempdir(), "automodel_rl_benchmarks", "vision_tiny" if options.tiny else "vision")
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
@@ -102,7 +102,7 @@ def main() -> None:
     os._exit(0)  # a finished measurement must not wait for libraries to tear down
 
 
-def parse_modules(text: str) -> tuple[ComponentsConfig, MemoryConfig]:
+def parse_components(text: str) -> tuple[ComponentsConfig, MemoryConfig]:
     if "|" not in text:
         parallel, memory = parse_layout(text)
         return one_layout(parallel), memory

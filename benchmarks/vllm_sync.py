@@ -166,7 +166,7 @@ def sequence_of(prompt: list[int], completion: list[int]) -> TokenSequence:
 
 
 def report(what: str, trainer: Engine, completions: Sequence[Completion]) -> None:
-    """How far the generator's log-probabilities are from the trainer's."""
+    """Prints how far the generator's log-probabilities are from the trainer's."""
     pairs = list(zip(requests(len(completions)), completions, strict=True))
     differences = []
     for start_ in range(0, len(pairs), 8):  # one sequence a microbatch, so that they keep their order
@@ -180,8 +180,8 @@ def report(what: str, trainer: Engine, completions: Sequence[Completion]) -> Non
     say({"logprobs": what, "mean": round(difference.mean().item(), 5), "max": round(difference.max().item(), 4)})
 
 
-def say(microbatch: dict[str, Any]) -> None:
-    print(json.dumps(microbatch), flush=True)
+def say(record: dict[str, Any]) -> None:
+    print(json.dumps(record), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -8,9 +8,9 @@
 
 Random bf16 weights of Qwen2.5-7B's shape, fp32 masters on the trainer, so that casting is included. The generator is a
 transformers model in a process of its own. Times are from the call of WeightSync.send to its return on the slowest
-rank: telling the generator, casting, gathering, packing, sending, unpacking, and its report. The ceiling is plain
-torch.distributed.broadcast over NCCL of as many bytes, between the same GPUs, just before. Prints a JSON line for each
-setting, with medians over the syncs after two to warm up.
+rank: the first message to the generator, casting, gathering, packing, sending, unpacking, and its report. The ceiling
+is plain torch.distributed.broadcast over NCCL of as many bytes, between the same GPUs, just before. Prints a JSON line
+for each setting, with medians over the syncs after two to warm up.
 """
 
 import argparse
@@ -43,10 +43,10 @@ class Case:
     """A placement.
 
     Attributes:
-        layout: of the trainer.
+        layout: the trainer's layout.
         first_generator: device of the first rank's generator; the others follow.
         receivers: devices that the ceiling's broadcast goes to from device 0.
-        settings: (transport, buffer_mib, num_buffers).
+        settings: tuples (transport, buffer_mib, num_buffers).
     """
 
     layout: ParallelConfig
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def measure_ceiling(name: str) -> None:
-    """Imports torch only, and soon starts."""
+    """Measures the ceiling. Imports torch only, so it starts soon."""
     import torch
     import torch.distributed as dist
 

@@ -30,7 +30,7 @@ from automodel_rl.weight_sync.transport import Transport
 
 
 def measure(name: str, case: Case, sizes: dict[str, Any], options: argparse.Namespace) -> None:
-    """All settings of a case, one after the other, with the same model and generator."""
+    """Measures all settings of a case, one after the other, with the same model and generator."""
     quiet_libraries()
     handle = random_model(sizes, case.layout)
     generator = start_generator(handle, case.first_generator + dist.get_rank())
@@ -58,7 +58,7 @@ def measure(name: str, case: Case, sizes: dict[str, Any], options: argparse.Name
 def check(
     handle: ModelHandle, sync: WeightSync, generator: GeneratorProcess, config: WeightSyncConfig, way: str
 ) -> None:
-    """One more sync with other weights, of which every tensor is compared by its checksum."""
+    """Makes one more sync, with other weights, and compares every tensor by its checksum."""
     with torch.no_grad():
         for _, parameter in handle.named_parameters():
             local_tensor(parameter).mul_(1.001)

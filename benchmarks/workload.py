@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from automodel_rl import ParallelConfig, TokenSequence
 from automodel_rl.config.model import MemoryConfig
 
-ROW_TOKENS = 8192
+MICROBATCH_TOKENS = 8192
 WORKLOADS: dict[str, dict[str, Any]] = {
     "W1": {
         "model_type": "qwen3",
@@ -83,7 +83,7 @@ def make_sequences(
         longest: longest sequence.
         skew: 1 for uniform ids; more makes low ids likelier, so that there is something to learn.
     """
-    scale = longest / ROW_TOKENS
+    scale = longest / MICROBATCH_TOKENS
     sequences: list[TokenSequence] = []
     while num_tokens > 0:
         length = int(np.clip(generator.lognormal(math.log(700 * scale), 1.0), max(2, 64 * scale), longest))

@@ -23,20 +23,20 @@ MOMENTS = ("starting", "training", "saving")
 TARGETS = ("one rank", "all ranks", "launcher")
 
 POLL_SECONDS = 0.002
-"""Moments are short."""
+"""Seconds between two looks at a run, short because moments are."""
 
 STEPS = {"sft": 60, "dpo": 40, "grpo": 25}
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When and what.
+    """A kill: when it happens, and what is killed.
 
     Attributes:
         moment: one of `MOMENTS`.
         target: one of `TARGETS`.
         delay: seconds from the moment on.
-        steps: of training that are let pass before.
+        steps: number of training steps to wait for first.
     """
 
     moment: str
@@ -49,7 +49,7 @@ class Kill:
 
 
 def draw_kill(source: random.Random) -> Kill:
-    """A random kill; starting takes the longest and is the least of interest."""
+    """A random kill. Kills while starting are rare, because they take longest and are of least interest."""
     moment = source.choices(MOMENTS, weights=(1, 4, 5))[0]
     longest = {"starting": 12.0, "training": 0.2, "saving": 0.03}[moment]
     return Kill(moment, source.choice(TARGETS), source.uniform(0, longest), source.randint(1, 4))
@@ -81,7 +81,7 @@ def kill_part(job: Job, target: str, source: random.Random) -> None:
 
 
 def disturb(algorithm: str, settings: Settings, folder: Path, kill: Kill, source: random.Random) -> bool:
-    """Starts a run or goes on with it, and kills it; whether it was still there to be killed."""
+    """Starts a run or goes on with it, and kills it. Returns whether it was still there to be killed."""
     output = Path(settings["output"])
     command = [sys.executable, "-m", "automodel_rl", algorithm, write(settings, folder), "--resume", "auto"]
     before = num_lines(output / "metrics.jsonl")
@@ -98,12 +98,12 @@ def disturb(algorithm: str, settings: Settings, folder: Path, kill: Kill, source
 
 
 def check_undisturbed(settings: Settings, whole: Path) -> None:
-    """The run's weights and steps are those of the one that nobody disturbed."""
+    """Checks that the run's weights and steps are those of the run that nobody disturbed."""
     output = Path(settings["output"])
     assert_same_weights(whole / "final", output / "final")
-    rows, expected = metrics_of(output), metrics_of(whole)
-    assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in expected]
+    records, expected = metrics_of(output), metrics_of(whole)
+    assert [record["step"] for record in records] == [record["step"] for record in expected]
+    assert [record["train/loss"] for record in records] == [record["train/loss"] for record in expected]
 
 
 def _run(algorithm: str, settings: Settings, folder: Path, *options: str) -> None:

@@ -31,27 +31,27 @@ from tests.processes import Patience
 from tests.tiny import make_sequences, save_tiny_model
 
 MANNERS = ("interpreter", "guard")
-"""As a user's script ends, and as a command does."""
+"""The ways to end: as a user's script does, and as a command does."""
 
 WORKS = ("groups of a model", "world", "world, destroyed by the caller")
 
 POLLS = (watchdog.POLL_SECONDS, 0.0005)
-"""Seconds between two looks of a rank at its peers; the second finds most ranks in the midst of one when they end."""
+"""Seconds between two looks of a rank at its peers. With the second value, most ranks end in the middle of a look."""
 
 ABORT = "terminate called"
 
 kept: list[Any] = []
-"""What a user's script still holds at its end."""
+"""Objects that a user's script still holds at its end."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Two ranks.
+    """A job of two ranks.
 
     Attributes:
-        manner: of `MANNERS`, in which they end.
-        work: of `WORKS`.
-        poll_seconds: of `POLLS`.
+        manner: the way in which they end, one of `MANNERS`.
+        work: the work before, one of `WORKS`.
+        poll_seconds: one of `POLLS`.
         keeps: whether the model lives until the end.
         delays: seconds until each rank ends.
     """

@@ -123,7 +123,7 @@ def _swap_of_one_part() -> Any:
 
 
 def _routes_shifted() -> Any:
-    """As if they belonged to the token that is predicted."""
+    """Routes are shifted, as if they belonged to the token that is predicted."""
     from automodel_rl.batch import Routes
 
     take = Routes.take
@@ -135,7 +135,7 @@ def _routes_shifted() -> Any:
 
 
 def _routes_by_place() -> Any:
-    """As if a stage's layers were numbered from 0."""
+    """Layers of a stage are numbered from 0."""
     from automodel_rl.batch import Routes
 
     def select(routes: Routes, layers: Any) -> Routes:
@@ -145,7 +145,7 @@ def _routes_by_place() -> Any:
 
 
 def _mean_over_two(where: str) -> Any:
-    """FSDP's own average, in one module."""
+    """Gradients of one component are averaged by FSDP."""
     from automodel_rl.parallel.sharding import wrap_fsdp
 
     def averaging(part: Any, *args: Any) -> None:
@@ -157,8 +157,8 @@ def _mean_over_two(where: str) -> Any:
     return _patch(f"{where}.wrap_fsdp", averaging)
 
 
-def _clip_by_module() -> Any:
-    """Each mesh's gradients by their own norm."""
+def _clip_by_component() -> Any:
+    """Each mesh clips its gradients by their own norm."""
 
     def clip(parameters: list, most: float, _: Tensor) -> None:
         torch.nn.utils.clip_grad_norm_(parameters, most)
@@ -234,7 +234,7 @@ def _schedule_ignored(**settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _everywhere(replacement: Any, *targets: str) -> Iterator[None]:
-    """The same in all places that have imported it by name."""
+    """Replaces a function in all places that have imported it by name."""
     with contextlib.ExitStack() as stack:
         for target in targets:
             stack.enter_context(_patch(target, replacement))
@@ -283,21 +283,21 @@ def _first_chunk_again() -> Any:
 
 
 def _first_block_again() -> Any:
-    from automodel_rl.model.handle import ModelHandle
+    from automodel_rl.step.runner import StepRunner
 
-    forward, block = ModelHandle.forward, ModelHandle._forward_block
+    forward, block = StepRunner.forward, StepRunner._forward_block
     first: list[list[Tensor]] = []
 
-    def anew(handle: Any, *args: Any) -> list[Tensor]:
+    def anew(runner: Any, *args: Any) -> list[Tensor]:
         first.clear()
-        return forward(handle, *args)
+        return forward(runner, *args)
 
-    def again(handle: Any, *args: Any) -> list[Tensor]:
-        first.append(block(handle, *args))
+    def again(runner: Any, *args: Any) -> list[Tensor]:
+        first.append(block(runner, *args))
         pairs = zip(first[-1], first[0], strict=False)
         return [old if old.shape == own.shape else own for own, old in pairs] + first[-1][len(first[0]) :]
 
-    return mock.patch.multiple(ModelHandle, forward=anew, _forward_block=again)
+    return mock.patch.multiple(StepRunner, forward=anew, _forward_block=again)
 
 
 def _second_bucket_empty() -> Any:
@@ -322,7 +322,7 @@ def _no_auxiliary_loss() -> Any:
     return mock.patch.object(_AddLoss, "backward", staticmethod(backward))
 
 
-def _evaluation_of_fewer_rows() -> Any:
+def _evaluation_of_fewer_microbatches() -> Any:
     from automodel_rl.engine import Engine
 
     evaluate = Engine.evaluate
@@ -331,7 +331,7 @@ def _evaluation_of_fewer_rows() -> Any:
     )
 
 
-def _empty_rows_count() -> Any:
+def _empty_microbatches_count() -> Any:
     from automodel_rl.batch import empty_microbatch
 
     def counting(like: Any = None) -> Microbatch:
@@ -342,7 +342,7 @@ def _empty_rows_count() -> Any:
 
 
 def _rank_by_rank(where: str) -> Any:
-    """What was dealt out to ranks in turn is put one rank's behind the other's."""
+    """Items that were dealt out to ranks in turn are joined rank by rank."""
     return _patch(where, lambda shares: [item for share in shares for item in share])
 
 
@@ -373,7 +373,7 @@ def _without(name: str) -> Any:
     return mock.patch.dict(BACKENDS, {"eager": leaving_out})
 
 
-def _rows_restored_wrongly() -> Any:
+def _tokens_restored_wrongly() -> Any:
     def turned(microbatch: Microbatch, *place: Any) -> LocalMicrobatch:
         made = local_microbatch(microbatch, *place)
         return made if made.restore is None else dataclasses.replace(made, restore=made.restore.roll(1))
@@ -383,10 +383,10 @@ def _rows_restored_wrongly() -> Any:
 
 def _keys_of_own_rank() -> Any:
     """Gradients of gathered keys and values are cut, not summed."""
-    from automodel_rl.parallel.collectives import AllGatherCP, _own_microbatches
+    from automodel_rl.parallel.collectives import AllGatherCP, _own_rows
 
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _own_microbatches(gradients[0], ctx.group), None, None
+        return _own_rows(gradients[0], ctx.group), None, None
 
     return mock.patch.object(AllGatherCP, "backward", staticmethod(backward))
 
@@ -466,7 +466,7 @@ def _live_weights_of_routers() -> Any:
     return mock.patch.object(Selection, "__torch_function__", live)
 
 
-def _empty_rows_load() -> Any:
+def _empty_microbatches_load() -> Any:
     from automodel_rl.mixture.routers import _load
 
     return _patch("mixture.routers._load", lambda chosen, is_real, n: _load(chosen, torch.ones_like(is_real), n))
@@ -477,7 +477,7 @@ ENCODERS = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
 READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
 REPLAY = {"replay": True}
 WITH_MUON = {"optimizer": "muon"}
-FAILED = "distributed/engine/test_failed_steps.py"
+FAILED = "distributed/step/test_failed_steps.py"
 LOSSES = "unit/losses/test_losses.py"
 GRPO = "distributed/trainers/test_grpo.py"
 PRECISION = "distributed/model/test_precision.py"
@@ -488,9 +488,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "positions go on across sequences": Fault(_positions_go_on, Verified("qwen3")),
     "loss mask and values left on their tokens": Fault(
-        lambda: _patch("microbatch.microbatch._to_predictor", lambda values: values), Verified("qwen3")
+        lambda: _patch("batch.microbatch._to_predictor", lambda values: values), Verified("qwen3")
     ),
-    "empty microbatches count": Fault(_empty_rows_count, Verified("qwen3", {"pp": 2})),
+    "empty microbatches count": Fault(_empty_microbatches_count, Verified("qwen3", {"pp": 2})),
     "rotary embeddings by the longest sequence": Fault(
         lambda: _patch("support.model_rules.BY_LENGTH", ()),
         "unit/support/test_description.py::test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused",
@@ -514,12 +514,12 @@ FAULTS: dict[str, Fault] = {
         lambda: _patch("parallel.sharding.sum_fsdp_gradients", return_value=None), Verified("qwen3", {"cp": 2})
     ),
     "local token counts": Fault(_local_counts, Verified("qwen3", {"pp": 2, "dp_shard": 2})),
-    "evaluation leaves out the last microbatch": Fault(_evaluation_of_fewer_rows, Verified("qwen3")),
+    "evaluation leaves out the last microbatch": Fault(_evaluation_of_fewer_microbatches, Verified("qwen3")),
     "norm of one stage": Fault(_norm_of_last_stage, Verified("qwen3", {"pp": 2})),
     "gradients are not clipped": Fault(
         lambda: mock.patch("torch.nn.utils.clip_grads_with_norm_", return_value=None), Verified("qwen3")
     ),
-    "weights gathered before the update are used after it": Fault(
+    "weights gathered before the optimizer step are used after it": Fault(
         lambda: _everywhere(lambda part: None, "step.runner.release_gathered", "step.image_encoder.release_gathered"),
         Verified("qwen3"),
     ),
@@ -537,7 +537,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "auxiliary loss left out": Fault(_no_auxiliary_loss, Verified("qwen3_moe", case={"aux_loss": 0.1})),
     "empty microbatches count as load of experts": Fault(
-        _empty_rows_load, "distributed/model/test_routers.py::test_load_and_auxiliary_loss_are_those_of_the_formula"
+        _empty_microbatches_load,
+        "distributed/mixture/test_routers.py::test_load_and_auxiliary_loss_are_those_of_the_formula",
     ),
     "routes shifted by a token": Fault(_routes_shifted, Verified("qwen3_moe", case=REPLAY)),
     "routes of other layers": Fault(_routes_by_place, Verified("qwen3_moe", {"pp": 2}, case=REPLAY)),
@@ -545,7 +546,7 @@ FAULTS: dict[str, Fault] = {
         _live_weights_of_routers, Verified("qwen3_moe", case=REPLAY)
     ),
     "reference swap of one part": Fault(_swap_of_one_part, Verified("qwen3", INTERLEAVED)),
-    "cp microbatches restored in another order": Fault(_rows_restored_wrongly, Verified("qwen3", {"cp": 2})),
+    "cp tokens restored in another order": Fault(_tokens_restored_wrongly, Verified("qwen3", {"cp": 2})),
     "gradients of keys of this cp rank alone": Fault(_keys_of_own_rank, Verified("qwen3", {"cp": 2})),
     "softmax over this tp rank's vocabulary": Fault(_vocabulary_of_own_rank, Verified("qwen3", {"tp": 2})),
     "partial gradients of tp left alone": Fault(
@@ -555,7 +556,7 @@ FAULTS: dict[str, Fault] = {
     "mean over ranks of the language model": Fault(
         lambda: _mean_over_two("model.parallelise"), Verified("llava", components=READERS)
     ),
-    "clipping by module": Fault(_clip_by_module, Verified("llava", components=READERS)),
+    "clipping by module": Fault(_clip_by_component, Verified("llava", components=READERS)),
     "embeddings off by one": Fault(_embeddings_off_by_one, Verified("llava", components=READERS)),
     "eps hard-coded": Fault(lambda: _setting_ignored(eps=1e-8), Verified("qwen3")),
     "betas hard-coded": Fault(lambda: _setting_ignored(betas=(0.9, 0.95)), Verified("qwen3")),
@@ -650,7 +651,7 @@ def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> lis
     case = Case(ParallelConfig(**caught_by.sizes), components=components, **caught_by.case)
     with planted(fault):
         found = compare(case, folder, folder)
-    return [microbatch.kind for microbatch in judge(found, FLOAT32 if in_fp32 else FLOAT64) if not microbatch.is_equal]
+    return [row.kind for row in judge(found, FLOAT32 if in_fp32 else FLOAT64) if not row.is_equal]
 
 
 def save_model(caught_by: Verified, folder: Path) -> None:

@@ -28,7 +28,7 @@ from tests.processes import Patience
 ALGORITHMS = ("sft", "sft", "dpo", "grpo")
 
 LIMIT_SECONDS = 90.0
-"""Of processor time; a case that needs none comes to a halt."""
+"""Most seconds of processor time that a case may use. A case that uses none has come to a halt."""
 
 JUNK: list[Any] = [
     *(None, True, False, -1, 0, 1, 2, 3, 0.5, -0.5, 2**31, 2**63, 10**30, -(2**63), 1e-320, 1e308, -1e308),
@@ -52,13 +52,13 @@ TYPOS: tuple[Callable[[str], str], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """What is run.
+    """A case to run.
 
     Attributes:
-        algorithm: command.
-        config: text of the config file, perhaps no text at all.
+        algorithm: the command.
+        config: contents of the config file, perhaps not even text.
         data: contents of the training file.
-        about: what was done to them.
+        about: what was changed in them.
     """
 
     algorithm: str

@@ -23,8 +23,8 @@ class Patience:
     """Waits for processes as long as they get on, however slowly.
 
     Args:
-        find: their ids, which may change.
-        most_seconds: of processor time that they may use.
+        find: returns the processes' ids, which may change.
+        most_seconds: most seconds of processor time that they may use.
     """
 
     def __init__(self, find: Callable[[], Iterable[int]], most_seconds: float = math.inf):
@@ -34,7 +34,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether they have come to a halt, or used too much."""
+        """Whether the processes have come to a halt, or used too much processor time."""
         used, now = self._used(), time.monotonic()
         if abs(used - self._last) >= 1.0:  # less, where one has ended
             self._last, self._since = used, now
@@ -75,7 +75,7 @@ class Job:
         return self._files[1].read_text(errors="replace")
 
     def processes(self) -> list[int]:
-        """The command's and all below it."""
+        """Ids of the command and all processes below it."""
         found, fresh = [], [self.process.pid]
         while fresh:
             found += fresh
@@ -93,7 +93,7 @@ class Job:
         return True
 
     def finish(self) -> int:
-        """Waits for its end; the exit code."""
+        """Waits for the command's end, and returns its exit code."""
         self.wait_until(lambda: self.process.poll() is not None)
         return self.process.returncode
 
@@ -135,12 +135,12 @@ def is_alive(pid: int) -> bool:
 
 
 def processor_seconds(pid: int) -> float:
-    """What a process, and those of its children that it has waited for, have used."""
+    """Processor time that a process has used, with that of children it has waited for."""
     return sum(map(int, _status_of(pid)[11:15])) / TICKS
 
 
 def _status_of(pid: int) -> list[str]:
-    """From the state on; nothing if it is gone."""
+    """Fields of a process's status, from its state on; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

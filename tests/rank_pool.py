@@ -37,7 +37,7 @@ class _Rank:
     process: Any
     pipe: Connection
     stacks: Path
-    """Where it writes the stacks of its threads on SIGUSR1."""
+    """File to which the rank writes the stacks of its threads on SIGUSR1."""
 
 
 class RankPool:

@@ -105,7 +105,7 @@ def save_tiny_model(
 
 
 def save_lively(model: PreTrainedModel, folder: Path, dtype: torch.dtype, plain_norms: bool) -> None:
-    """With random weights of some size; those of norms around 1, or where they are added to 1 around 0."""
+    """Saves a model with large random weights. Weights of norms are around 1, or around 0 if the norm adds 1."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
@@ -178,7 +178,7 @@ def save_tiny_vision_model(
     vision: dict | None = None,
     ids: dict | None = None,
 ) -> None:
-    """A vision-language checkpoint, as lively."""
+    """A vision-language checkpoint with weights as lively."""
     config_class, text_sizes, vision_sizes, special = VISION_CONFIGS[family]
     config = config_class(
         text_config={**text_sizes, "num_hidden_layers": num_layers, **(text or {})},

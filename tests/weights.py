@@ -24,7 +24,7 @@ def plan_of(tensors: Mapping[str, Tensor]) -> Plan:
 
 
 def receive(receiver: Receiver, tensors: Mapping[str, Tensor], version: int = 1) -> None:
-    """A whole weight sync."""
+    """Does a whole weight sync."""
     receiver.agree([plan_of(tensors)])
     receiver.begin()
     for number, tensor in enumerate(tensors.values()):
@@ -33,7 +33,7 @@ def receive(receiver: Receiver, tensors: Mapping[str, Tensor], version: int = 1)
 
 
 def send_weights(channel: Channel, version: int, *names: str) -> Committed:
-    """A whole weight sync of vLLM, in a bucket."""
+    """Does a whole weight sync of vLLM, in one bucket."""
     channel.send(Begin(version, 5.0))
     channel.send(LoadWeights({"names": list(names)}))
     expect(channel, Loaded, 5.0)

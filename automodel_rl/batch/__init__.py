@@ -1,4 +1,4 @@
-"""Packed microbatches: pure tensors and lists, no process groups."""
+"""Token sequences packed into microbatches: only tensors and lists, no process groups."""
 
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
 from automodel_rl.batch.images import Image, ImageTokens, multimodal_positions

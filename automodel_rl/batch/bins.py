@@ -1,4 +1,4 @@
-"""Which sequences share a microbatch: best-fit decreasing bin packing, and an even split of microbatches over data
+"""Packing of sequences into microbatches: best-fit decreasing bin packing, and an even split of microbatches over data
 ranks."""
 
 import bisect
@@ -10,7 +10,7 @@ from automodel_rl.batch.microbatch import Microbatch, TokenSequence, check_seque
 from automodel_rl.errors import InputError
 
 Bin = list[int]
-"""Places of the sequences of one microbatch."""
+"""The sequences of one microbatch, by their places in the list that is packed."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class DataShare:
 
     @property
     def places(self) -> slice:
-        """Places of the share in a list that is dealt to the data ranks in turn."""
+        """Places of this rank's entries in a list that is dealt to the data ranks in turn."""
         return slice(self.rank, None, self.count)
 
 
 def assign_bins(lengths: Sequence[int], capacity: int, *, min_count: int = 1, multiple: int = 1) -> list[Bin]:
-    """Puts sequences into as few bins as best-fit decreasing finds, then splits bins up to the count asked for.
+    """Puts sequences into as few bins as best-fit decreasing finds, then splits bins until there are as many as asked
+    for.
 
     Best-fit decreasing needs at most 11/9 of the fewest bins possible, plus one (Johnson et al., 1974, "Worst-case
     performance bounds for simple one-dimensional packing algorithms").
@@ -48,7 +49,7 @@ def assign_bins(lengths: Sequence[int], capacity: int, *, min_count: int = 1, mu
         multiple: the number of bins is a multiple of this.
 
     Returns:
-        Bins of places in `lengths`. Bins are empty only when there are fewer sequences than bins.
+        Bins, each a list of places in `lengths`. Bins are empty only when there are fewer sequences than bins.
     """
     assert max(lengths, default=0) <= capacity
     bins = _best_fit_decreasing(lengths, capacity)
@@ -72,7 +73,7 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Bin]:
 
 
 def _split_up_to(bins: list[Bin], lengths: Sequence[int], count: int) -> list[Bin]:
-    """Halves the bin with most tokens until there are `count`; empty bins make up what splitting cannot."""
+    """Halves the bin with most tokens until there are `count` bins. When no bin can be halved, empty bins are added."""
     heap = [(-sum(lengths[i] for i in b), n, b) for n, b in enumerate(bins)]
     heapq.heapify(heap)
     done: list[Bin] = []
@@ -93,14 +94,17 @@ def _split_up_to(bins: list[Bin], lengths: Sequence[int], count: int) -> list[Bi
 
 
 def share_bins(costs: Sequence[float], num_shares: int) -> list[list[int]]:
-    """Deals bins to data ranks: the same number for each, the work as even as longest-first dealing makes it.
+    """Deals bins to data ranks: the same number to each, the costliest first, each to the rank with the least work yet.
 
     Args:
         costs: work of every bin; their number is a multiple of `num_shares`.
         num_shares: number of data ranks.
 
     Returns:
-        For every data rank the places of its bins, costliest first.
+        The places of the bins of every data rank, costliest first.
+
+    Raises:
+        ValueError: the number of bins is not a multiple of `num_shares`.
     """
     per_share = len(costs) // num_shares
     if per_share * num_shares != len(costs):
@@ -126,18 +130,17 @@ def pack(
 ) -> list[Microbatch]:
     """Packs a global batch into microbatches and returns those of one data rank.
 
-    Every data rank calls this with the same sequences and gets the same number of microbatches; where there are fewer
-    sequences than microbatches, the missing ones are empty.
+    Every data rank calls this with the same sequences and gets the same number of microbatches. If there are fewer
+    sequences than microbatches, some microbatches are empty.
 
     Args:
         sequences: the global batch.
         capacity: most tokens of a microbatch.
-        share: of which data rank the microbatches are returned; by default there is one.
-        min_microbatches: fewest microbatches of each data rank; with as many as stages, every stage of a pipeline has
+        share: the data rank whose microbatches are returned; by default there is only one.
+        min_microbatches: fewest microbatches of each data rank. As many as there are pipeline stages give every stage
             work.
-        together: so many consecutive sequences, such as the two of a pair, share a microbatch and stay next to each
-            other.
-        cost: work of a sequence by its length, by which data ranks are balanced.
+        together: number of consecutive sequences that share a microbatch and stay next to each other, e.g. 2 for pairs.
+        cost: the work of a sequence as a function of its length, in any unit; data ranks get equal work.
 
     Raises:
         InputError: a sequence, or a group of sequences that stay together, is longer than a microbatch.
@@ -171,7 +174,7 @@ def pack(
 
 
 def _name_of(place: int, together: int) -> str:
-    """A group of sequences as the subject of a message."""
+    """The subject and verb of an error message about a group of sequences."""
     if together == 1:
         return f"sequence {place} has"
     first = place * together

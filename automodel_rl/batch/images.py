@@ -1,4 +1,4 @@
-"""Images in token sequences: which tokens stand for them, and their pixels, which are read where they are encoded.
+"""Images in token sequences: the tokens that stand for them, and their pixels, which the rank that encodes them reads.
 
 Shape letters: T tokens of a microbatch, m of them image tokens.
 """
@@ -19,14 +19,14 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Image:
-    """An image in a sequence, whose tokens are neighbours.
+    """An image in a sequence. Its tokens are consecutive.
 
     Attributes:
         start: place of its first token in the sequence, or in the microbatch.
-        num_tokens: that stand for it.
-        grid: its patches.
-        pixels: as the model's image processor gives them for one image, or a picklable function that makes them. It is
-            called on the rank that encodes the image, so that pixels need not travel.
+        num_tokens: number of tokens that stand for it.
+        grid: its patches in time, height and width.
+        pixels: the output of the model's image processor for one image, or a picklable function that returns it. The
+            function is called on the rank that encodes the image, so pixels are not sent between ranks.
 
     Example:
         >>> import torch
@@ -41,22 +41,22 @@ class Image:
     pixels: Tensor | Callable[[], Tensor]
 
     def load(self) -> Tensor:
-        """Its pixels, on the host."""
+        """The image's pixels, on the host."""
         return self.pixels() if callable(self.pixels) else self.pixels
 
     def moved(self, places: int) -> "Image":
-        """The same image so many places further on."""
+        """The same image, `places` tokens further on."""
         return dataclasses.replace(self, start=self.start + places)
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """Which of a rank's tokens stand for images, and what takes their place before the first layer.
+    """The image tokens among a rank's tokens, and the embeddings that replace them before the first layer.
 
     Attributes:
-        places: of image tokens among this rank's, int64 [i].
-        rows: for each of them the row of `embeddings`, int64 [i].
-        embeddings: of all images of the microbatch, in order, [m, H]; None on ranks that have no use for them.
+        places: places of the i image tokens among this rank's tokens, int64 [i].
+        rows: the row of `embeddings` for each of these tokens, int64 [i].
+        embeddings: embeddings of all images of the microbatch, in order, [m, H]; None on ranks that do not use them.
     """
 
     places: Tensor
@@ -64,16 +64,17 @@ class ImageTokens:
     embeddings: Tensor | None = None
 
     def to(self, device: torch.device) -> "ImageTokens":
-        """The same on `device`, but for `embeddings`, which are made there."""
+        """The same image tokens, with `places` and `rows` on `device`. Embeddings are made on the device, so they
+        stay."""
         return dataclasses.replace(self, places=move(self.places, device), rows=move(self.rows, device))
 
     def within(self, start: int, stop: int) -> "ImageTokens":
-        """Those of a stretch of the rank's tokens, by their places in it."""
+        """The image tokens from `start` up to `stop`, with places that count from `start`."""
         inside = (self.places >= start) & (self.places < stop)
         return dataclasses.replace(self, places=self.places[inside] - start, rows=self.rows[inside])
 
     def put_into(self, hidden: Tensor) -> Tensor:
-        """Hidden states [1, t, H] with the embeddings of images in their places."""
+        """Hidden states [1, t, H] in which embeddings of images replace those of the image tokens."""
         assert self.embeddings is not None
         found = self.embeddings.index_select(0, self.rows)
         return hidden.squeeze(0).index_copy(0, self.places, found).unsqueeze(0)
@@ -83,7 +84,7 @@ NO_IMAGES = ImageTokens(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=
 
 
 def check_images(images: Sequence[Image], num_tokens: int) -> None:
-    """Raises ValueError where images of a sequence overlap, are out of order, or lie outside of it."""
+    """Raises ValueError if images of a sequence overlap, are out of order, or lie outside the sequence."""
     end = 0
     for number, image in enumerate(images):
         if image.start < end or image.num_tokens < 1 or image.start + image.num_tokens > num_tokens:
@@ -95,7 +96,7 @@ def check_images(images: Sequence[Image], num_tokens: int) -> None:
 
 
 def image_places(images: Sequence[Image], num_tokens: int) -> np.ndarray:
-    """The place of every token of a microbatch among its image tokens, -1 for text; int64 [T]."""
+    """The place of every token among the microbatch's image tokens, -1 for text; int64 [T]."""
     rows = np.full(num_tokens, -1)
     seen = 0
     for image in images:
@@ -107,13 +108,14 @@ def image_places(images: Sequence[Image], num_tokens: int) -> np.ndarray:
 def multimodal_positions(images: Sequence[Image], lengths: Sequence[int], merge: int) -> Tensor:
     """Rotary positions in time, height and width (M-RoPE, arXiv:2409.12191, section 2.1), int64 [3, T].
 
-    Text counts on in all three; an image's tokens have their own place in its grid, and the text after it goes on from
-    the largest. Every sequence starts at 0.
+    A text token's position is one more than the position before it, on all three axes. An image's tokens add their
+    place in the image's grid to the position at which the image begins. The text after an image goes on from the
+    largest position of the image. Every sequence starts at 0.
 
     Args:
-        images: of the microbatch, in order.
-        lengths: tokens of its sequences.
-        merge: patches that make one token, along height and along width.
+        images: the microbatch's images, in order.
+        lengths: tokens of each sequence.
+        merge: number of patches that one token covers along height, and along width.
     """
     pieces: list[np.ndarray] = []
     start, left = 0, list(images)

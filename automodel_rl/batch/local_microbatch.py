@@ -1,9 +1,9 @@
-"""What one rank computes of a microbatch: its tokens, and which keys its queries see.
+"""The tokens of a microbatch that one rank computes, and the keys that its queries see.
 
-Context parallelism cuts every sequence into 2 * cp chunks, padded to equal length; rank r has chunks r and
-2 * cp - 1 - r of every sequence, which evens out causal attention (as for Llama 3, arXiv:2407.21783, section 3.3.2).
-Its queries meet the keys of all ranks, gathered, in two calls: its front chunks see the chunks up to r, its back chunks
-those up to 2 * cp - 1 - r.
+Context parallelism cuts every sequence into 2 * cp chunks, padded to equal length. Rank r has chunks r and
+2 * cp - 1 - r of every sequence, so all ranks have equal work in causal attention (as for Llama 3, arXiv:2407.21783,
+section 3.3.2). The keys of all ranks are gathered, and a rank calls attention twice: queries of its front chunks see
+the chunks up to r, queries of its back chunks see the chunks up to 2 * cp - 1 - r.
 
 Shape letters: T tokens of the microbatch, t tokens of one rank, N sequences.
 """
@@ -23,14 +23,14 @@ from automodel_rl.batch.routes import Routes
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One causal attention of ragged queries over ragged keys, aligned at the bottom right.
+    """The arguments of one causal attention: segments of queries and of keys, aligned at the bottom right.
 
-    The last query of a segment sees all of its keys, the one before all but the last, and so on.
+    The last query of a segment sees all keys of the segment, the query before it all but the last key, and so on.
 
     Attributes:
-        queries: places of the queries among this rank's tokens, int64; None for all of them, in order.
-        keys: places of the keys in the tokens of all ranks, rank 0's first, int64; None for all of this rank's own.
-        cu_queries, cu_keys: where segments start, and the total, int32 [N + 1].
+        queries: places of the queries among this rank's tokens, int64; None for all of this rank's tokens, in order.
+        keys: places of the keys in the tokens of all ranks, rank 0's first, int64; None for all of this rank's tokens.
+        cu_queries, cu_keys: the starts of the segments, and the total at the end, int32 [N + 1].
         query_lengths, key_lengths: tokens of every segment; on the host.
     """
 
@@ -59,22 +59,23 @@ class AttentionCall:
         )
 
 
-@dataclass(eq=False)  # not frozen: of what it is handed, torch.compile reads the fields of frozen dataclasses
+@dataclass(eq=False)  # not frozen: torch.compile would look into the fields of a frozen dataclass
 class LocalMicrobatch:
-    """One rank's tokens of a microbatch, which nobody changes. A dataclass is a single leaf to pytree, so schedules
-    pass it on untouched, and compiled layers hand it to their attention without a look: microbatches have any number of
-    sequences.
+    """One rank's tokens of a microbatch. It is never changed.
+
+    A dataclass is a single leaf to pytree, so schedules pass it on untouched. Compiled layers do not look into it when
+    they pass it to attention, so microbatches with other numbers of sequences need no new compilation.
 
     Attributes:
         input_ids, position_ids, targets: int64 [t]; pads have token 0 and no target.
         is_real: False for pads and for the tokens of an empty microbatch, bool [t].
-        calls: how attention runs.
-        restore: for every token of the microbatch its place in the tokens of all ranks, rank 0's first, int64 [T]; None
-            where this rank has the microbatch as it is.
+        calls: the arguments of each attention call.
+        restore: the place of every token of the microbatch in the tokens of all ranks, rank 0's first, int64 [T]; None
+            if this rank has the microbatch's tokens in their order, without pads.
         num_tokens: t.
-        routes: experts that its tokens are to go to, missing for pads; None, and routers choose by themselves.
-        images: image tokens among them.
-        rotary_positions: in time, height and width, int64 [3, t], for a model that turns by them; pads have 0.
+        routes: the experts that the tokens must go to, `MISSING` for pads; None if the routers choose.
+        images: the image tokens among the rank's tokens.
+        rotary_positions: positions in time, height and width, int64 [3, t], for a model with M-RoPE; pads have 0.
         index: its place among the microbatches of a step.
     """
 
@@ -91,7 +92,7 @@ class LocalMicrobatch:
     index: int = 0
 
     def to(self, device: torch.device) -> "LocalMicrobatch":
-        """The same on `device`."""
+        """The same microbatch on `device`."""
         return replace(
             self,
             input_ids=move(self.input_ids, device),
@@ -109,13 +110,13 @@ class LocalMicrobatch:
 def local_microbatch(
     microbatch: Microbatch, cp: int = 1, cp_rank: int = 0, multiple: int = 1, rotary_positions: Tensor | None = None
 ) -> LocalMicrobatch:
-    """The tokens of one context-parallel rank, as many on every rank.
+    """The tokens of one context-parallel rank; every rank gets the same number.
 
     Args:
         microbatch: the whole microbatch, on the host.
-        cp, cp_rank: over how many ranks it is cut, and whose part is returned.
-        multiple: t is a multiple of this; a sequence of pads at the end makes up for what is missing. Even for cp > 1.
-        rotary_positions: of the microbatch, where they are not `position_ids`.
+        cp, cp_rank: number of ranks that the microbatch is cut over, and the rank whose tokens are returned.
+        multiple: t is a multiple of this. A sequence of pads is added at the end if needed. It must be even for cp > 1.
+        rotary_positions: M-RoPE positions of the microbatch, int64 [3, T]; None for a model that uses `position_ids`.
     """
     lengths = list(microbatch.lengths)
     chunks = 1 if cp == 1 else 2 * cp
@@ -125,12 +126,12 @@ def local_microbatch(
         lengths.append(0)
         padded.append(missing * cp)
     starts = np.cumsum([0, *padded])
-    segment = np.repeat(np.arange(len(padded)), padded)  # of every padded token
+    segment = np.repeat(np.arange(len(padded)), padded)  # for every padded token, its segment
     offset = np.arange(starts[-1]) - starts[segment]
     chunk = offset // (np.array(padded) // chunks)[segment]
     owner = np.minimum(chunk, chunks - 1 - chunk) if cp > 1 else np.zeros_like(chunk)
     own = np.flatnonzero(owner == cp_rank)
-    gathered = np.empty_like(owner)  # of every padded token, its place in the tokens of all ranks
+    gathered = np.empty_like(owner)  # for every padded token, its place in the tokens of all ranks
     gathered[np.argsort(owner, kind="stable")] = np.arange(len(owner))
 
     source = np.cumsum([0, *lengths])[segment] + offset
@@ -152,12 +153,12 @@ def local_microbatch(
 
 
 def _images(microbatch: Microbatch, places: Tensor, real: Tensor) -> ImageTokens:
-    """The image tokens among those that a rank has of a microbatch, by their places in it."""
+    """The image tokens among a rank's tokens, which are at `places` of the microbatch unless `real` is False."""
     if not microbatch.images:
         return NO_IMAGES
-    microbatches = torch.from_numpy(image_places(microbatch.images, microbatch.num_tokens))[places]
-    own = (real & (microbatches >= 0)).nonzero()[:, 0]
-    return ImageTokens(own, microbatches[own])
+    rows = torch.from_numpy(image_places(microbatch.images, microbatch.num_tokens))[places]
+    own = (real & (rows >= 0)).nonzero()[:, 0]
+    return ImageTokens(own, rows[own])
 
 
 def _calls(

@@ -1,9 +1,9 @@
-"""Microbatch: one microbatch, several sequences back to back in a single microbatch (the THD layout), never padded.
+"""Microbatches: several sequences back to back in one row of tokens (the THD layout), never padded.
 
-Alignment. Outside, a per-token value belongs to the token it describes. Inside a microbatch, everything is aligned with
-the position that *predicts*: `loss_mask[t]` and `values[name][t]` describe `targets[t]`, the token after
-`input_ids[t]`. `pack_microbatch` and `add_values` shift one way, `unpack` the other; nothing else in the package
-shifts.
+Alignment: in a `TokenSequence`, a per-token value stands at the token it describes. In a microbatch, it stands at the
+position that *predicts* the token: `loss_mask[t]` and `values[name][t]` describe `targets[t]`, the token after
+`input_ids[t]`. `pack_microbatch` and `add_values` shift values to the predicting position, `unpack` shifts them back.
+Nothing else in the package shifts.
 
 Shape letters: T tokens of a microbatch, N its sequences, n the tokens of one sequence.
 """
@@ -39,11 +39,11 @@ class TokenSequence:
         loss_mask: True for the tokens that count in the loss, bool [n]. The first token is never predicted, so its
             entry has no effect.
         values: further per-token tensors by name, each [n].
-        routes: experts that a mixture is to send its tokens to; None, and it chooses by itself.
-        images: in the order of their tokens.
+        routes: the experts that a mixture must send the tokens to; None if its routers choose.
+        images: the images, in the order of their tokens.
 
     Raises:
-        ValueError: a tensor has another dtype or shape than said here, or an image's tokens are not there.
+        ValueError: a tensor has another dtype or shape than stated here, or an image's tokens are not in the sequence.
 
     Example:
         >>> import torch
@@ -88,7 +88,8 @@ def _check_tensor(name: str, tensor: Any, dtype: torch.dtype, meaning: str) -> N
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch, aligned with predicting positions (see the module's text).
+    """One row of tokens that one forward runs: packed sequences. Per-token values stand at the position that predicts
+    the token.
 
     A dataclass is a single leaf to pytree, so pipeline schedules pass it on untouched.
 
@@ -96,14 +97,14 @@ class Microbatch:
         input_ids: int64 [T].
         position_ids: int64 [T], starting at 0 in every sequence.
         targets: the next token of the same sequence, int64 [T]; `IGNORED_TARGET` at the end of every sequence.
-        loss_mask: which targets count, bool [T].
-        cu_seqlens: where sequences start, and T, int32 [N + 1].
-        lengths: tokens of every sequence; on the host, so that nobody waits for the device to read them.
+        loss_mask: True for targets that count in the loss, bool [T].
+        cu_seqlens: the starts of the sequences, and T at the end, int32 [N + 1].
+        lengths: tokens of every sequence; on the host, so that reading them never waits for the device.
         order: for every sequence, its place in the list that was packed.
         values: further per-token tensors [T] by name.
-        routes: experts that a mixture is to send its tokens to, for the layers of this rank at least; on the host.
-        images: by their places in the microbatch, in order.
-        is_empty: True for a microbatch that only keeps collectives in step and counts for nothing.
+        routes: the experts that a mixture must send the tokens to, at least for this rank's layers; on the host.
+        images: the images, in order; each `start` is a place in the microbatch.
+        is_empty: True for a microbatch that only takes part in collectives. It has no effect on losses or gradients.
 
     Example:
         >>> import torch
@@ -131,25 +132,24 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """T, also of an empty microbatch."""
+        """T. It is above 0 even for an empty microbatch, which has filler tokens."""
         return sum(self.lengths)
 
     @property
     def num_sequences(self) -> int:
-        """Real sequences; none in an empty microbatch."""
+        """Number of real sequences; 0 for an empty microbatch."""
         return 0 if self.is_empty else len(self.lengths)
 
     @property
     def sequence_ids(self) -> Tensor:
-        """Which sequence of the microbatch each token belongs to, int64 [T]; on the microbatch's device."""
+        """The number of each token's sequence, 0 to N - 1, int64 [T]; on the microbatch's device."""
         return torch.zeros_like(self.input_ids).index_fill_(0, self.cu_seqlens[1:-1].long(), 1).cumsum(0)
 
     def to(self, device: torch.device) -> "Microbatch":
-        """The same microbatch with its tensors on another device, but for routes and images, which losses have no use
-        for.
+        """The same microbatch with its tensors on another device. Routes and images stay: losses do not use them.
 
         Args:
-            device: from the host to CUDA without waiting.
+            device: where the tensors go; a copy from the host to CUDA does not wait for the device.
         """
         tensors: dict[str, Any] = {
             f.name: move(getattr(self, f.name), device)
@@ -168,7 +168,7 @@ def pack_microbatch(sequences: Sequence[TokenSequence], order: Sequence[int] | N
         order: places of the sequences in the list they come from; by default 0, 1, 2, ...
 
     Raises:
-        ValueError: no sequences, one without tokens, or some with values or routes and others without.
+        ValueError: there are no sequences, one has no tokens, or some have values or routes that others lack.
     """
     if not sequences:
         raise ValueError(
@@ -195,14 +195,14 @@ def pack_microbatch(sequences: Sequence[TokenSequence], order: Sequence[int] | N
 
 
 def check_sequences(sequences: Sequence[TokenSequence], places: Sequence[int]) -> None:
-    """Whether sequences can be packed together.
+    """Checks that sequences can be packed together.
 
     Args:
-        sequences: of one global batch.
-        places: of theirs in the list they come from, for messages.
+        sequences: sequences of one global batch.
+        places: their places in the list they come from, for error messages.
 
     Raises:
-        ValueError: one has no tokens, or other values than the first.
+        ValueError: a sequence has no tokens, or its values have other names than those of the first sequence.
     """
     for place, sequence in zip(places, sequences, strict=True):
         if not len(sequence):
@@ -215,8 +215,11 @@ def check_sequences(sequences: Sequence[TokenSequence], places: Sequence[int]) -
 
 
 def empty_microbatch(like: Microbatch | None = None) -> Microbatch:
-    """A microbatch that joins every collective and counts for nothing; `like` gives the names and dtypes of its
-    values."""
+    """A microbatch that takes part in every collective and has no effect on losses or gradients.
+
+    Args:
+        like: a microbatch whose names and dtypes of values it gets; None for no values.
+    """
     zeros = torch.zeros(EMPTY_LENGTH, dtype=torch.int64)
     values = {} if like is None else {n: v.new_zeros(EMPTY_LENGTH, device="cpu") for n, v in like.values.items()}
     microbatch = pack_microbatch([TokenSequence(zeros, torch.zeros(EMPTY_LENGTH, dtype=torch.bool), values)])
@@ -224,14 +227,14 @@ def empty_microbatch(like: Microbatch | None = None) -> Microbatch:
 
 
 def unpack(values: Tensor, microbatch: Microbatch) -> list[Tensor]:
-    """Per-token results of a microbatch, split by sequence and aligned with the tokens again.
+    """Per-token results of a microbatch, split by sequence, each at the token it describes.
 
     Args:
-        values: [T, ...], aligned with predicting positions.
-        microbatch: the microbatch they belong to.
+        values: results [T, ...], each at the position that predicts its token.
+        microbatch: the microbatch that the results are for.
 
     Returns:
-        One tensor [n, ...] for each real sequence; its first entry, which nothing predicts, is 0.
+        One tensor [n, ...] for each real sequence. Its first entry is 0, because nothing predicts the first token.
 
     Example:
         >>> import torch
@@ -246,15 +249,16 @@ def unpack(values: Tensor, microbatch: Microbatch) -> list[Tensor]:
 
 
 def in_packed_order(results: Sequence[T], microbatches: Sequence[Microbatch]) -> list[T]:
-    """Results of sequences, such as `Engine.logprobs` gives them microbatch by microbatch, in the order in which they
-    were packed.
+    """Results of sequences, put into the order of the list that was packed.
+
+    `Engine.logprobs` returns results microbatch by microbatch, which is another order.
 
     Args:
-        results: one for each real sequence, in the order in which the microbatches hold them.
-        microbatches: the microbatches, all of one `pack`.
+        results: one result for each real sequence, microbatch by microbatch.
+        microbatches: all microbatches of one call of `pack`.
 
     Returns:
-        The same results; those of the sequence that came first in the packed list first.
+        The same results; the first belongs to the first sequence of the packed list.
 
     Raises:
         ValueError: there are more or fewer results than sequences.
@@ -276,17 +280,23 @@ def in_packed_order(results: Sequence[T], microbatches: Sequence[Microbatch]) ->
 
 
 def set_values(microbatch: Microbatch, name: str, values: Tensor) -> Microbatch:
-    """The microbatch with one more per-token tensor [T], which is aligned with predicting positions already."""
+    """The microbatch with one more per-token tensor.
+
+    Args:
+        microbatch: the microbatch.
+        name: the tensor's name in `Microbatch.values`.
+        values: the tensor [T]; each entry stands at the position that predicts its token.
+    """
     return dataclasses.replace(microbatch, values={**microbatch.values, name: values})
 
 
 def add_values(microbatch: Microbatch, name: str, pieces: Sequence[Tensor]) -> Microbatch:
-    """The microbatch with one more per-token tensor, of pieces that are aligned with tokens.
+    """The microbatch with one more per-token tensor, which is made from a piece for each sequence.
 
     Args:
         microbatch: the microbatch; an empty one takes no pieces and gets zeros.
-        name: of the tensor in `values`.
-        pieces: for each real sequence [n], aligned with its tokens, as `unpack` gives them.
+        name: the tensor's name in `Microbatch.values`.
+        pieces: one tensor [n] for each real sequence, each entry at the token it describes, as `unpack` returns them.
     """
     shifted = [_to_predictor(piece) for piece in pieces]
     return set_values(
@@ -295,18 +305,18 @@ def add_values(microbatch: Microbatch, name: str, pieces: Sequence[Tensor]) -> M
 
 
 def sum_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """Sums [T] over the tokens of each sequence: [N], same dtype. In a fixed order, unlike an index_add on CUDA."""
-    # unsafe: the check of the lengths would wait for the device.
+    """Sums per-token values [T] over each sequence: [N], same dtype. The order is fixed, unlike index_add's on CUDA."""
+    # unsafe=True skips a check of the lengths, which would wait for the device.
     return torch.segment_reduce(values, "sum", lengths=microbatch.cu_seqlens.diff().long(), unsafe=True)
 
 
 def spread_over_tokens(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """For every token the value [N] of its sequence: [T]."""
+    """Repeats a value per sequence [N] for each of its tokens: [T]."""
     return _SpreadOverTokens.apply(values, microbatch)
 
 
 class _SpreadOverTokens(torch.autograd.Function):
-    """A gather whose gradient adds up in a fixed order."""
+    """A gather whose gradient is summed in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, microbatch: Microbatch) -> Tensor:

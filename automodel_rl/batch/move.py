@@ -1,11 +1,12 @@
-"""Tensors of the host on their way to a device."""
+"""Copies of tensors from the host to a device."""
 
 import torch
 from torch import Tensor
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`. From pinned memory, for otherwise the host would wait for the device."""
+    """Copies a tensor to `device`. A copy from the host to CUDA goes through pinned memory, so the host does not
+    wait."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

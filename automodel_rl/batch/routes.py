@@ -1,7 +1,7 @@
-"""Routes: which experts a generator chose for every token, in the layers of a model that have a router.
+"""Routes: the experts that a generator chose for every token, in every layer that has a router.
 
-Unlike everything else in a row, a route belongs to the token that is *computed*, not to the one that is predicted, so
-nothing shifts it: entry t is about `input_ids[t]`.
+Other per-token values of a microbatch stand at the position that predicts their token. A route stands at its own token:
+entry t is the route of `input_ids[t]`.
 
 Shape letters: n tokens, M layers with a router, K experts of a token.
 """
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 MISSING = -1
-"""In all K entries: no generator said where the token went."""
+"""Expert id that stands in all K entries of a token whose experts are unknown."""
 
 
 @dataclass(frozen=True)
 class RouterShape:
-    """What routes of a model look like.
+    """The shape of a model's routes.
 
     Attributes:
-        num_layers: of the model, dense ones included.
-        layers: numbers of those that have a router.
-        num_experts: of a layer.
-        top_k: experts of a token.
+        num_layers: number of layers of the model, dense ones included.
+        layers: numbers of the layers that have a router.
+        num_experts: number of experts of a layer.
+        top_k: number of experts that each token goes to.
 
     Example:
         >>> RouterShape(num_layers=3, layers=(1, 2), num_experts=64, top_k=6).columns(payload_layers=3)
@@ -40,13 +40,13 @@ class RouterShape:
     top_k: int
 
     def columns(self, payload_layers: int) -> list[int]:
-        """Where a generator's array has the layers with a router.
+        """Places of the layers with a router in a generator's array.
 
         Args:
-            payload_layers: how many layers it has: all of the model, or only those with a router.
+            payload_layers: number of layers in the array: all layers of the model, or only those with a router.
 
         Raises:
-            ValueError: it has another number.
+            ValueError: the array has another number of layers.
         """
         if payload_layers == self.num_layers:
             return list(self.layers)
@@ -60,11 +60,11 @@ class RouterShape:
 
 @dataclass(frozen=True)
 class Routes:
-    """Experts of every token. `read_routes` makes them of what a generator says, and looks for damage.
+    """The experts of every token. `read_routes` makes and checks them from what a generator returned.
 
     Attributes:
-        layers: numbers in the model of the M layers.
-        experts: ids, int16 [n, M, K]; `MISSING` where unknown, and the model then chooses by itself.
+        layers: the numbers of the M layers in the model.
+        experts: ids of experts, int16 [n, M, K]; `MISSING` where they are unknown, and there the router chooses.
 
     Example:
         >>> import torch
@@ -82,15 +82,15 @@ class Routes:
         """The experts [n, K] of one layer.
 
         Raises:
-            ValueError: it is not among `layers`.
+            ValueError: the layer is not among `layers`.
         """
         return self.experts[:, self._column(layer)]
 
     def select(self, layers: Sequence[int]) -> "Routes":
-        """Those of some of the layers.
+        """The routes of some of the layers.
 
         Raises:
-            ValueError: one is not among `layers`.
+            ValueError: a layer is not among `layers`.
         """
         if tuple(layers) == self.layers:
             return self
@@ -98,7 +98,7 @@ class Routes:
         return Routes(tuple(layers), self.experts.index_select(1, columns))
 
     def take(self, places: Tensor, is_token: Tensor) -> "Routes":
-        """Those of the tokens at `places` [t]; missing where `is_token` [t] is False."""
+        """The routes of the tokens at `places` [t]; `MISSING` where `is_token` [t] is False."""
         experts = self.experts.index_select(0, places)  # indexing with brackets takes 25 times as long
         experts[~is_token] = MISSING
         return Routes(self.layers, experts)
@@ -109,12 +109,12 @@ class Routes:
         return self.layers.index(layer)
 
     def num_missing(self) -> int:
-        """How many of the n x M choices nobody knows, the last token's aside, which nothing depends on."""
+        """Number of unknown choices, of n x M. The last token's are not counted: nothing depends on them."""
         return int((self.experts[:-1, :, 0] == MISSING).sum())
 
 
 def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
-    """Routes of sequences back to back.
+    """Routes of several sequences, joined into those of one microbatch.
 
     Raises:
         ValueError: some sequences have routes and others do not.
@@ -131,24 +131,25 @@ def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
 
 
 def read_routes(payload: Any, num_prompt: int, num_completion: int, shape: RouterShape) -> Routes:
-    """Routes of a prompt and its completion from what a generator returned with it.
+    """Routes of a prompt and its completion, read from what a generator returned and checked.
 
-    The last token was sampled and never computed, so its route is missing or, where the generator has a row for it,
-    left out; it can have no effect on anything.
+    The last token was sampled and never computed, so it has no route that matters. It becomes `MISSING`, even if the
+    generator returned a row for it.
 
     Args:
-        payload: integers [rows, layers, K], or a pair of the prompt's rows and the completion's. Rows for all tokens or
-            for all but the last; layers: all of the model, those without a router holding anything, or only those
-            with one. A row of -1 is missing. None, or a list of nothing but None, is "no routes".
-        num_prompt, num_completion: their tokens.
-        shape: of the model's routes.
+        payload: integers [rows, layers, K], or a pair of such arrays, for the prompt and for the completion. Rows: one
+            for every token, or for every token but the last. Layers: all layers of the model, with any values in
+            those without a router, or only those with a router. A token's K entries are -1 if its experts are
+            unknown. None, or a list of nothing but None, means that there are no routes.
+        num_prompt, num_completion: number of tokens of the prompt and of the completion.
+        shape: the shape of the model's routes.
 
     Returns:
-        Routes [num_prompt + num_completion, M, K].
+        Routes with experts [num_prompt + num_completion, M, K].
 
     Raises:
-        ValueError: the payload cannot be this completion's: another shape, nothing but zeros, ids that no expert has,
-            the same expert twice, or a token known in part; layer and row are named.
+        ValueError: the payload cannot belong to this completion. It has another shape or only zeros, or a token has ids
+            that no expert has, the same expert twice, or only some known experts. The message names layer and row.
 
     Example:
         >>> import numpy as np
@@ -197,7 +198,7 @@ def _array(part: Any) -> np.ndarray | None:
 
 
 def _check(chosen: np.ndarray, shape: RouterShape) -> None:
-    """Raises ValueError at the first token and layer whose experts cannot be right."""
+    """Raises ValueError for the first token and layer whose experts cannot be right."""
     if len(chosen) > 1 and not chosen.any():
         raise ValueError(
             "routes are all zero: the generator did not note its choices (not all of vLLM's kernels for experts do; "

@@ -1,1 +1,1 @@
-"""Checkpoints to resume from: complete or invisible, on any layout, written while training goes on."""
+"""Checkpoints to resume from, on any layout. They are written while training goes on, and visible when complete."""

@@ -1,8 +1,8 @@
-"""A checkpoint's folder: the marker that makes it complete, and whether its files are what was written.
+"""A checkpoint's folder: the marker that makes it complete, and checks of its files.
 
-The marker is written last and names every file with its size and hash. A folder without one is no checkpoint; one whose
-files differ from it is damaged. Folders may come from elsewhere, so nothing here is trusted: names stay within the
-folder, and nothing is unpickled.
+The marker is written last. It names every file with its size and hash. A folder without a marker is no checkpoint. A
+folder whose files differ from the marker is damaged. Folders may come from elsewhere, so their content is not trusted:
+file names must stay within the folder, and nothing is unpickled.
 """
 
 import json
@@ -20,29 +20,29 @@ from automodel_rl.files import write_complete
 MARKER = "checkpoint.json"
 
 FORMAT = 3
-"""Version of the layout of a checkpoint's folder. Any other is refused."""
+"""Version of the folder's layout. A checkpoint of any other version is refused."""
 
 CONFIG = "config.yaml"
 PROGRESS = "progress.json"
 TENSORS = "tensors"
 INDEX = "index.json"
-"""Of the tensors."""
+"""The file in `TENSORS` that says which file holds which part of which tensor."""
 
 RANKS = "ranks"
 TEMPLATE = "chat_template.jinja"
-"""The chat template that the run was given in place of the tokenizer's own."""
+"""File of the chat template that the run used in place of the tokenizer's own."""
 
 MOST_RANKS = 2**20
 
 HF_COPY = "hf"
-"""Folder of the Hugging Face checkpoint that `checkpoint.format: both` puts beside the shards. It is made from them,
-so the marker does not name it."""
+"""Folder of the Hugging Face checkpoint that `checkpoint.format: both` adds beside the shards. It is made from the
+shards, after the marker, so the marker does not name it."""
 
 CHUNK = 2**24
-"""Bytes that are hashed at once."""
+"""Bytes of a file that are read and hashed at once."""
 
 JSON_BYTES = 2**31
-"""Largest JSON file that is read."""
+"""Size of the largest JSON file that is read."""
 
 
 class CheckpointError(InputError):
@@ -51,11 +51,11 @@ class CheckpointError(InputError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What a file was when it was written.
+    """Size and hash of a file when it was written.
 
     Attributes:
-        bytes: its size.
-        hash: XXH3 of 128 bits, hexadecimal. It tells damage, not forgery.
+        bytes: the size in bytes.
+        hash: the 128-bit XXH3 hash, hexadecimal. It shows damage, but does not protect against forgery.
     """
 
     bytes: int
@@ -64,12 +64,12 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Marker:
-    """What makes a folder a checkpoint.
+    """The content of the marker, the file that makes a folder a checkpoint.
 
     Attributes:
-        step: after which it was taken.
-        world_size: ranks that wrote it.
-        files: by name within the folder.
+        step: the step after which the checkpoint was taken.
+        world_size: number of ranks that wrote it.
+        files: its files, by their names within the folder.
         format: version of the folder's layout.
     """
 
@@ -80,24 +80,24 @@ class Marker:
 
 
 def rank_file(rank: int) -> str:
-    """Where a rank keeps what it needs for itself."""
+    """The file in which a rank keeps its own state, such as its random state."""
     return f"{RANKS}/rank_{rank}.json"
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder has a marker. Its files may be damaged; `check_files` tells."""
+    """Whether a folder has a marker. Its files may still be damaged: see `check_files`."""
     return (folder / MARKER).is_file()
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Makes a folder a checkpoint. When this returns, everything has reached the disk."""
+    """Writes the marker, which makes a folder a checkpoint. When this returns, everything is on the disk."""
     sync(folder)
     write_complete(folder / MARKER, json.dumps(asdict(marker), indent=1))
     sync(folder)
 
 
 def sync(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
+    """Makes sure that the names of a folder's files are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,7 +109,7 @@ def read_marker(folder: Path) -> Marker:
     """The marker of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, it is of another format, or it does not say what it must.
+        CheckpointError: there is no marker, it has another format, or something is missing in it.
     """
     if not (folder / MARKER).is_file():
         raise CheckpointError(f"{folder}: no {MARKER}, so it is not a complete checkpoint: give a step_N folder")
@@ -142,10 +142,10 @@ def _inner(name: str) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The values of a JSON file that may come from elsewhere.
+    """The values of a JSON file, which may come from elsewhere.
 
     Raises:
-        CheckpointError: it is not there or not JSON.
+        CheckpointError: the file is missing, too large, or not JSON.
     """
     try:
         if path.stat().st_size > JSON_BYTES:
@@ -158,15 +158,15 @@ def read_json(path: Path) -> Any:
 
 
 def check_files(folder: Path, marker: Marker, names: Iterable[str]) -> None:
-    """Compares files with the marker, whole.
+    """Compares the size and hash of files with the marker.
 
     Args:
-        folder: of the checkpoint.
-        marker: of it.
-        names: of files that the marker has.
+        folder: the checkpoint's folder.
+        marker: the checkpoint's marker.
+        names: names of the files to compare, all of them in the marker.
 
     Raises:
-        CheckpointError: one is missing or differs.
+        CheckpointError: a file is missing or differs.
     """
     for name in names:
         path, written = folder / name, marker.files[name]
@@ -195,7 +195,7 @@ def hash_file(path: Path) -> StoredFile:
 
 
 def write_hashed(path: Path, text: str) -> StoredFile:
-    """Writes a text file to the disk; its size and hash."""
+    """Writes a text file to the disk, and returns its size and hash."""
     content = text.encode()
     with path.open("wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Copies of this rank's tensors on the host, in memory that every checkpoint uses again, taken beside computation."""
+"""Copies of this rank's tensors on the host, made while the device computes, in memory that is used again."""
 
 import contextlib
 import math
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes to which every copy is aligned."""
+"""Every copy starts at a multiple of this many bytes."""
 
 
 class HostCopies:
-    """One stretch of host memory for the copies of always the same tensors; pinned where they come from a GPU.
+    """One stretch of host memory for copies of the same tensors at every checkpoint. For tensors of a GPU it is pinned.
 
     Args:
-        sizes: bytes of every tensor that will be copied; memory for them is got ready in a thread, for pinning much of
-            it takes seconds.
-        device: where they are.
+        sizes: size in bytes of every tensor that will be copied. A thread allocates memory for all of them, because
+            pinning much memory takes seconds.
+        device: the device of the tensors.
     """
 
     def __init__(self, sizes: Iterable[int], device: torch.device):
@@ -30,31 +30,34 @@ class HostCopies:
         self._getting_ready.start()
 
     def _get_ready(self, num_bytes: int) -> None:
-        with contextlib.suppress(RuntimeError):  # of too little memory; `begin` tries again, and says so
+        with contextlib.suppress(RuntimeError):  # too little memory: `begin` tries again, and raises
             self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
-        """Registered as it is, for torch's own pinned memory is rounded up to a power of two."""
-        self._memory = torch.empty(0, dtype=torch.uint8)  # lets go of what there was
+        """Allocates memory, and pins it through CUDA: torch's own pinned memory is rounded up to a power of two."""
+        self._memory = torch.empty(0, dtype=torch.uint8)  # frees the memory used before
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         for device in self._streams:
-            torch.cuda.set_device(device)  # of this thread; else that of another rank
+            torch.cuda.set_device(device)  # a new thread begins with device 0
         if self._streams and num_bytes:
             runtime = torch.cuda.cudart()
-            if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:  # else copies are slower, and right
+            if (
+                int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0
+            ):  # if it fails, copies are slower, but still right
                 finalizer = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
                 finalizer.atexit = False  # the driver may be gone by then
         self._memory = memory
 
     @torch.no_grad()
     def begin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Begins to copy all tensors, when what is queued on their devices now has been computed.
+        """Begins to copy all tensors. The copies begin when the work that is queued on the devices now is done.
 
         Args:
-            tensors: on any device, by name; not to be changed before `hold` or `wait`, nor let go of.
+            tensors: tensors on any device, by name. The caller must keep them, and must not change them before it has
+                called `hold` or `wait`.
 
         Returns:
-            Copies on the host by name, complete after `wait`, which hold until the next call.
+            Copies on the host, by name. They are complete after `wait`, and valid until the next call of `begin`.
         """
         self._getting_ready.join()
         needed = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
@@ -74,7 +77,7 @@ class HostCopies:
         return copies
 
     def hold(self) -> None:
-        """What is queued on the devices from here on is computed when everything is copied."""
+        """Makes the devices wait: work that is queued from now on begins when everything is copied."""
         for event, device in zip(self._events, self._streams, strict=False):
             torch.cuda.current_stream(device).wait_event(event)
 

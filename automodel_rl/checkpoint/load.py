@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it is whole, and everything it holds back in its place."""
+"""Resuming from a checkpoint: choosing one, checking that it is whole, and restoring its content."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,12 +22,12 @@ from automodel_rl.parallel.host_collectives import gather_objects
 
 
 def newest_whole(folders: Sequence[Path], group: dist.ProcessGroup, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole. A collective.
+    """The newest checkpoint that is whole, or None if there is none. A collective.
 
     Args:
-        folders: oldest first.
-        group: of all ranks.
-        warn: told of every one that is passed over.
+        folders: folders of checkpoints, oldest first.
+        group: the group of all ranks.
+        warn: called with a message for every damaged checkpoint.
     """
     for folder in reversed(folders):
         try:
@@ -40,10 +40,10 @@ def newest_whole(folders: Sequence[Path], group: dist.ProcessGroup, warn: Callab
 
 
 def check_whole(folder: Path, group: dist.ProcessGroup) -> None:
-    """Compares all files of a checkpoint with what was written; each rank reads its share. A collective.
+    """Compares all files of a checkpoint with its marker. Each rank reads its share of the files. A collective.
 
     Raises:
-        CheckpointError: on every rank, the folder is not a whole checkpoint.
+        CheckpointError: the folder is not a whole checkpoint; raised on every rank.
     """
     problem = None
     try:
@@ -57,18 +57,20 @@ def check_whole(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Restores weights, moments, step and random state in place, on the layout that wrote them or on another. A
-    collective.
+    """Restores weights, optimizer state, step and random state in place. A collective.
+
+    The layout may differ from the one that wrote the checkpoint.
 
     Args:
-        engine: of the model that was trained.
-        folder: that is whole.
+        engine: the engine of the model that was trained.
+        folder: folder of a whole checkpoint.
 
     Returns:
-        The `progress` that was saved, and the `rank_state` of this rank, or of the first where fewer have written it.
+        The saved `progress`, and this rank's saved `rank_state`. A rank that did not exist when the checkpoint was
+        written gets the `rank_state` of rank 0.
 
     Raises:
-        CheckpointError: the checkpoint holds other weights than those that are trained.
+        CheckpointError: the checkpoint holds other weights than the engine trains, or it is damaged.
     """
     restore_tensors(engine, folder / TENSORS)
     own = folder / rank_file(dist.get_rank())
@@ -76,7 +78,7 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
     rank_state = read_json(folder / rank_file(0) if is_new else own)
     progress = read_json(folder / PROGRESS)
     try:
-        if not is_new:  # a rank that there was not before keeps a random state of its own
+        if not is_new:  # a rank that did not exist before keeps its own random state
             set_random_state(rank_state["random"], engine.handle.layout.device)
         engine.step = progress["engine"]["step"]
         engine.skipped_in_a_row = progress["engine"]["skipped_in_a_row"]

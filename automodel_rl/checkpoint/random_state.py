@@ -1,4 +1,4 @@
-"""The random states of every library, as JSON: of Python, NumPy, and torch on the host and on the device."""
+"""Random states as JSON: those of Python, of NumPy, and of torch on the host and on the device."""
 
 import base64
 import random
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """What `set_random_state` takes.
+    """The random states of this process, in the form that `set_random_state` takes.
 
     Args:
-        device: of this rank.
+        device: this rank's device.
     """
     version, words, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
@@ -28,7 +28,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Goes back to a state. That of a device is kept where this rank has none."""
+    """Goes back to saved random states.
+
+    Args:
+        state: what `random_state` returned.
+        device: this rank's device. Its random state stays as it is if `state` has none for CUDA.
+    """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, place, has_gauss, cached = state["numpy"]

@@ -1,4 +1,5 @@
-"""Writing checkpoints by all ranks together while training goes on; a failure leaves it and older ones intact."""
+"""Writing of checkpoints by all ranks, while training goes on. A failure harms neither training nor older
+checkpoints."""
 
 import json
 import shutil
@@ -42,15 +43,15 @@ Nested = dict[str, dict[str, dict[str, Tensor]]]
 
 @dataclass
 class _Job:
-    """What one checkpoint is made of.
+    """The content of one checkpoint.
 
     Attributes:
-        folder: its name when it is complete.
-        tensors: this rank's, of which the plan takes shapes and places only. They live until they are copied.
-        texts: of the files that are this rank's own.
-        step: after which it was taken.
+        folder: the checkpoint's folder, which gets this name when it is complete.
+        tensors: this rank's tensors. The plan reads only their shapes and places. They are kept until they are copied.
+        texts: texts of the files that this rank writes, by name.
+        step: the step after which the checkpoint is taken.
         then: called on rank 0 with the complete folder.
-        shards: this rank's values by key.
+        shards: the values that this rank writes, by key.
     """
 
     folder: Path
@@ -62,24 +63,24 @@ class _Job:
 
 
 class CheckpointSaver:
-    """Writes checkpoints of an engine, one after the other. Made and called by all ranks together.
+    """Writes checkpoints of an engine, one after the other. All ranks construct it and call it together.
 
-    A checkpoint is filled under a hidden name, its marker comes last, and then it gets its name.
+    A checkpoint's folder is filled under a hidden name. Its marker is written last. Then the folder gets its name.
 
     Args:
-        engine: whose weights, optimizer state and step are stored.
-        texts: files that are kept with every checkpoint, by name; the run's config at least.
-        in_background: return at once; everything is copied to the host before it changes next, and written from a
-            thread.
+        engine: the engine whose weights, optimizer state and step are stored.
+        texts: texts of the files that go into every checkpoint, by name; at least the run's config.
+        in_background: return at once. Everything is copied to the host before the next optimizer step changes it, and
+            a thread writes the copies.
 
     Attributes:
-        seconds: that the last checkpoint took, from the call to its name.
-        warning: on rank 0, what else went wrong when the last one was complete; None if nothing has.
+        seconds: time that the last checkpoint took, from the call of `save` until the folder got its name.
+        warning: on rank 0, a problem that arose after the last checkpoint was complete; None if there was none.
     """
 
     def __init__(self, engine: Engine, texts: dict[str, str], *, in_background: bool):
         self.engine, self.texts, self.in_background = engine, texts, in_background
-        # Collectives of the thread must not meet those of training.
+        # The thread's collectives need a group apart from those that training uses.
         group = own_group([[*range(dist.get_world_size())]], backend="gloo")
         assert group is not None
         self.group: dist.ProcessGroup = group
@@ -94,16 +95,17 @@ class CheckpointSaver:
     def save(
         self, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any], then: Callable[[Path], str | None]
     ) -> str | None:
-        """Writes a checkpoint, or begins to, after the one before is done. A collective.
+        """Waits for the checkpoint before, then writes this one, or begins to write it in the background. A collective.
 
         Args:
-            folder: on a file system that all ranks share; replaced if it exists.
-            progress: the trainer's place, the same on every rank; JSON, with `step`.
-            rank_state: what each rank needs for itself, such as its data loader's state; JSON.
-            then: called on rank 0 when the folder is complete, perhaps from the thread; what it returns is a warning.
+            folder: the checkpoint's folder, on a file system that all ranks share; replaced if it exists.
+            progress: how far the trainer has come, the same on every rank; JSON values, with the key `step`.
+            rank_state: the state of this rank alone, such as its data loader's; JSON values.
+            then: called on rank 0 with the complete folder, from the thread if the checkpoint is written in the
+                background. It returns a warning, or None.
 
         Returns:
-            As `wait`, of the one before if this one is written in the background, else of this one.
+            Why a checkpoint could not be written, else None: this one, or, in the background, the one before.
         """
         error = self.wait()
         started = time.monotonic()
@@ -128,7 +130,7 @@ class CheckpointSaver:
             self._copies.wait()
 
     def _texts(self, progress: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, str]:
-        """The files that are this rank's own."""
+        """Texts of the files that this rank writes, by name."""
         engine = self.engine
         own = {"random": random_state(engine.handle.layout.device), **rank_state}
         texts = {rank_file(dist.get_rank()): json.dumps(own)}
@@ -141,7 +143,8 @@ class CheckpointSaver:
         """Waits for the checkpoint that is being written.
 
         Returns:
-            Why it could not be written, once and on all ranks alike; None if it was, or if there is none.
+            Why it could not be written, the same on all ranks; the reason is returned once. None if it was written, or
+            if there is nothing to wait for.
         """
         if self._thread is not None:
             self._thread.join()
@@ -159,12 +162,13 @@ class CheckpointSaver:
             self._error = self._write(job)
             if self._error is None and self.group.rank() == 0:
                 self.warning = _warning_of(job)
-        except Exception as error:  # a peer is gone: the main thread will know more
+        except Exception as error:  # a peer is gone: the main thread will find out why
             self._error = _reason(error)
         self.seconds = time.monotonic() - started
 
     def _write(self, job: _Job) -> str | None:
-        """Writes a checkpoint, step by step; where one has failed on any rank, all give it up."""
+        """Writes a checkpoint in several steps, and returns why one failed. If one fails on a rank, all ranks give
+        up."""
         unfinished = job.folder.with_name(f".{job.folder.name}.unfinished")
         written: dict[str, StoredFile] = {}
         self._copies.wait()
@@ -180,11 +184,11 @@ class CheckpointSaver:
         return error
 
     def _together(self, work: Callable[[], object]) -> str | None:
-        """Does something on all ranks; why it failed on one of them, the same on all."""
+        """Does some work on all ranks, and returns on all of them why it failed on one; None if it failed on none."""
         own = None
         try:
             work()
-        except Exception as error:  # training goes on without this checkpoint, whatever is wrong with it
+        except Exception as error:  # whatever went wrong, training goes on without this checkpoint
             own = _reason(error)
         return next((reason for reason in gather_objects(own, self.group) if reason is not None), None)
 
@@ -196,7 +200,7 @@ class CheckpointSaver:
 
     def _write_tensors(self, job: _Job, unfinished: Path) -> dict[str, StoredFile]:
         writer = SafetensorsWriter(unfinished / TENSORS, self.group.rank(), job.shards)
-        if self._plan is None:  # DCP's planning is Python that training would wait for
+        if self._plan is None:  # later checkpoints use the plan again: DCP's planning slows training down
             dcp.save(job.tensors, storage_writer=writer, process_group=self.group)
             self._plan = writer.plan
         else:
@@ -213,7 +217,7 @@ class CheckpointSaver:
 
 
 def _sizes_to_come(engine: Engine) -> Iterator[int]:
-    """Bytes of what `engine_tensors` will have of this rank when there are moments, which is after the first step."""
+    """Size in bytes of each tensor that `engine_tensors` will return on this rank once the optimizer has its state."""
     for part in engine.handle.parts:
         for _, parameter in part.named_parameters():
             if parameter.requires_grad:

@@ -1,7 +1,7 @@
-"""What of an engine a checkpoint holds: weights, what the optimizer keeps of each, and buffers, by component and name.
+"""The tensors of a checkpoint: weights, the optimizer's state of each, and buffers, by component and name.
 
-torch's distributed checkpoint (DCP) stores every tensor with its place in the whole, so a checkpoint does not know the
-layout that wrote it, nor on which ranks a component was.
+torch's distributed checkpoint (DCP) stores every shard with its place in the whole tensor. So a checkpoint depends
+neither on the layout that wrote it, nor on the ranks that held a component.
 """
 
 import re
@@ -19,31 +19,31 @@ from automodel_rl.optimizers import COUNT, OPTIMIZERS
 from automodel_rl.parallel.host_collectives import gather_objects
 
 WEIGHT = re.compile(r"(\w+)\.model\.(.+)")
-"""A key of a trained weight: its component and its name."""
+"""Pattern of a trained weight's key, with groups for its component and its name."""
 
 BUFFER = re.compile(r"(\w+)\.buffers\.(.+)")
+"""Pattern of a stored buffer's key, with groups for its component and its name."""
 
 KINDS = {COUNT: "step_counts"}
-"""How checkpoints call what an optimizer keeps, where it is not the optimizer's own name."""
+"""Names in checkpoints of parts of the optimizer state, where they differ from the optimizer's own names."""
 
 ByComponent = dict[str, dict[str, nn.Parameter]]
 
 
 def engine_tensors(engine: Engine) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """By component and kind this rank's weights, optimizer state and buffers by name; moments must be on the device."""
+    """This rank's weights, optimizer state and buffers, by component, kind and name. Moments must be on the device."""
     return _tensors(engine, _trained(engine.handle))
 
 
 def restore_tensors(engine: Engine, folder: Path) -> None:
-    """Fills weights, the optimizer's state and stored buffers in place. A collective.
+    """Restores weights, optimizer state and stored buffers in place. A collective.
 
     Args:
-        engine: of any layout.
-        folder: of the tensors.
+        engine: the engine to restore, on any layout.
+        folder: the folder with the checkpoint's tensors.
 
     Raises:
-        CheckpointError: the checkpoint holds other weights than those that are trained, or was written with another
-            optimizer.
+        CheckpointError: the checkpoint holds other weights than the engine trains, or another optimizer wrote it.
     """
     handle = engine.handle
     parameters = _trained(handle)
@@ -52,7 +52,7 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
     _check_optimizer(engine, parameters, reader)
     handle.has_changed = True
     copy = None if handle.tied is None else handle.tied.trained_copy
-    if copy is not None:  # restored from the weight it copies, which with V placement is on the same rank
+    if copy is not None:  # gets the value of the weight it copies, which with V placement is on the same rank
         parameters["language"].setdefault(EMBEDDING, copy)
     with engine.moments_on_device():
         state = _tensors(engine, parameters)
@@ -64,7 +64,8 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
 
 
 def _trained(handle: ModelHandle) -> ByComponent:
-    """What is trained of this rank's components. Frozen weights are those of the model's own checkpoint."""
+    """The trained parameters of this rank, by component and name. Frozen weights come from the model's own
+    checkpoint."""
     return {
         component.name: {name: p for name, p in handle.named_parameters(component) if p.requires_grad}
         for component in handle.components
@@ -72,7 +73,7 @@ def _trained(handle: ModelHandle) -> ByComponent:
 
 
 def _check_names(handle: ModelHandle, parameters: ByComponent, reader: SafetensorsReader) -> None:
-    """Raises CheckpointError where the checkpoint holds other weights than those that are trained, on any rank."""
+    """Raises CheckpointError on all ranks if the checkpoint holds other weights than the ranks train."""
     own = {f"{component}.model.{name}": p.shape for component, named in parameters.items() for name, p in named.items()}
     trained = {key: size for shapes in gather_objects(own, handle.layout.world_control) for key, size in shapes.items()}
     stored = {key: size for key, size in reader.shapes.items() if WEIGHT.fullmatch(key)}
@@ -91,7 +92,7 @@ def _check_names(handle: ModelHandle, parameters: ByComponent, reader: Safetenso
 
 
 def _check_optimizer(engine: Engine, parameters: ByComponent, reader: SafetensorsReader) -> None:
-    """Raises CheckpointError where the checkpoint has not what the optimizer keeps of a weight, on any rank."""
+    """Raises CheckpointError on all ranks if the checkpoint lacks some of the optimizer's state."""
     own = {
         f"{component}.{KINDS.get(kind, kind)}.{name}"
         for component, named in parameters.items()
@@ -108,11 +109,11 @@ def _check_optimizer(engine: Engine, parameters: ByComponent, reader: Safetensor
 
 
 def _tensors(engine: Engine, parameters: ByComponent) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """By component and kind the weights, buffers and what the optimizer keeps, by name; all 0 before a first step."""
+    """Weights, buffers and optimizer state, by component, kind and name. Optimizer state is 0 before the first step."""
     state = {}
     for component in engine.handle.components:
         of_component: dict[str, dict[str, Tensor]] = {"model": {}}
-        # Routers' biases, which are trained without an optimizer.
+        # Buffers are biases of routers, which are trained without an optimizer.
         of_component["buffers"] = {name: buffer for part in component.parts for name, buffer in stored_buffers(part)}
         for name, parameter in parameters[component.name].items():
             of_component["model"][name] = parameter.detach()
@@ -129,7 +130,7 @@ def _restore_state(engine: Engine, parameters: dict[str, nn.Parameter], state: d
 
 
 def _copy_trained(engine: Engine, source: nn.Parameter, copy: nn.Parameter) -> None:
-    """Gives a parameter the weight of another one, and its optimizer state, in tensors of its own."""
+    """Copies a parameter's weight and optimizer state to another parameter."""
     copy.detach().copy_(source.detach())
     state = engine.optimizer.state_of(source)
     engine.optimizer.set_state(copy, {kind: tensor.clone() for kind, tensor in state.items()})

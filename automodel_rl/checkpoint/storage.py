@@ -1,7 +1,8 @@
-"""Where torch's distributed checkpoint (DCP) puts tensors: a safetensors file for each rank, and one index in JSON.
+"""Storage for torch's distributed checkpoint (DCP): a safetensors file for each rank, and one index in JSON.
 
-DCP plans who writes and reads what, on any two layouts. Its own formats pickle, or build a rank's whole file in memory;
-these files are written as a stream and can be read by anything that reads safetensors.
+DCP plans what each rank writes and reads, also from one layout to another. Its own formats use pickle, or build a
+rank's whole file in memory. The files here are written as a stream, and any program that reads safetensors can read
+them.
 """
 
 import contextlib
@@ -46,19 +47,19 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of safetensors."""
+"""Names of dtypes in safetensors files."""
 
 ALIGNMENT = 8
-"""Bytes to which a safetensors header is filled up."""
+"""The header of a safetensors file is padded to a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What a rank writes. It is the same for every checkpoint of the same tensors on the same layout.
+    """The tensors that a rank writes. They are the same for every checkpoint of the same tensors on the same layout.
 
     Attributes:
-        keys: of its tensors.
-        index: the index, on the coordinator.
+        keys: keys of the tensors.
+        index: content of the index on the rank that writes it; None on all others.
     """
 
     keys: list[str]
@@ -69,13 +70,13 @@ class SafetensorsWriter(StorageWriter):
     """Writes this rank's shards.
 
     Args:
-        folder: that exists.
-        rank: of this process.
-        shards: this rank's part of every tensor by its key, on any device.
+        folder: an existing folder.
+        rank: the rank of this process.
+        shards: this rank's shard of every tensor, by key, on any device.
 
     Attributes:
-        written: files that this rank has written.
-        plan: what it was told to write; None before.
+        written: files that this rank has written, by name.
+        plan: the tensors that this rank writes; None until DCP has planned them.
     """
 
     def __init__(self, folder: Path, rank: int, shards: dict[str, Tensor]):
@@ -84,7 +85,7 @@ class SafetensorsWriter(StorageWriter):
         self.plan: WritePlan | None = None
 
     def write(self, plan: WritePlan) -> None:
-        """Writes what a writer of the same tensors was told to write."""
+        """Writes the tensors of a plan that a writer of the same tensors had before, without DCP."""
         self.plan = plan
         if plan.keys:
             tensors = [(key, self.shards[key]) for key in plan.keys]
@@ -96,10 +97,10 @@ class SafetensorsWriter(StorageWriter):
             self.written[INDEX] = write_hashed(self.folder / INDEX, index)
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """The folder is given."""
+        """Does nothing: the folder is an argument of the constructor."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: ranks do not share a file."""
+        """Does nothing: every rank has a file of its own."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -138,7 +139,7 @@ def _result(item: WriteItem, file: str) -> WriteResult:
 
 
 def _write_file(path: Path, tensors: list[tuple[str, Tensor]]) -> StoredFile:
-    """Writes a safetensors file tensor by tensor, and to the disk. Large writes let other threads run."""
+    """Writes a safetensors file to the disk, tensor by tensor. Other threads can run during the large writes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in tensors:
@@ -161,8 +162,10 @@ def _write_file(path: Path, tensors: list[tuple[str, Tensor]]) -> StoredFile:
 
 
 def _contents(tensors: list[tuple[str, Tensor]]) -> Iterator[Any]:
-    """Every tensor's bytes, without a copy of what is on the host. Not through NumPy, which would pin the storage's
-    size for ever, and moments that are offloaded give theirs back."""
+    """The bytes of every tensor. Tensors on the host are not copied.
+
+    NumPy is not used: it would fix the size of a storage for ever, and storages of offloaded moments shrink to 0 later.
+    """
     for _, tensor in tensors:
         host = tensor.detach().cpu().contiguous()
         if host.numel():
@@ -170,10 +173,10 @@ def _contents(tensors: list[tuple[str, Tensor]]) -> Iterator[Any]:
 
 
 class SafetensorsReader(StorageReader):
-    """Reads what `SafetensorsWriter`s of any number of ranks have written.
+    """Reads the tensors that any number of ranks have written with `SafetensorsWriter`.
 
     Args:
-        folder: of the tensors.
+        folder: the folder with the checkpoint's tensors.
 
     Raises:
         CheckpointError: the index is damaged, or names files outside the folder.
@@ -204,7 +207,7 @@ class SafetensorsReader(StorageReader):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the whole tensors, by key."""
+        """Shapes of the whole tensors, by key."""
         return {key: of.size for key, of in self._tensors.items()}
 
     def read(self, key: str) -> Tensor:
@@ -218,13 +221,13 @@ class SafetensorsReader(StorageReader):
         return whole
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """The folder is given."""
+        """Does nothing: the folder is an argument of the constructor."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata({**self._tensors})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The index is read already."""
+        """Does nothing: the index has been read already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -267,7 +270,7 @@ def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
 
 
 def keys_of(tensors: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors of nested mappings, by keys joined with dots, as DCP names them."""
+    """Tensors of nested mappings, each with its key: the names on the way to it, joined with dots as in DCP."""
     for name, value in tensors.items():
         if isinstance(value, dict):
             yield from keys_of(value, f"{prefix}{name}.")

@@ -1,1 +1,1 @@
-"""Private names of torch, transformers and nemo_automodel: used here only, with the versions they were checked with."""
+"""Uses of private names of torch, transformers and nemo_automodel. Other rooms use none."""

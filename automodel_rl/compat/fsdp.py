@@ -1,6 +1,6 @@
-"""The state of FSDP2 units in the middle of a step. The only file with torch's private names of FSDP.
+"""The state of FSDP2 units in the middle of a step. No other file uses torch's private names of FSDP.
 
-Checked with torch 2.11.0 and 2.13.0; where 2.12 has other names it raises.
+Checked with torch 2.11.0 and 2.13.0. If torch 2.12 has other names, it raises.
 """
 
 from typing import Any
@@ -11,24 +11,24 @@ from torch.distributed.fsdp import FSDPModule
 from automodel_rl.compat.versions import TORCH
 
 HAS_RESET = TORCH >= (2, 13)
-"""Since torch 2.13 FSDP can reset itself after a step that has failed."""
+"""Whether FSDP itself can be reset after a failed step, as since torch 2.13."""
 
 
 def drop_unsharded_gradients(unit: FSDPModule) -> None:
-    """Forgets gradients of whole weights that wait to be reduced.
+    """Drops the unsharded gradients of a unit, which have not been reduced yet.
 
     Args:
-        unit: of FSDP.
+        unit: the FSDP unit.
     """
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group is not None else ():
         parameter.unsharded_accumulated_grad = None
-        if "_unsharded_param" in vars(parameter):  # made when it is gathered for the first time
+        if "_unsharded_param" in vars(parameter):  # it exists once the weight has been gathered
             parameter._unsharded_param.grad = None
 
 
 def reset_fsdp(root: FSDPModule) -> None:
-    """Ends what the units of a model are in the middle of, and shards their weights.
+    """Ends a step that the units of a model are in the middle of, and shards their weights.
 
     Args:
         root: the model, wrapped by FSDP.

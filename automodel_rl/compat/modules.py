@@ -10,20 +10,20 @@ def set_attention(config: PretrainedConfig, name: str) -> None:
     """Chooses the attention function of a model that is already built.
 
     Args:
-        config: of the modules with attention.
-        name: of a function that is registered with transformers.
+        config: the config that the modules with attention share.
+        name: name of a function that is registered with transformers.
     """
     config._attn_implementation = name
 
 
 def apply_gate(experts: Any, gate_up: Tensor) -> Tensor:
-    """Activation and gate of a mixture's experts, as their own class computes them.
+    """Activation and gate of a mixture's experts, as the experts' own class computes them.
 
     Args:
-        experts: transformers' module.
-        gate_up: [s, 2 * intermediate size].
+        experts: transformers' module of the experts.
+        gate_up: output of the gate and up projections for s tokens, [s, 2 * intermediate size].
 
     Returns:
-        [s, intermediate size].
+        Input of the down projection, [s, intermediate size].
     """
     return experts._apply_gate(gate_up)

@@ -1,4 +1,4 @@
-"""nemo_automodel: its model classes, and AutoPipeline, which splits a model.
+"""Model classes of nemo_automodel, and its AutoPipeline, which splits a model into stages.
 
 It takes seconds to import, so it is imported where it is needed. Checked with nemo_automodel 0.7.0 and transformers
 5.18.0.
@@ -24,8 +24,8 @@ def nemo_model(class_path: tuple[str, str], config: PretrainedConfig, dtype: tor
 
     Args:
         class_path: module and name of the class.
-        config: of the checkpoint; its dtype and attention are set.
-        dtype: of the parameters.
+        config: the checkpoint's config; its dtype and attention are set.
+        dtype: dtype of the parameters.
         attention: name of a registered attention function.
     """
     with quiet_imports():
@@ -48,15 +48,15 @@ def split_into_stages(
 ) -> list[tuple[int, Any]]:
     """Splits an empty model, and returns this rank's stages: the index and the part of each.
 
-    AutoPipeline's own schedule is built but never run: it decides on which rank a stage lies.
+    AutoPipeline's own schedule is built, because it decides which rank gets which stage. It is never run.
 
     Args:
-        model: on the meta device.
-        mesh: with the axis `pp`.
-        device: of this rank.
-        schedule: by torch's name.
+        model: the model, on the meta device.
+        mesh: a mesh with the axis `pp`.
+        device: this rank's device.
+        schedule: torch's name of the schedule.
         modules_of_stages: names of the modules of every stage.
-        num_microbatches: some number that the schedule can run.
+        num_microbatches: any number of microbatches that the schedule can run.
     """
     with quiet_imports():
         from nemo_automodel.components.distributed.pipelining import AutoPipeline
@@ -81,7 +81,7 @@ def _never_called(*_: object) -> None:
 
 @contextlib.contextmanager
 def _only_errors_logged() -> Iterator[None]:
-    """Silences remarks of libraries that read like problems."""
+    """Silences warnings of libraries that are no problem here."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

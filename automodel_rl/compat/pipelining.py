@@ -1,8 +1,8 @@
-"""Stock pipeline schedules over microbatches of different token counts, by private names of torch's pipelining.
+"""Torch's own pipeline schedules, run over microbatches with different numbers of tokens.
 
 torch's stages infer one activation shape from the first microbatch. Here every rank already knows how many tokens each
-microbatch has, so receive buffers are made per microbatch and inference never runs: no padding, no extra forward, and
-no state left over between training and forward-only steps.
+microbatch has. So receive buffers are made for each microbatch, and shapes are never inferred: there is no padding, no
+extra forward, and no state left over between training and forward-only steps.
 
 Checked with torch 2.11.0 and 2.13.0.
 """
@@ -29,18 +29,19 @@ from automodel_rl.launch.flight import in_microbatch
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Shape = tuple[int, ...]
 
-# torch 2.12 gave receive buffers a second description of their tensor and stages a `_stage_meta`.
 HAS_TENSOR_META = TORCH >= (2, 12)
+"""Whether receive buffers have a second description of their tensor and stages a `_stage_meta`, as since torch 2.12."""
 
 
 @dataclass(frozen=True)
 class StageGroups:
-    """Where a pipeline's stages compute, and the groups that their messages use.
+    """The device of this rank's stages, and the process groups that their messages use.
 
     Attributes:
-        device: of this rank.
-        pipeline: the pipeline ranks.
-        messages: groups by kind of message and parity of the sender's rank; empty where `pipeline` carries them all.
+        device: this rank's device.
+        pipeline: the group of the pipeline's ranks.
+        messages: groups by kind of message ("activation" or "gradient") and parity of the sender's rank; empty if
+            `pipeline` carries all messages.
     """
 
     device: torch.device
@@ -49,12 +50,12 @@ class StageGroups:
 
 
 class PackedStage(PipelineStage):
-    """A stage whose receive buffers follow the token count of every microbatch.
+    """A stage with a receive buffer for each microbatch, as large as the microbatch has tokens.
 
     Args:
         part: the stage's layers.
-        index, num_stages: its place.
-        groups: of the pipeline.
+        index, num_stages: number of the stage, from 0, and number of all stages.
+        groups: device and process groups of the pipeline.
     """
 
     def __init__(self, part: nn.Module, index: int, num_stages: int, groups: StageGroups):
@@ -65,8 +66,8 @@ class PackedStage(PipelineStage):
         """Prepares one step.
 
         Args:
-            shapes: boundary activation of every microbatch, e.g. (1, T_i, H).
-            dtype: of the boundary activations.
+            shapes: shape of every microbatch's activations between stages, e.g. (1, T_i, H).
+            dtype: dtype of these activations.
             train: False for a forward-only step.
         """
         self.has_backward = train
@@ -89,7 +90,7 @@ class PackedStage(PipelineStage):
             self._stage_meta.inputs = self._stage_meta.input_grads = like
 
     def release(self) -> None:
-        """Lets go of a step's activations and receive buffers, which would else live until the next one."""
+        """Frees a step's activations and receive buffers, which would otherwise stay until the next step."""
         self.clear_runtime_states()
         self.args_recv_info, self.grad_recv_info = {}, {}
 
@@ -112,7 +113,7 @@ class PackedStage(PipelineStage):
         return self._regroup(super().get_bwd_send_ops(bwd_chunk_id), "gradient", self.stage_index)
 
     def _regroup(self, ops: list[dist.P2POp], message: str, sender: int) -> list[dist.P2POp]:
-        """Moves messages to the group of their kind and sending stage, where there is one."""
+        """Moves messages to the group for their kind and the sender's rank, if there are such groups."""
         if self.message_groups:
             for op in ops:
                 op.group = self.message_groups[message, self.stage_index_to_group_rank[sender] % 2]
@@ -121,7 +122,7 @@ class PackedStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with in_microbatch("forward", self.stage_index, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        # torch 2.11 takes every input for a tensor when it splits a backward, and our keywords are none.
+        # torch 2.11 expects only tensors here when it splits a backward, but keyword arguments are no tensors.
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
         self.fwd_cache[fwd_chunk_id] = (outputs, [value for value in inputs if isinstance(value, Tensor)])
         return output
@@ -135,11 +136,11 @@ class PackedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # The stock forward-only step reduces and rescales the gradients that are there.
+        # torch's forward-only step would reduce and rescale gradients of the step before.
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
-    # The stock checks compare every microbatch with the shape of the first one.
+    # torch's checks compare every microbatch with the shape of the first one.
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None: ...
     def _validate_fwd_outputs(self, outputs: Any) -> None: ...
     def _validate_stage_tensors(self, *args: Any, **kwargs: Any) -> None: ...
@@ -153,22 +154,22 @@ def run_schedule(
     keywords: Sequence[dict[str, Any]],
     targets: list[Callable[[Any], Tensor]] | None,
 ) -> None:
-    """Runs one step over pre-split microbatches; with `targets` forward and backward, without them forward only.
+    """Runs one step over microbatches: forward and backward with `targets`, forward only without them.
 
     Args:
-        schedule: built with a loss function that calls its target with the last stage's output.
-        shapes: boundary activation of every microbatch.
-        dtype: of the boundary activations.
-        inputs: first stage's input of every microbatch; the other stages ignore it.
-        keywords: keyword arguments of every stage's forward, for every microbatch.
-        targets: for every microbatch a function from the last stage's output to its loss.
+        schedule: a schedule whose loss function calls its target with the last stage's output.
+        shapes: shape of every microbatch's activations between stages.
+        dtype: dtype of these activations.
+        inputs: the first stage's input for every microbatch; other stages ignore it.
+        keywords: keyword arguments of each stage's forward, for every microbatch.
+        targets: for every microbatch, a function from the last stage's output to the loss; None for forward only.
     """
     train = targets is not None
     stages = stages_of(schedule)
     for stage in stages:
         stage.bind(shapes, dtype, train)
     name = "_stage" if isinstance(schedule, PipelineScheduleSingle) else "_stages"
-    setattr(schedule, f"{name}_forward_initialized", True)  # its own shape inference must not run
+    setattr(schedule, f"{name}_forward_initialized", True)  # torch's shape inference must not run
     setattr(schedule, f"{name}_backward_initialized", train)
     kept: dict[str, Any] = {"_has_backward": schedule._has_backward, "_loss_fn": schedule._loss_fn}
     schedule._has_backward = train
@@ -195,9 +196,10 @@ def stages_of(schedule: Schedule) -> list[Any]:
 
 
 def _forward_actions(schedule: _PipelineScheduleRuntime) -> dict[int, list[Any]]:
-    """The forward part of a schedule's plan, with every stage's weights gathered from its first to its last forward.
+    """The forwards of a schedule's plan. A stage's weights are gathered before its first forward, and sharded after its
+    last one.
 
-    The stock forward-only step cannot run plans with V placement, and gathers weights where a backward would need them.
+    torch's forward-only step cannot run plans with V placement, and gathers weights where a backward would need them.
     """
     plan = schedule.pipeline_order_with_comms[schedule.rank]
     flat = [sub for action in plan for sub in (action.sub_actions or (action,))]
@@ -227,20 +229,20 @@ def _tensor_meta(shape: Shape, dtype: torch.dtype, requires_grad: bool) -> Any:
 
 
 def planned_actions(name: str, pp: int, stages_of_rank: Sequence[Sequence[int]], num_microbatches: int) -> list[list]:
-    """What each rank does in one step of a stock schedule, without process groups: for planning.
+    """Actions of each rank in one step of one of torch's schedules. It needs no process groups: it is for planning.
 
     Args:
-        name: of the schedule.
-        pp: pipeline ranks.
-        stages_of_rank: for every rank the stages it has.
-        num_microbatches: that the schedule runs.
+        name: torch's name of the schedule.
+        pp: number of pipeline ranks.
+        stages_of_rank: the stages of every rank.
+        num_microbatches: number of microbatches of the step.
 
     Returns:
-        For every rank its actions in order, as (stage, kind, microbatch); kinds are F, B (whole backward), I (of the
-        inputs) and W (of the weights).
+        The actions of every rank in order, as (stage, kind, microbatch). Kinds are F (forward), B (whole backward),
+        I (backward for the inputs) and W (backward for the weights).
     """
     schedule_class: Any = get_schedule_class(name)
-    if issubclass(schedule_class, PipelineScheduleSingle):  # these publish no plan that can be relied on
+    if issubclass(schedule_class, PipelineScheduleSingle):  # these have no plan that can be read
         ahead = [num_microbatches if name == "GPipe" else pp - rank for rank in range(pp)]
         return [_forward_ahead(rank, min(ahead[rank], num_microbatches), num_microbatches) for rank in range(pp)]
     stages = [_StageStandIn(index, sum(map(len, stages_of_rank)), pp) for index in stages_of_rank[0]]
@@ -259,7 +261,7 @@ def planned_actions(name: str, pp: int, stages_of_rank: Sequence[Sequence[int]],
 
 
 def _forward_ahead(stage: int, ahead: int, num_microbatches: int) -> list[tuple[int, str, int]]:
-    """`ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Actions of a stage: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
     actions = [(stage, "F", index) for index in range(ahead)]
     for index in range(num_microbatches):
         actions.append((stage, "B", index))
@@ -269,7 +271,7 @@ def _forward_ahead(stage: int, ahead: int, num_microbatches: int) -> list[tuple[
 
 
 class _StageStandIn:
-    """The attributes of rank 0's stages that schedules read when they make their plan."""
+    """A stand-in for a stage of rank 0, with the attributes that schedules read when they make their plan."""
 
     def __init__(self, index: int, num_stages: int, pp: int):
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, num_stages, pp, 0

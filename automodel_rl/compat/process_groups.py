@@ -1,4 +1,4 @@
-"""Process groups: limits of their waits, and groups of processes that are no ranks of one job.
+"""Timeouts of process groups, and process groups across several jobs.
 
 Checked with torch 2.11.0 and 2.13.0.
 """
@@ -15,24 +15,24 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
 def limit_waits(groups: Iterable[dist.ProcessGroup], longest: datetime.timedelta) -> None:
-    """Gives groups the longest wait in place of their backend's, which is another one."""
+    """Sets the timeout of groups, which otherwise is their backend's default."""
     for group in groups:
         _set_pg_timeout(longest, group)
 
 
 def group_outside_of_jobs(store: dist.Store, rank: int, size: int, device: torch.device, seconds: float) -> Any:
-    """A backend's process group of processes that belong to different jobs: gloo on the CPU, NCCL on CUDA.
+    """A process group of processes that belong to different jobs: gloo on the CPU, NCCL on CUDA.
 
-    torch.distributed knows one world to a process, and its `new_group` only groups within it. So the backends are built
-    directly, on a store of their own.
+    In torch.distributed a process belongs to one world, and `new_group` can only make groups within it. So the backend
+    is constructed directly, on a store of its own.
 
     Args:
-        store: shared by all members.
-        rank: of this process in the group.
+        store: a store that all members share.
+        rank: rank of this process in the group.
         size: number of members.
-        device: where the tensors are; this thread's current one on CUDA.
-        seconds: longest wait for a peer that the caller allows. NCCL's own limit ends the whole process, so it is
-            longer.
+        device: device of the tensors; on CUDA it must be this thread's current device.
+        seconds: longest wait for a peer that the caller allows. NCCL's own timeout is set longer, because it ends the
+            whole process.
     """
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=seconds))
@@ -44,8 +44,10 @@ def group_outside_of_jobs(store: dist.Store, rank: int, size: int, device: torch
 
 @contextlib.contextmanager
 def _watchdog_that_only_watches() -> Iterator[None]:
-    """A group's watchdog ends the process when a peer is gone, unless this says otherwise when the group is made. A job
-    does not end with one of its generators."""
+    """Groups that are made in this block have a watchdog that does not end the process when a peer is gone.
+
+    A job must not end because one of its generators has.
+    """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"

@@ -1,4 +1,4 @@
-"""Private functions of torch on tensors."""
+"""Private functions of torch that work on tensors."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,6 @@ __all__ = ["TorchDispatchMode", "copy_each", "tree_leaves"]
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies sources to targets, and casts, with few kernels."""
+    """Copies each source to its target, cast to the target's dtype, with few kernels."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))

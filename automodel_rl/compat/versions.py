@@ -1,4 +1,4 @@
-"""Which versions of libraries are here, and with which the private names in this room were checked."""
+"""Installed versions of libraries, and the versions with which the private names in this room were checked."""
 
 from importlib.metadata import version
 
@@ -7,7 +7,8 @@ CHECKED = {
     "transformers": ("5.18.0",),
     "nemo_automodel": ("0.7.0",),
 }
-"""A test says when another one is installed: then look at each file here, run `make test`, and add it."""
+"""Checked versions by library. A test fails if another one is installed: then review this room's files, run `make
+test`, and add the version."""
 
 TORCH = tuple(map(int, version("torch").split(".")[:2]))
-"""(major, minor), for the few places where torch 2.11 to 2.13 differ."""
+"""Installed torch as (major, minor), for the few places where torch 2.11 to 2.13 differ."""

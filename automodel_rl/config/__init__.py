@@ -1,4 +1,4 @@
-"""Checked configs. Imports nothing heavy, so that help and config errors come at once."""
+"""Checked configs. This room imports nothing that loads slowly, so that help and config errors appear at once."""
 
 from automodel_rl.config.base import Section
 from automodel_rl.config.components import ComponentsConfig, LanguageComponent, VisionComponent

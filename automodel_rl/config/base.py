@@ -1,4 +1,4 @@
-"""The base of every config section: unknown keys are errors, values are checked once and then never change."""
+"""The base of every config section. Unknown keys are errors. Values are checked once, and never change afterwards."""
 
 import os
 from typing import Annotated
@@ -19,7 +19,7 @@ class Section(BaseModel):
 
 Positive = Annotated[int, Field(gt=0)]
 BatchSize = Annotated[int, Field(gt=0, le=1_000_000)]
-"""Examples of one step: above this it is a slip."""
+"""Number of examples of one step. A larger one is taken for a typing error."""
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -38,7 +38,8 @@ def _names(text: str) -> list[bytes]:
 
 
 LONGEST_PATH, LONGEST_NAME = 4000, 250
-"""Bytes; a little below what file systems take, for names are added."""
+"""Bytes of the longest path, and of the longest name in it. File systems allow a little more, for names that are
+added."""
 
 PathText = Annotated[str, AfterValidator(_checked_path)]
-"""A path, or the id of something that is not a file."""
+"""A path, or the id of a model or dataset on the hub."""

@@ -1,4 +1,4 @@
-"""Which ranks hold which component of a vision-language model: encoder and language model on meshes of their own."""
+"""Meshes of a vision-language model: its two components, vision and language, each on ranks of its own."""
 
 from typing import Annotated, Any
 
@@ -9,7 +9,7 @@ from automodel_rl.config.parallel import ParallelConfig
 
 
 def _ranks(value: Any) -> Any:
-    """`0-3` as [0, 1, 2, 3]; anything else as it is."""
+    """Turns a text such as `0-3` into [0, 1, 2, 3], and a single number into a list. Other values stay as they are."""
     if isinstance(value, int):
         return [value]
     if not isinstance(value, str):
@@ -24,7 +24,7 @@ Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_rank
 
 
 class VisionComponent(Section):
-    """The encoder of images, with the projector that makes embeddings of the language model of what it sees.
+    """The encoder of images, and the projector that turns its output into embeddings of the language model.
 
     Example:
         >>> VisionComponent(ranks="0-3", dp_shard=4).ranks
@@ -32,22 +32,22 @@ class VisionComponent(Section):
     """
 
     ranks: Ranks
-    """Ranks of the job that hold it: 0-3, or a list."""
+    """Ranks of the job that hold this component, e.g. 0-3 or [0, 1, 2, 3]."""
 
     dp_shard: Positive = 1
-    """Ranks that share the images, with sharded weights (FSDP2)."""
+    """Number of ranks that divide the images among themselves, with sharded weights (FSDP2)."""
 
     tp: Positive = 1
-    """Ranks that split each of its layers."""
+    """Number of ranks that every layer is split over (tensor parallel)."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Its layout."""
+        """Its layout, without the ranks."""
         return ParallelConfig(dp_shard=self.dp_shard, tp=self.tp)
 
 
 class LanguageComponent(ParallelConfig):
-    """The language model, with the keys of `parallel`.
+    """The language model. It has the keys of `parallel`, and the ranks.
 
     Example:
         >>> LanguageComponent(ranks="4-7", pp=2, dp_shard=2).world_size
@@ -55,7 +55,7 @@ class LanguageComponent(ParallelConfig):
     """
 
     ranks: Ranks
-    """Ranks of the job that hold it: 0-3, or a list."""
+    """Ranks of the job that hold this component, e.g. 0-3 or [0, 1, 2, 3]."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -64,7 +64,8 @@ class LanguageComponent(ParallelConfig):
 
 
 class ComponentsConfig(Section):
-    """A mesh for each component, over the same ranks or over ranks of its own. Together they are all ranks of the job.
+    """A mesh for each component. Both are over the same ranks, or they have no rank in common. Together they hold all
+    ranks of the job.
 
     Example:
         >>> components = ComponentsConfig(vision={"ranks": 0}, language={"ranks": "1-2", "pp": 2})
@@ -120,14 +121,14 @@ class ComponentsConfig(Section):
 
 
 def _span(ranks: tuple[int, ...]) -> str:
-    """`0-3`, or every rank where they do not follow each other."""
+    """Ranks as text: `0-3` if they are consecutive, otherwise a list of them."""
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
 
 
 def one_layout(parallel: ParallelConfig) -> ComponentsConfig:
-    """Both components on all ranks of a layout, every rank with its share of the images."""
+    """Both components on all ranks of a layout. The vision component shards its weights over all of them."""
     ranks = tuple(range(parallel.world_size))
     language = LanguageComponent(ranks=ranks, **parallel.model_dump(exclude={"ranks"}))
     return ComponentsConfig(vision=VisionComponent(ranks=ranks, dp_shard=len(ranks)), language=language)

@@ -1,4 +1,4 @@
-"""Where examples come from and how they become token sequences and microbatches."""
+"""Sources of examples, and how examples become token sequences and microbatches."""
 
 from typing import Annotated, Literal
 
@@ -11,20 +11,21 @@ Column = Literal["messages", "images", "prompt", "chosen", "rejected", "answer",
 
 class SourceConfig(Section):
     path: PathText
-    """A JSON-lines file, or the id (or folder) of a dataset that `datasets.load_dataset` opens."""
+    """A JSON-lines file, or a dataset that `datasets.load_dataset` opens: its hub id or its folder."""
 
     split: str = "train"
-    """Split of a dataset id; a JSON-lines file has only one."""
+    """Split of the dataset. JSON-lines files have no splits."""
 
     columns: dict[Column, str] = Field(default_factory=dict)
-    """Names of the columns where they differ from the standard ones, e.g. {messages: conversation}."""
+    """Names of columns that differ from the standard names, e.g. {messages: conversation}."""
 
     ignore: tuple[str, ...] = ()
-    """Keys of messages, and columns, that are passed over, e.g. [id, timestamp]. Reward functions get columns all the
-    same."""
+    """Columns, and keys of messages, that are not used, e.g. [id, timestamp]. Reward functions still get these
+    columns."""
 
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Share of the examples drawn, relative to the other sources; by default the number of its records."""
+    """Weight of this source. Its share of the examples drawn is its weight divided by the sum of all sources' weights.
+    By default the weight is the number of its records."""
 
     @field_validator("ignore")
     @classmethod
@@ -39,7 +40,7 @@ class SourceConfig(Section):
 
 class SourcesConfig(Section):
     train: Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
-    """Sources of training examples, mixed by weight."""
+    """Sources of training examples. Examples are drawn from all of them, in proportion to their weights."""
 
     validation: tuple[SourceConfig, ...] = ()
     """Sources of held-out examples."""
@@ -48,46 +49,49 @@ class SourcesConfig(Section):
     """File with a Jinja chat template to use in place of the tokenizer's own."""
 
     shuffle: bool = True
-    """New order in every epoch; false keeps the order of the file."""
+    """Draw examples in a new random order in every epoch. false keeps the order of the files."""
 
 
 class ExamplesConfig(SourcesConfig):
-    """Of records that are whole before a run starts."""
+    """Data whose records already hold the completions to train on."""
 
     overlong: Literal["truncate", "drop"] = "truncate"
-    """What happens to an example longer than a microbatch or the model's context: cut at the end, or left out. Both are
-    counted in the metrics."""
+    """What happens to an example that is longer than a microbatch or the model's context. truncate: its end is cut off.
+    drop: it is left out. The metrics count both."""
 
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes that tokenise ahead of training, on each rank."""
+    """Number of processes on each rank that tokenise examples ahead of training."""
 
 
 class DataConfig(ExamplesConfig):
     train_on: Literal["all", "last"] = "all"
-    """Assistant turns that count in the loss: all of them, or only the last; in either case none of weight 0."""
+    """Assistant turns that count in the loss: all turns of a chat, or only the last. A turn with weight 0 never
+    counts."""
 
 
 class PromptDataConfig(SourcesConfig):
-    """Records with `prompt` (a text or messages) and what the rewards need, `answer` for most that are built in."""
+    """Data whose records hold a `prompt` (a text or messages) and what the rewards need: most built-in ones need
+    `answer`."""
 
 
 class CommonBatchConfig(Section):
-    """What the batches of all algorithms have."""
+    """Keys of `batch` that all algorithms have."""
 
     microbatch_tokens: Annotated[int, Field(gt=0, lt=2**31)]
-    """Capacity of a microbatch, the microbatch; never padded up to it. It must hold one sequence, of pairs both."""
+    """Most tokens of a microbatch, which is never padded. It must hold the longest sequence, for dpo both sequences of
+    a pair."""
 
 
 class BatchConfig(CommonBatchConfig):
     sequences: BatchSize
-    """Sequences of one step over all data ranks (the global batch)."""
+    """Number of sequences of one optimizer step, over all data ranks: the size of the global batch."""
 
 
 class PairBatchConfig(CommonBatchConfig):
     pairs: BatchSize
-    """Pairs of one step over all data ranks (the global batch)."""
+    """Number of pairs of one optimizer step, over all data ranks: the size of the global batch."""
 
 
 class PolicyBatchConfig(CommonBatchConfig):
     optimizer_steps: Positive = 1
-    """Optimizer steps for one batch of rollouts, each over its share of the prompts."""
+    """Number of optimizer steps for one batch of rollouts. Each step trains on an equal share of the prompts."""

@@ -27,8 +27,8 @@ class DPOConfig(RunConfig):
     loss: DPOLossConfig = DPOLossConfig()
 
     precompute_reference: bool = False
-    """Compute the reference's log-probabilities of all pairs before the first step, and keep these in place of its
-    weights: no forward of the reference in a step, but a pass over the data at the start."""
+    """Compute the reference's log-probabilities of all pairs before the first step, and keep them in place of its
+    weights. Steps then need no forward of the reference, but the run begins with a pass over the data."""
 
     @property
     def sequences_per_step(self) -> int:

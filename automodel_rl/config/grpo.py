@@ -13,7 +13,7 @@ from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
 from automodel_rl.config.weight_sync import Transport, WeightSyncConfig
 
 TAKEN_NAMES = ("mean", "std", "errors")
-"""Of metrics of all rewards together, which no reward's name may replace."""
+"""Names of metrics about all rewards together. No reward may have one of these names."""
 
 
 class GRPOConfig(RunConfig):
@@ -54,7 +54,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def _transports(self) -> tuple[Transport, ...]:
-        """Those that the generators' place allows, the best first."""
+        """The transports that fit the place of the generators, the best first."""
         if self.rollout.generator == "vllm":
             return ("vllm",)
         if not self.rollout.own_process:
@@ -68,7 +68,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def reward_names(self) -> list[str]:
-        """What metrics call the rewards: their functions' own names, those that come again with a number."""
+        """Names of the rewards in metrics: the names of their functions, with a number where a name is taken."""
         names: list[str] = []
         for reward in self.rewards:
             own = reward.function.rpartition(":")[2]
@@ -78,8 +78,9 @@ class GRPOConfig(RunConfig):
 
     @property
     def passing(self) -> tuple[int, float] | None:
-        """Place of the reward that tells whether a completion passes, and the score from which on it does: the one
-        that has `passes_at`, else the first built-in that compares with the answer, at its full score."""
+        """The reward that decides whether a completion passes, by its place in `rewards`, and the lowest score that
+        passes. It is the reward with `passes_at`, else the first built-in one that compares with the answer, at its
+        full score; None if there is neither."""
         own = next(((i, r.passes_at) for i, r in enumerate(self.rewards) if r.passes_at is not None), None)
         return own or next(((i, 1.0) for i, r in enumerate(self.rewards) if r.function in NEED_ANSWER), None)
 

@@ -1,4 +1,4 @@
-"""YAML files and dotted command-line overrides into checked configs; every error names its key."""
+"""Checked configs from YAML files and dotted command-line overrides. Every error names its key."""
 
 import difflib
 import types
@@ -26,7 +26,7 @@ ALIASES = {
     "max_seq_length": "microbatch_tokens",
     "batch_size": "sequences",
 }
-"""Names other trainers use, for suggestions only."""
+"""Names of keys in other trainers, with our names. They only serve for suggestions in error messages."""
 
 RENAMED = {
     "rollout.engine": "rollout.generator",
@@ -34,7 +34,7 @@ RENAMED = {
     "batch.updates": "batch.optimizer_steps",
     "modules": "components",
 }
-"""Full dotted keys that configs used to have, with their names of today."""
+"""Dotted keys of earlier versions, with their names of today."""
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorithm: str | None = None) -> Any:
@@ -42,9 +42,10 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
 
     Args:
         path: the YAML file.
-        overrides: `--dotted.key value` or `--dotted.key=value`, as on the command line; values are YAML. List items
-            are named by their number, as in `--data.train.0.path`.
-        algorithm: which config it must be, one of `ALGORITHMS`; by default what its key `algorithm` says, else "sft".
+        overrides: `--dotted.key value` or `--dotted.key=value`, as on the command line; values are YAML. An item of a
+            list is named by its place, as in `--data.train.0.path`.
+        algorithm: the algorithm that the config must be for, one of `ALGORITHMS`; by default the value of the config's
+            own key `algorithm`, else "sft".
 
     Returns:
         An `SFTConfig`, `DPOConfig` or `GRPOConfig`.
@@ -69,7 +70,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
 
 
 def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
-    """A config of plain values.
+    """A checked config, made from plain values.
 
     Raises:
         InputError: a key or value is wrong.
@@ -84,12 +85,12 @@ def dump_config(config: Section) -> str:
     """The resolved config as YAML, defaults included; `load_config` reads it back."""
     values = config.model_dump(mode="json")
     if values.get("components") is not None:
-        del values["parallel"]  # it is that of the language component
+        del values["parallel"]  # the same as the language component's layout
     return yaml.safe_dump(values, sort_keys=False)
 
 
 def parse_overrides(arguments: typing.Sequence[str]) -> list[tuple[str, str]]:
-    """`["--a.b", "1", "--c=2"]` to `[("a.b", "1"), ("c", "2")]`."""
+    """Pairs of key and value: `["--a.b", "1", "--c=2"]` becomes `[("a.b", "1"), ("c", "2")]`."""
     pairs, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -105,7 +106,7 @@ def parse_overrides(arguments: typing.Sequence[str]) -> list[tuple[str, str]]:
 
 
 def differing_keys(one: Any, other: Any, prefix: str = "") -> list[str]:
-    """Dotted keys at which two dumped configs differ."""
+    """Dotted keys whose values differ between two dumped configs."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = [*one, *(key for key in other if key not in one)]
         return [d for key in keys for d in differing_keys(one.get(key), other.get(key), f"{prefix}{key}.")]
@@ -132,7 +133,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _parse_value(key: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # the latter of dates that do not exist
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
         raise InputError(f"--{key}: {text!r} is not a YAML value; quote it") from None
 
 
@@ -160,7 +161,7 @@ def _list_place(key: str, name: str, values: list[Any]) -> int:
 
 
 def _explain(detail: Any, kind: type[BaseModel]) -> str:
-    """One pydantic error as `key: what was given, the rule, the remedy`."""
+    """The message for one pydantic error: `key: the rule, not the given value`."""
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         if where in RENAMED:
@@ -209,7 +210,7 @@ def _inner_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
-    """(dotted key, default, meaning) of every key, for the command line's help."""
+    """Every key of a config as (dotted key, default, meaning), for the command line's help."""
     rows = []
     for field, info in kind.model_fields.items():
         name = info.alias or field

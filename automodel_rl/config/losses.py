@@ -1,4 +1,4 @@
-"""What preference and policy-gradient losses compute; the losses themselves take these sections."""
+"""Settings of the preference and policy-gradient losses. The losses themselves take these sections."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,8 @@ from automodel_rl.config.base import Positive, Section
 
 
 class DPOLossConfig(Section):
-    """Of a pair, m = l(chosen) - l(rejected), where l is a completion's log-probability less the reference's.
+    """The preference loss. For a pair, m = l(chosen) - l(rejected), where l is a completion's log-probability minus the
+    reference's.
 
     Example:
         >>> DPOLossConfig(variant="simpo", beta=2.0).needs_reference
@@ -21,23 +22,25 @@ class DPOLossConfig(Section):
     simpo: -log sigmoid(beta m - gamma), l averaged over tokens, no reference (Meng et al., arXiv:2405.14734, eq. 6)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Strength of the preference; the smaller, the farther the policy may go from the reference."""
+    """Strength of the preference. With a smaller beta the policy may move farther from the reference."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs taken to be the wrong way round, for dpo (Mitchell, "A note on DPO with noisy preferences")."""
+    """Share of pairs that dpo assumes to be labelled the wrong way round (Mitchell, "A note on DPO with noisy
+    preferences")."""
 
     length_normalised: bool = False
-    """Average over tokens where dpo sums; ipo and simpo always do."""
+    """Average l over tokens for dpo, in place of the sum. ipo and simpo always average."""
 
     gamma: Annotated[float, Field(ge=0)] = 0.5
-    """Margin that simpo asks for."""
+    """Margin of simpo."""
 
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Adds this times the chosen completion's negative log-likelihood per token (Pang et al., arXiv:2404.19733)."""
+    """Weight of an added loss: the chosen completion's negative log-likelihood per token (Pang et al.,
+    arXiv:2404.19733)."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether batches need `ref_logprobs`."""
+        """Whether microbatches need `ref_logprobs`."""
         return self.variant != "simpo"
 
     @model_validator(mode="after")
@@ -48,8 +51,8 @@ class DPOLossConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Of the difference between the generator that wrote a completion and the policy that learns from it: tokens are
-    weighted by w = exp(old_logprobs - rollout_logprobs).
+    """Correction for the difference between the generator that wrote a completion and the policy that learns from it.
+    Tokens are weighted by w = exp(old_logprobs - rollout_logprobs).
 
     Example:
         >>> CorrectionConfig(kind="truncate").high
@@ -57,15 +60,15 @@ class CorrectionConfig(Section):
     """
 
     kind: Literal["none", "truncate", "icepop", "sequence_mask"] = "none"
-    """truncate: w clipped into [low, high] (Ionides, "Truncated importance sampling", 2008).
-    icepop: tokens with w outside of [low, high] count nothing (Ling team, arXiv:2510.18855).
-    sequence_mask: sequences whose geometric mean of w is outside count nothing, the others' tokens weigh w."""
+    """none: no correction. truncate: w is clipped to [low, high] (Ionides, "Truncated importance sampling", 2008).
+    icepop: tokens with w outside [low, high] get weight 0, others w (Ling team, arXiv:2510.18855). sequence_mask:
+    sequences whose geometric mean of w is outside [low, high] get weight 0, tokens of others w."""
 
     low: Annotated[float, Field(ge=0)] = 0.0
-    """Smallest weight."""
+    """Lower bound: of w, or of its geometric mean for sequence_mask."""
 
     high: Annotated[float, Field(gt=0)] = 2.0
-    """Largest weight."""
+    """Upper bound: of w, or of its geometric mean for sequence_mask."""
 
     @model_validator(mode="after")
     def _order(self) -> "CorrectionConfig":
@@ -75,7 +78,8 @@ class CorrectionConfig(Section):
 
 
 class KLConfig(Section):
-    """Distance from the reference policy; r = ref_logprobs - logprobs (Schulman, "Approximating KL divergence").
+    """Penalty for the distance (KL divergence) from the reference policy. r = ref_logprobs - logprobs (Schulman,
+    "Approximating KL divergence").
 
     Example:
         >>> KLConfig(coefficient=0.001).estimator
@@ -83,17 +87,19 @@ class KLConfig(Section):
     """
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight; at 0 no reference weights are kept."""
+    """Weight of the penalty. At 0 no reference is kept in memory."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1: -r, unbiased. k2: r^2 / 2, biased, little variance. k3: exp(r) - 1 - r, unbiased and never negative."""
+    """Estimator of the KL divergence. k1: -r, unbiased. k2: r^2 / 2, biased, with little variance. k3: exp(r) - 1 - r,
+    unbiased and never negative."""
 
     where: Literal["loss", "reward"] = "loss"
-    """Added to the loss of every token, or, summed over a completion, taken off its reward."""
+    """loss: the penalty is added to the loss of every token. reward: it is summed over a completion and subtracted from
+    the completion's reward."""
 
 
 class PolicyLossConfig(Section):
-    """A policy-gradient loss. With A a token's advantage and q = exp(logprobs - old_logprobs), the default is PPO's
+    """The policy-gradient loss. A is a token's advantage, and q = exp(logprobs - old_logprobs). The default is PPO's
     -min(q A, clip(q) A) (Schulman et al., arXiv:1707.06347, eq. 7), as in GRPO (Shao et al., arXiv:2402.03300).
 
     Example:
@@ -102,29 +108,32 @@ class PolicyLossConfig(Section):
     """
 
     surrogate: Literal["clip", "cispo"] = "clip"
-    """clip: PPO's. cispo: -A stop_gradient(clip(q)) logprobs, where clipped tokens still learn (MiniMax,
-    arXiv:2506.13585, eq. 4)."""
+    """Loss of a token. clip: PPO's -min(q A, clip(q) A). cispo: -A stop_gradient(clip(q)) logprobs, where clipped
+    tokens still have a gradient (MiniMax, arXiv:2506.13585, eq. 4)."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """sequence: one q for a completion, the geometric mean of its tokens' (GSPO; Zheng et al., arXiv:2507.18071)."""
+    """token: every token has its own q. sequence: all tokens of a completion have the same q, the geometric mean of
+    theirs (GSPO; Zheng et al., arXiv:2507.18071)."""
 
     clip_low: Annotated[float, Field(ge=0)] = 0.2
-    """q is clipped below 1 - clip_low."""
+    """The lower bound of clip(q) is 1 - clip_low."""
 
     clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """q is clipped above 1 + clip_high; more than clip_low leaves room to explore (DAPO, arXiv:2503.14476)."""
+    """The upper bound of clip(q) is 1 + clip_high. More than clip_low leaves room to explore (DAPO,
+    arXiv:2503.14476)."""
 
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Where A < 0 the loss is at most -dual_clip A (Ye et al., arXiv:1912.09729, eq. 5)."""
+    """Bound of the loss of tokens with A < 0: it is at most -dual_clip A (Ye et al., arXiv:1912.09729, eq. 5)."""
 
     normalise: Literal["token", "sequence", "constant"] = "token"
-    """token: mean over all tokens (DAPO). sequence: mean over each completion, then over completions (GRPO).
-    constant: sum over a completion divided by the longest allowed, then mean (Dr. GRPO; Liu et al.,
+    """How losses of tokens are averaged. token: the mean over all tokens (DAPO). sequence: the mean over each
+    completion's tokens, then the mean over completions (GRPO). constant: the sum over each completion's tokens, divided
+    by the length of the longest completion allowed, then the mean over completions (Dr. GRPO; Liu et al.,
     arXiv:2503.20783)."""
 
     on_policy: bool = False
-    """Takes old_logprobs to be the current ones, so that they need no forward of their own; right when a rollout batch
-    makes a single optimizer step."""
+    """Take the current log-probabilities for old_logprobs, which saves a forward. This is right if each batch of
+    rollouts is used for a single optimizer step."""
 
     entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the policy's entropy."""
@@ -133,7 +142,7 @@ class PolicyLossConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
 
     max_completion_tokens: Positive | None = None
-    """What `normalise: constant` divides by; by default rollout.max_new_tokens."""
+    """Length that `normalise: constant` divides by; by default rollout.max_new_tokens."""
 
     @model_validator(mode="after")
     def _parts_that_exclude_each_other(self) -> "PolicyLossConfig":
@@ -145,13 +154,12 @@ class PolicyLossConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """What a completion's reward is compared with."""
+    """Advantages: a completion's reward, compared with the rewards of other completions."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
-    """grpo: (reward - group mean) / group standard deviation (arXiv:2402.03300). dr_grpo: without the division
-    (arXiv:2503.20783). rloo: less the mean of the group's others (Ahmadian et al., arXiv:2402.14740). reinforce: less
-    the group mean, divided by the standard deviation over the batch (REINFORCE++ with baseline; Hu,
-    arXiv:2501.03262)."""
+    """grpo: (reward - group mean) / group standard deviation (arXiv:2402.03300). dr_grpo: reward - group mean
+    (arXiv:2503.20783). rloo: reward - mean of the group's other rewards (Ahmadian et al., arXiv:2402.14740). reinforce:
+    (reward - group mean) / standard deviation over the batch (REINFORCE++ with baseline; Hu, arXiv:2501.03262)."""
 
     clip: Annotated[float, Field(gt=0)] | None = None
-    """Advantages are clipped to [-clip, clip]."""
+    """Bound of advantages, which are clipped to [-clip, clip]; null clips none."""

@@ -1,4 +1,4 @@
-"""Which model is trained, how it computes, and what of it is trained."""
+"""The model that is trained: its checkpoint, how it computes, and which of its weights are trained."""
 
 from typing import Annotated, Literal
 
@@ -26,11 +26,11 @@ class LoraConfig(Section):
     """The adapter's output is multiplied by alpha / rank."""
 
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get one."""
+    """Names of the linear layers that get an adapter."""
 
 
 class MoEConfig(Section):
-    """Training of the routers of a mixture of experts.
+    """Load balancing for the routers of a mixture of experts.
 
     Example:
         >>> MoEConfig(bias_update_rate=0.001).aux_loss
@@ -38,16 +38,17 @@ class MoEConfig(Section):
     """
 
     aux_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the load-balancing loss (Fedus et al., arXiv:2101.03961, eq. 4), taken over each microbatch of each
-    rank. It depends on how sequences are packed, so 0 keeps layouts and packing exact."""
+    """Weight of the load-balancing loss (Fedus et al., arXiv:2101.03961, eq. 4). The loss is computed over each
+    microbatch of each rank, so it depends on how sequences are packed. With 0, results depend neither on the layout nor
+    on packing."""
 
     bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Step by which DeepSeek's routers raise the bias of experts with too little load and lower the others' after every
-    update (arXiv:2412.19437, section 2.1.2)."""
+    """Amount by which the bias of each expert changes after every optimizer step, for routers of DeepSeek's kind: up
+    for experts with too little load, down for the others (arXiv:2412.19437, section 2.1.2)."""
 
 
 class ModelConfig(Section):
-    """Which checkpoint is trained, by whose classes, and in which precision.
+    """The checkpoint that is trained, the classes that run it, and its precision.
 
     Example:
         >>> ModelConfig(path="Qwen/Qwen3-0.6B", dtype="float32").attention
@@ -58,35 +59,36 @@ class ModelConfig(Section):
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a hub id."""
 
     pickled_weights: tuple[str, ...] = ()
-    """Names of pickled weight files (pytorch_model.bin) that may be read where a checkpoint has no safetensors. Nothing
-    but tensors is unpickled, but prefer safetensors from people you do not know."""
+    """Names of pickled weight files (pytorch_model.bin) that may be read if a checkpoint has no safetensors. Only
+    tensors are unpickled. Still, prefer safetensors for checkpoints of people you do not know."""
 
     trust_remote_code: bool = False
-    """Run the code that a checkpoint brings for its tokenizer. Models are always of the classes installed here."""
+    """Run the code for the tokenizer that comes with a checkpoint. Models always use the classes that are installed
+    here."""
 
     implementation: Implementation = "transformers"
-    """Whose model class runs: transformers' own, or nemo_automodel's of the same architecture."""
+    """Library of the model class: transformers, or nemo_automodel with its class of the same architecture."""
 
     dtype: Dtype = "bfloat16"
-    """What the model computes in. Master weights are float32 (float64 for float64)."""
+    """Precision in which the model computes. Master weights are float32, or float64 if this is float64."""
 
     attention: Attention = "auto"
-    """Attention over microbatches: torch's varlen_attn or TransformerEngine (both CUDA and bfloat16), SDPA over each
-    sequence, or the mathematics written out. auto: eager for models with sinks or a soft cap, else varlen on CUDA in
-    bfloat16, else sdpa."""
+    """Attention kernel. varlen: torch's varlen_attn. te: TransformerEngine. Both need CUDA and bfloat16. sdpa: torch's
+    scaled_dot_product_attention, sequence by sequence. eager: plain matrix products and a softmax. auto: eager for
+    models with sinks or a soft cap, else varlen on CUDA in bfloat16, else sdpa."""
 
     frozen: tuple[Literal["vision", "projector", "language"], ...] = ()
     """Parts of a vision-language model that are not trained: the encoder of images, the projector after it, the
     language model."""
 
     lora: LoraConfig | None = None
-    """Train low-rank adapters in place of all weights."""
+    """Low-rank adapters to train in place of all weights; null trains the weights themselves."""
 
     moe: MoEConfig = MoEConfig()
 
 
 class MemoryConfig(Section):
-    """What is given up for memory or speed.
+    """Ways to save memory or time.
 
     Example:
         >>> MemoryConfig(activation_checkpointing="full").offload_optimizer
@@ -94,10 +96,11 @@ class MemoryConfig(Section):
     """
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward recomputes of every layer: nothing; all but matrix products and attention; everything."""
+    """Activations that each layer keeps for the backward; others are computed again. none: all are kept. selective:
+    only results of matrix products and of attention are kept. full: only the layer's input is kept."""
 
     offload_optimizer: bool = False
-    """Keep the optimizer's moments in host memory and bring them to the device for each update only."""
+    """Keep the optimizer's moments in host memory, and copy them to the device only for each optimizer step."""
 
     compile: bool = False
-    """Compile every layer with torch.compile around its attention; takes a minute at the start."""
+    """Compile every layer, except its attention, with torch.compile. This takes a minute at the start."""

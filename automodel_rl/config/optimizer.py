@@ -1,4 +1,4 @@
-"""Which optimizer trains the weights, its learning-rate schedule and its safeguards."""
+"""The optimizer, its learning-rate schedule, and its safeguards."""
 
 from typing import Annotated, Literal
 
@@ -11,7 +11,7 @@ LearningRate = Annotated[float, Field(gt=0)]
 
 
 class MuonConfig(Section):
-    """What Muon does with the matrices of hidden layers. The names are those of torch.optim.Muon.
+    """Settings of Muon, which trains the matrices of hidden layers. The names are those of torch.optim.Muon.
 
     Example:
         >>> MuonConfig(momentum=0.9).adjust_lr_fn
@@ -19,26 +19,27 @@ class MuonConfig(Section):
     """
 
     lr: LearningRate | None = None
-    """Peak learning rate of matrices; null takes optimizer.lr. It follows the same schedule."""
+    """Peak learning rate of the matrices that Muon trains; null takes optimizer.lr. The schedule is the same."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the moving average of gradients."""
+    """Decay of the moving average of the gradient."""
 
     nesterov: bool = True
-    """Orthogonalise the gradient's average with the gradient once more (Nesterov), and not the average alone."""
+    """Orthogonalise the moving average with the gradient added once more (Nesterov). false: the moving average
+    alone."""
 
     ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
-    """Newton-Schulz iterations of the orthogonalisation."""
+    """Number of Newton-Schulz iterations that orthogonalise a matrix."""
 
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """What the learning rate of a matrix of m rows and n columns is multiplied by. match_rms_adamw: 0.2 sqrt(max(m,
-    n)), which makes steps as large as AdamW's, so that its rate and weight decay fit (arXiv:2502.16982). original:
-    sqrt(max(1, m / n)), which needs a larger rate."""
+    """Factor of the learning rate of a matrix with m rows and n columns. match_rms_adamw: 0.2 sqrt(max(m, n)), which
+    makes steps as large as AdamW's, so AdamW's learning rate and weight decay fit (arXiv:2502.16982). original:
+    sqrt(max(1, m / n)), which needs a larger learning rate."""
 
 
 class OptimizerConfig(Section):
-    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101) on master weights, or Muon (Jordan et
-    al., kellerjordan.github.io/posts/muon) for the matrices of hidden layers and AdamW for the rest.
+    """The optimizer of the master weights: AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101),
+    or Muon (Jordan et al., kellerjordan.github.io/posts/muon) for the matrices of hidden layers and AdamW for the rest.
 
     Example:
         >>> OptimizerConfig(lr=3e-6, decay="constant").betas
@@ -48,38 +49,40 @@ class OptimizerConfig(Section):
     """
 
     name: OptimizerName = "adamw"
-    """adamw: for all weights. muon: for matrices of linear layers and of experts, see `muon`; AdamW trains embeddings,
-    the head, routers, norms and biases."""
+    """adamw: AdamW trains all weights. muon: Muon trains the matrices of linear layers and of experts, with the keys of
+    `muon`; AdamW trains embeddings, the head, routers, norms and biases."""
 
     lr: LearningRate = 1e-5
     """Peak learning rate."""
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay of AdamW's moving averages of gradient and squared gradient."""
+    """Decay of AdamW's moving averages of the gradient and of the squared gradient."""
 
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of AdamW's second average."""
+    """Number that AdamW adds to the root of the second moving average."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decay of matrices and embeddings; biases and norm weights are never decayed."""
+    """Weight decay of matrices and embeddings. Biases and norm weights never decay."""
 
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Gradients are scaled down to this global norm; null leaves them alone."""
+    """Largest global norm of the gradient. A larger gradient is scaled down to it; null scales none."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up from 0."""
+    """Number of optimizer steps in which the learning rate rises linearly from 0 to its peak."""
 
     decay: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning rate after the warm-up; it would reach `min_lr_ratio` one step after the last."""
+    """Shape of the learning rate after the warm-up. It falls so that it would reach `min_lr_ratio` one step after the
+    last."""
 
     min_lr_ratio: Fraction = 0.0
-    """Final learning rate as a fraction of the peak."""
+    """Learning rate at the end, as a fraction of the peak."""
 
     max_skipped_steps: Positive = 10
-    """Steps in a row with a loss or gradient that is not finite after which the run stops; each is skipped."""
+    """Number of skipped optimizer steps in a row after which the run stops. A step is skipped if its loss or gradient
+    is not finite."""
 
     muon: MuonConfig = MuonConfig()
-    """For `name: muon` alone."""
+    """Settings of Muon, only for `name: muon`."""
 
     @model_validator(mode="after")
     def _settings_of_the_chosen_one(self) -> "OptimizerConfig":

@@ -1,4 +1,4 @@
-"""How the model is laid out over ranks."""
+"""The layout: how the model is distributed over ranks."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ Schedule = Literal[
 
 
 class ParallelConfig(Section):
-    """Sizes of the mesh axes. The world size is their product, without ep.
+    """Sizes of the axes of the mesh. The world size is pp x dp_shard x dp_replicate x tp x cp.
 
     Example:
         >>> parallel = ParallelConfig(pp=2, tp=2, dp_shard=4)
@@ -19,38 +19,43 @@ class ParallelConfig(Section):
     """
 
     pp: Positive = 1
-    """Pipeline parallel: stages the layers are split into."""
+    """Pipeline parallel: number of ranks that the layers are split over."""
 
     schedule: Schedule = "1F1B"
-    """Pipeline schedule."""
+    """Pipeline schedule, by torch's name."""
 
     virtual_stages: Positive = 1
-    """Stages on each rank; more than one with the schedules that ask for it."""
+    """Number of stages on each rank. The schedules Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble and
+    DualPipeV need more than one."""
 
     layers_per_stage: tuple[Positive, ...] | None = None
-    """Layers of each stage, first stage first; by default as even as possible, the last, with the head, shortest."""
+    """Number of layers of each stage, first stage first. By default they are as even as possible. If they cannot be
+    equal, the last stages have one layer less, because the last one also has the head."""
 
     dp_shard: Positive = 1
-    """Data parallel with sharded weights, gradients and optimizer state (FSDP2)."""
+    """Data parallel: number of data ranks that share weights, gradients and optimizer state (FSDP2)."""
 
     dp_replicate: Positive = 1
-    """Copies of the sharded group (HSDP)."""
+    """Data parallel: number of copies of the sharded group (HSDP)."""
 
     tp: Positive = 1
-    """Tensor parallel: attention heads, MLP columns and vocabulary of every layer split over ranks."""
+    """Tensor parallel: number of ranks that attention heads, MLP columns and the vocabulary are split over."""
 
     sequence_parallel: bool = False
-    """With tp: between the split blocks every rank keeps its share of the tokens, which saves activation memory."""
+    """Keep only a share of the tokens on each of the tp ranks between the split blocks. This saves activation
+    memory."""
 
     cp: Positive = 1
-    """Context parallel: every sequence of a microbatch split over ranks. They also shard the weights."""
+    """Context parallel: number of ranks that every sequence of a microbatch is split over. They also shard the
+    weights."""
 
     ep: Positive = 1
-    """Expert parallel: experts of a mixture split over the dp_shard x cp ranks. It adds no ranks."""
+    """Expert parallel: number of ranks that the experts of a mixture are split over. They are among the dp_shard x cp
+    ranks, so ep adds none."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The axes and counts that are above one, for messages."""
+        """Axes and counts that are above 1, for messages."""
         return {name: size for name, size in self.model_dump().items() if isinstance(size, int) and size > 1}
 
     def __str__(self) -> str:
@@ -58,20 +63,20 @@ class ParallelConfig(Section):
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks with data of their own."""
+        """Number of data ranks, which have data of their own."""
         return self.dp_shard * self.dp_replicate
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks that shard one copy of a stage's weights."""
+        """Number of ranks that shard one copy of a stage's weights."""
         return self.dp_shard * self.cp
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages of all ranks."""
+        """Number of pipeline stages, over all ranks."""
         return self.pp * self.virtual_stages
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self.pp * self.num_data_ranks * self.tp * self.cp

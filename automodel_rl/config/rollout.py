@@ -1,4 +1,4 @@
-"""How completions are generated and rewarded."""
+"""Generation and rewards of completions."""
 
 import math
 from typing import Annotated, Literal
@@ -9,68 +9,73 @@ from automodel_rl.config.base import BatchSize, Fraction, PathText, Positive, Se
 
 
 class VllmConfig(Section):
-    """vLLM, in a process of its own next to every rank, or as servers that are there."""
+    """vLLM: in a process of its own next to every rank, or as servers that run already."""
 
     python: PathText | None = None
-    """Interpreter of an environment that has vLLM, whose pins clash with this package's; null is this one's own."""
+    """Python interpreter of an environment with vLLM, whose pinned dependencies conflict with this package's; null
+    takes the interpreter of this process."""
 
     memory_fraction: Fraction = 0.4
     """Share of the device's memory for vLLM's weights and cache."""
 
     servers: tuple[str, ...] = ()
-    """URLs of running servers, e.g. http://localhost:8000, on devices of their own. They are started with
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs
-    --weight-transfer-config '{"backend": "nccl"}'. Those of other machines need a token, --api-key, in VLLM_API_KEY."""
+    """URLs of running vLLM servers, e.g. http://localhost:8000, on devices of their own. Start them with
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs --weight-transfer-config
+    '{"backend": "nccl"}'. Servers on other machines need a token: give it to them as --api-key, and to the run in
+    VLLM_API_KEY."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further arguments of vllm.LLM, such as max_num_seqs."""
+    """Further arguments of vllm.LLM, e.g. max_num_seqs."""
 
 
 class RolloutConfig(Section):
     prompts: BatchSize
-    """Prompts of one step."""
+    """Number of prompts of one step."""
 
     group_size: BatchSize = 8
-    """Completions of each prompt."""
+    """Number of completions of each prompt: its group."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Logits are divided by it, in sampling and in training alike. Sampling is from the whole vocabulary, for what
-    top-p or top-k leave out would have no ratio to the policy that is trained."""
+    """Temperature that divides the logits, both in sampling and in training. Tokens are sampled from the whole
+    vocabulary: with top-p or top-k, the ratio to the trained policy would be undefined for the tokens left out."""
 
     validation_temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Of the completions of held-out prompts; 0 takes the likeliest token each time."""
+    """Temperature of completions for held-out prompts; 0 always takes the likeliest token."""
 
     max_prompt_tokens: Positive = 1024
-    """Longer prompts are left out, and counted."""
+    """Most tokens of a prompt. Longer prompts are left out; the metrics count them."""
 
     max_new_tokens: Positive = 1024
-    """Longest completion."""
+    """Most tokens of a completion."""
 
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the end-of-sequence token; they are part of it."""
+    """Texts that end a completion, besides the end-of-sequence token. The completion includes the text that ended
+    it."""
 
     generator: Literal["transformers", "vllm"] = "transformers"
-    """transformers: a whole copy of the model on every rank. vllm: vLLM, see `vllm`."""
+    """What writes completions. transformers: a whole copy of the model on every rank. vllm: vLLM, see `vllm`."""
 
     own_process: bool = False
-    """The generator runs in a process of its own next to its rank, as vllm always does."""
+    """Run the generator in a process of its own next to its rank, as vllm always does."""
 
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Devices of their own for generators in processes, by number on the machine; none: each shares its rank's."""
+    """Devices for generators in processes of their own, by number on the machine. If empty, each generator shares its
+    rank's device."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Weight syncs that may come between the start of a step's rollouts and its training. Above 0 generators write the
-    completions of later steps while earlier ones are trained on, and get new weights in the midst of it."""
+    """Most weight syncs between the start of a step's rollouts and training on them. Above 0, generators write the
+    completions of later steps while earlier steps are trained on, and get new weights while they write."""
 
     batch_size: Positive = 256
-    """Completions that the transformers generator writes at once on each rank."""
+    """Most completions that the transformers generator writes at once on each rank."""
 
     retries: Annotated[int, Field(ge=0)] = 2
-    """How often a generator that fails is started anew, or servers are connected to again, within a step, before the
-    run saves a checkpoint and ends."""
+    """How often within a step a failed generator is started again, or its servers are connected to again. After that,
+    the run saves a checkpoint and ends."""
 
     warn_logprob_error: Annotated[float, Field(gt=1)] = 1.05
-    """Warns of a step whose train/logprob_error is above: the generator and the trained model disagree."""
+    """Value of train/logprob_error above which a step prints a warning: the generator and the trained model
+    disagree."""
 
     vllm: VllmConfig = VllmConfig()
 
@@ -92,7 +97,7 @@ class RolloutConfig(Section):
 
 
 NEED_ANSWER = ("exact_match", "last_number", "math")
-"""Built-in rewards that compare with a record's answer."""
+"""Built-in rewards that compare a completion with the record's answer."""
 
 SCORES = {**dict.fromkeys((*NEED_ANSWER, "format"), (0.0, 1.0)), "length": (-math.inf, 0.0)}
 """Lowest and highest score of built-in rewards."""
@@ -100,24 +105,25 @@ SCORES = {**dict.fromkeys((*NEED_ANSWER, "format"), (0.0, 1.0)), "length": (-mat
 
 class RewardConfig(Section):
     function: str
-    """Built in: exact_match, last_number, math, format, length; or an import path `package.module:function`, called as
-    function(completion: str, example: dict) -> float."""
+    """A built-in reward: exact_match, last_number, math, format or length. Or the import path `package.module:function`
+    of your own, called as function(completion: str, example: dict) -> float."""
 
     weight: float = 1.0
-    """The reward of a completion is the weighted sum of all."""
+    """Weight of this reward. A completion's reward is the weighted sum of all."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further keyword arguments, such as pattern for format."""
+    """Further keyword arguments of the function, e.g. pattern for format."""
 
     time_limit: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds for one call."""
+    """Most seconds that one call may take."""
 
     on_error: float = 0.0
-    """Score where the call raises, runs out of time or gives no finite number; such calls are counted."""
+    """Score if the call raises, takes too long or returns no finite number. The metrics count such calls."""
 
     passes_at: float | None = None
-    """Score from which on a completion passes, for val/pass@1; of one reward at most. Where no reward has it, the first
-    built-in that compares with the answer tells, at its full score, 1; where there is none, there is no val/pass@1."""
+    """Lowest score with which a completion passes, for the metric val/pass@1. At most one reward has it. If none has, a
+    completion passes with the full score, 1, of the first built-in reward that compares with the answer. If there is no
+    such reward either, there is no val/pass@1."""
 
     @model_validator(mode="after")
     def _can_tell(self) -> "RewardConfig":
@@ -131,23 +137,24 @@ class RewardConfig(Section):
 
 
 class FilterConfig(Section):
-    """Which completions are learned from, and how rewards are shaped."""
+    """Selection of the completions to learn from, and changes to their rewards."""
 
     dynamic: bool = False
-    """Leave out groups whose rewards are all the same, and generate for further prompts in their place (DAPO,
+    """Leave out groups whose rewards are all equal, and generate completions for further prompts in their place (DAPO,
     arXiv:2503.14476)."""
 
     max_refills: Annotated[int, Field(ge=0)] = 3
-    """Further generations of a step at most; then it learns from the groups it has."""
+    """How often a step may generate further completions with `dynamic`. After that it trains on the groups it has."""
 
     mask_overlong: bool = False
-    """Completions cut off at rollout.max_new_tokens count nothing in the loss."""
+    """Leave completions that were cut off at rollout.max_new_tokens out of the loss."""
 
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
-    """Tokens before the limit over which a penalty rises from 0 to `overlong_penalty` (DAPO's soft punishment)."""
+    """Number of tokens before rollout.max_new_tokens over which a penalty rises from 0 to `overlong_penalty` (DAPO's
+    soft punishment)."""
 
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
-    """Taken off the reward of a completion at the limit, with an `overlong_buffer`."""
+    """Penalty of a completion of rollout.max_new_tokens, subtracted from its reward. It needs an `overlong_buffer`."""
 
     reward_scale: Annotated[float, Field(gt=0)] = 1.0
-    """Rewards are multiplied by it before anything else."""
+    """Factor of all rewards, applied before anything else."""

@@ -1,4 +1,4 @@
-"""Whether a mixture trains on the experts that its rollouts used."""
+"""Router replay: a mixture trains with the experts that its generator used."""
 
 from typing import Literal
 
@@ -13,18 +13,20 @@ class RouterReplayConfig(Section):
     """Router replay (R3, arXiv:2510.11370)."""
 
     enabled: bool = False
-    """Tokens go to the experts that the generator sent them to; their weights are still the router's."""
+    """Send tokens to the experts that the generator chose for them. The weights of these experts still come from the
+    trained router."""
 
     stages: tuple[ReplayStage, ...] = ("old_logprobs", "train")
-    """In which passes: log-probabilities before the optimizer steps, those of the reference, and the optimizer steps
-    themselves."""
+    """Passes with replay. old_logprobs: the policy's log-probabilities before the optimizer steps. ref_logprobs: the
+    reference's log-probabilities. train: forward and backward of the optimizer steps."""
 
     on_missing: Literal["live", "error"] = "error"
-    """Where the generator does not say which experts a token went to: live lets the router choose, with error the
-    completion counts as failed, and its group is left out."""
+    """What happens if the generator does not report a token's experts. live: the router chooses. error: the completion
+    counts as failed, and its group is left out."""
 
     compare: bool = False
-    """Diagnosis: one more pass a step without replay, for train/logprob_error_live next to train/logprob_error."""
+    """Diagnosis: run one more pass without replay in each step, for the metric train/logprob_error_live, to compare
+    with train/logprob_error."""
 
     @model_validator(mode="after")
     def _train(self) -> "RouterReplayConfig":

@@ -1,4 +1,4 @@
-"""What every run has: its length, checkpoints, what it shows, what counts as a failure; and all together."""
+"""Config sections that every run has: length, checkpoints, metrics and failures, and the base of all run configs."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,16 +15,16 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class LengthConfig(Section):
-    """How long a run is: give `steps` or `epochs`, not both."""
+    """The length of a run: give `steps` or `epochs`, not both."""
 
     steps: Positive | None = None
-    """Steps, each over one global batch."""
+    """Number of steps. A step trains on one global batch; with grpo, on one batch of rollouts."""
 
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training data; the last step may have fewer sequences."""
+    """Number of passes over the training data. The last step may have fewer sequences."""
 
     validate_every: Positive | None = None
-    """Steps between validations; null validates only at the end."""
+    """Number of steps between validations. The last step always validates; null validates only there."""
 
     @model_validator(mode="after")
     def _one_limit(self) -> "LengthConfig":
@@ -35,53 +35,57 @@ class LengthConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Positive | None = 100
-    """Steps between checkpoints, the last one at the end; null counts no steps."""
+    """Number of steps between checkpoints. The last step writes one, too. null: no checkpoints by steps, also not at
+    the end."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = None
-    """Minutes between checkpoints, besides those of every_steps; null counts none."""
+    """Minutes between checkpoints, in addition to every_steps. null: minutes do not count."""
 
     keep_last: Positive = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
 
     keep_best: bool = True
-    """Also keep the best one of those written at a step that validates: by val/loss, of grpo by val/reward_mean."""
+    """Also keep the best checkpoint by val/loss, for grpo by val/reward_mean. Only checkpoints of steps that validate
+    are compared."""
 
     in_background: Annotated[bool, Field(alias="async")] = True
-    """Write while training goes on, from a copy on the host of all weights and moments; false writes them directly,
-    while training waits."""
+    """Write checkpoints while training goes on, from a copy of all weights and moments in host memory. false: training
+    waits, and no copy is needed."""
 
     format: Literal["sharded", "both"] = "sharded"
-    """sharded: the ranks' shards, to resume from on any layout. both: also a Hugging Face checkpoint in hf/, made of
-    them by a process of its own."""
+    """sharded: the ranks' shards, to resume from on any layout. both: also a Hugging Face checkpoint in hf/, which
+    another process makes from the shards."""
 
 
 class ObserveConfig(Section):
     samples: Annotated[int, Field(ge=0)] = 4
-    """Completions of the trained model in report.html, greedy, for prompts of the validation (else training) data."""
+    """Number of completions of the trained model to show in report.html. They are greedy, for prompts of the validation
+    data, or of the training data if there is none."""
 
     sample_tokens: Positive = 64
-    """Longest of these completions."""
+    """Most tokens of these completions."""
 
     trackers: tuple[TrackerName, ...] = ()
-    """Where metrics go besides metrics.jsonl: TensorBoard files in the run directory, Weights & Biases, trackio."""
+    """Trackers that get the metrics besides metrics.jsonl: TensorBoard (files in the run directory), Weights & Biases,
+    trackio."""
 
     project: str = "automodel_rl"
-    """Project of the run for these trackers."""
+    """Name of the run's project in these trackers."""
 
 
 class FailuresConfig(Section):
     hang_minutes: Annotated[float, Field(gt=0)] | None = 60.0
-    """Minutes in which a rank may do one thing, such as one microbatch or one batch of rollouts, before it counts as
-    hanging and the job ends; null waits for ever."""
+    """Most minutes that a rank may spend on one thing, such as one microbatch or one batch of rollouts. After that it
+    counts as hanging, and the job ends. null: ranks wait for ever."""
 
 
 def refuse_idle_data_ranks(what: str, count: int, parallel: ParallelConfig) -> None:
-    """Raises ValueError where a step has fewer examples than data ranks, some of which would never see data.
+    """Raises ValueError if a step has fewer examples than there are data ranks: some ranks would never see data.
 
     Args:
-        what: the key, or the product of keys, that `count` is.
-        count: examples of a step.
-        parallel: with the data ranks.
+        what: the key, or the formula of keys, that gives `count`; for the message.
+        count: number of examples of a step.
+        parallel: the layout, which gives the number of data ranks.
     """
     ranks = parallel.num_data_ranks
     if count < ranks:
@@ -93,10 +97,10 @@ def refuse_idle_data_ranks(what: str, count: int, parallel: ParallelConfig) -> N
 
 class RunConfig(Section):
     output: PathText
-    """Run directory: config.yaml, metrics.jsonl, report.html, checkpoints/, final/."""
+    """Run directory. It gets config.yaml, metrics.jsonl, report.html, checkpoints/ and final/."""
 
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the data order, of sampling and of torch."""
+    """Seed for the order of the data, for sampling, and for torch."""
 
     model: ModelConfig
     data: SourcesConfig
@@ -104,14 +108,14 @@ class RunConfig(Section):
     length: LengthConfig
 
     loss_function: str | None = None
-    """Import path `package.module:function` of a loss in place of the algorithm's own, called as
-    function(outputs, batch) with what that one gets."""
+    """Import path `package.module:function` of a loss that replaces the algorithm's own. It is called as
+    function(outputs, batch), with the same arguments."""
 
     parallel: ParallelConfig = ParallelConfig()
 
     components: ComponentsConfig | None = None
-    """Meshes of their own for the components of a vision-language model, in place of `parallel`, which is then the
-    language model's; by default both are on all ranks."""
+    """Meshes for the two components of a vision-language model, in place of `parallel`. By default both components are
+    on all ranks."""
 
     memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -121,13 +125,13 @@ class RunConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self.parallel.world_size if self.components is None else self.components.world_size
 
     @model_validator(mode="before")
     @classmethod
     def _language_layout(cls, values: Any) -> Any:
-        """Takes `parallel` from the language component, so that there is one place to ask."""
+        """Sets `parallel` to the language component's layout, so that code finds it in one place."""
         if not isinstance(values, dict) or values.get("components") is None:
             return values
         try:

@@ -1,4 +1,4 @@
-"""How trained weights reach the generators."""
+"""Weight sync: how trained weights reach the generators."""
 
 from typing import Annotated, Literal
 
@@ -11,29 +11,30 @@ Transport = Literal["local", "ipc", "collective", "vllm"]
 
 class WeightSyncConfig(Section):
     transport: Transport | Literal["auto"] = "auto"
-    """local: to a generator in this process. ipc: to a generator's process on the same device, which reads the buffers
-    where they are. collective: the owners of each stage broadcast to all generators, over NCCL, or gloo on the CPU.
-    vllm: its own weight transfer, over IPC on the same device and NCCL to others. auto: the one that fits the
-    generator's place."""
+    """How weights are sent. local: to a generator in this process. ipc: to a generator's process on the same device,
+    which reads the trainer's buffers in place. collective: one rank of each stage broadcasts to all generators, over
+    NCCL, or over gloo on the CPU. vllm: vLLM's own weight transfer, over IPC on the same device and over NCCL to other
+    devices. auto: the one that fits the generator's place."""
 
     buffer_mib: Annotated[float, Field(gt=0)] = 256.0
-    """Size of a buffer in MiB; they stay allocated between syncs. A tensor that is larger takes several, but for
-    vllm, which gets one as large as it."""
+    """Size of a buffer in MiB. Buffers stay allocated between weight syncs. A larger tensor is sent in several buffers;
+    for vllm, the buffers are made as large as the largest tensor."""
 
     num_buffers: Positive = 4
-    """Buffers in turn, each on a stream of its own: one is filled while another one is on its way."""
+    """Number of buffers, which are used in turn, each on a stream of its own: one is filled while another is being
+    sent."""
 
     dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
-    """In which weights are sent, and the generator computes; null is model.dtype. Shards are cast before they are
-    gathered."""
+    """Precision in which weights are sent and the generator computes; null takes model.dtype. Shards are cast before
+    they are gathered."""
 
     adapters: Literal["merged", "alone"] = "merged"
-    """With model.lora. merged: whole weights, with the adapters added in fp32. alone: only the adapters, which the
-    generator applies as the trainer does."""
+    """What is sent with model.lora. merged: whole weights, to which the adapters are added in float32. alone: only the
+    adapters, which the generator applies as the trainer does."""
 
     checksum: bool = False
-    """Compares every tensor of the generator, after every sync, with what the trainer packed."""
+    """Compare every tensor of the generator with what the trainer sent, after every weight sync."""
 
     timeout: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds for which a side waits for the other at any one point; then the generator is given up and made anew, but
-    for servers, which are only connected to again."""
+    """Most seconds that the trainer or a generator waits for the other at any point of a weight sync. After that the
+    generator is started again; servers are only connected to again."""

@@ -1,4 +1,4 @@
-"""Chats to token sequences: the chat template's tokens, and which of them the assistant wrote."""
+"""Token sequences from chats: the chat template's tokens, and a mask of those that the assistant wrote."""
 
 import itertools
 import json
@@ -21,14 +21,15 @@ from automodel_rl.support.description import language_config
 from automodel_rl.support.families import VISION_FAMILIES
 
 OF_PROCESSOR = "chat_template.json"
-"""Where transformers 4 put the chat template of a model with images."""
+"""File in which transformers 4 stored the chat template of a model with images."""
 
 Span = tuple[int, int]
-"""First token of an assistant turn, and the one after its last."""
+"""Tokens of an assistant turn: the place of its first token, and the place after its last token."""
 
 MARKS_REMEDY = (
     "give data.chat_template a template that puts assistant turns between {% generation %} and {% endgeneration %}"
 )
+"""End of error messages about a template without usable marks."""
 
 
 def load_tokenizer(
@@ -37,10 +38,13 @@ def load_tokenizer(
     """The checkpoint's tokenizer, with the user's chat template if there is one.
 
     Args:
-        folder: of the checkpoint.
-        data: with the user's chat template.
-        vocab_size: of the model.
-        trust_remote_code: run the code that the checkpoint brings for it.
+        folder: the checkpoint's folder.
+        data: the config section that may name a chat template.
+        vocab_size: size of the model's vocabulary.
+        trust_remote_code: whether to run the code for the tokenizer that comes with the checkpoint.
+
+    Raises:
+        InputError: the tokenizer cannot be opened, does not fit the model, or has no chat template.
     """
     template = data.chat_template
     try:
@@ -66,7 +70,7 @@ def load_tokenizer(
 
 
 def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
-    """Of a config's checkpoint, whose weights are not needed."""
+    """The chat tokenizer of a config's checkpoint. The checkpoint's weights are not needed."""
     folder = resolve_checkpoint(config.model.path, with_weights=False)
     model = read_config(folder)
     tokenizer = load_tokenizer(folder, config.data, language_config(model).vocab_size, config.model.trust_remote_code)
@@ -75,11 +79,11 @@ def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
 
 
 def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> None:
-    """Raises InputError if the chat template cannot write one of some chats, or not so that it can be trained on.
+    """Raises InputError if the chat template cannot write one of the chats, or if the result cannot be trained on.
 
     Args:
-        config: of a run.
-        chats: of its data, and where each is.
+        config: the run's config.
+        chats: chats of the run's data, each with its place in the data.
     """
     tokenizer = open_chat_tokenizer(config)
     write: Callable[[Chat, str], Any] = tokenizer.opening if isinstance(config, GRPOConfig) else tokenizer
@@ -90,14 +94,15 @@ def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> None:
 class ChatTokenizer:
     """Turns chats into a `TokenSequence` whose loss mask covers the assistant's tokens.
 
-    Where the template marks the assistant's part, the marks decide. Most published templates have no marks; then the
-    chat is tokenised up to the start and up to the end of each assistant turn, which works when both are prefixes of
-    the whole chat's tokens, and is an error when they are not. What the template leaves out of a chat is an error, too.
+    If the template marks what the assistant writes, the mask follows the marks. Most published templates have no marks.
+    Then the chat is tokenised up to the start and up to the end of each assistant turn, and the difference is the turn.
+    It is an error if these tokens are not prefixes of the whole chat's tokens. It is also an error if the template
+    leaves out part of a chat.
 
     Args:
-        tokenizer: with a chat template.
-        train_on: "all" assistant turns that a chat says are trained, or of these only the "last" of the chat.
-        images: reads them, for a model with an encoder.
+        tokenizer: a tokenizer with a chat template.
+        train_on: "all" or "last": the mask covers all trained turns of a chat, or only its last turn.
+        images: reads the images of chats, for a model with a vision component; None for any other model.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, images: ImageReader | None = None):
@@ -105,7 +110,15 @@ class ChatTokenizer:
         self.template = ChatTemplate(tokenizer, sees_images=images is not None)
 
     def __call__(self, chat: Chat, where: str) -> TokenSequence:
-        """Args: a chat, and where it comes from for messages of errors."""
+        """Tokenises a chat.
+
+        Args:
+            chat: the chat.
+            where: its place in the data, for error messages.
+
+        Raises:
+            InputError: the template refuses the chat or leaves out part of it, or the assistant's tokens are unclear.
+        """
         has_marks = self.template.has_marks
         encoded = self.template.encode(chat, where, return_assistant_tokens_mask=has_marks)
         self.template.check(chat, where)
@@ -120,14 +133,15 @@ class ChatTokenizer:
         return self._with_images(TokenSequence(torch.tensor(ids), mask), chat, where)
 
     def prompt_sequence(self, chat: Chat, where: str) -> TokenSequence:
-        """Up to where the assistant would write its last turn; empty where the chat starts with that turn."""
+        """The tokens before the assistant's last turn, ready for its answer. There are none if the chat begins with
+        that turn."""
         before = chat.until(chat.turns[-1])
         ids = torch.tensor(self.opening(before, where) if before.messages else [], dtype=torch.int64)
         sequence = TokenSequence(ids, torch.zeros(len(ids), dtype=torch.bool))
         return self._with_images(sequence, before, where) if len(ids) else sequence
 
     def opening(self, chat: Chat, where: str) -> list[int]:
-        """Token ids of a chat up to where the assistant would write the next turn."""
+        """Token ids of a chat, ready for the assistant's next turn."""
         ids = self._opening(chat, where)
         self.template.check(chat, where, add_generation_prompt=True)
         return ids
@@ -142,7 +156,7 @@ class ChatTokenizer:
         return self.template.encode(chat, where, add_generation_prompt=True)["input_ids"] if chat.messages else []
 
     def _turns(self, chat: Chat, where: str) -> list[int]:
-        """Places of the messages that are trained."""
+        """Places of the turns that the mask covers."""
         turns = [turn for turn in chat.trained if self.train_on == "all" or turn == chat.turns[-1]]
         if not turns:
             raise InputError(
@@ -152,7 +166,7 @@ class ChatTokenizer:
         return turns
 
     def _marked(self, chat: Chat, turns: list[int], spans: list[Span], where: str) -> list[Span]:
-        """Of what the template marks that which belongs to some turns."""
+        """The spans that belong to some turns, of all spans that the template marks."""
         if not spans:
             raise InputError(f"{where}: the chat template marks no token as the assistant's: {MARKS_REMEDY}")
         if len(turns) == len(chat.turns) == len(spans):
@@ -160,7 +174,7 @@ class ChatTokenizer:
         found: list[Span] = []
         counted = 0
         for turn in turns:
-            # A turn may have none or several, and earlier turns be written differently once later ones follow.
+            # A turn may have no span or several. The template may write a turn differently once later turns follow it.
             begin, end = (self._num_spans(chat.until(place), where) for place in (turn, turn + 1))
             if not counted <= begin < end <= len(spans):
                 raise InputError(
@@ -192,14 +206,14 @@ class ChatTokenizer:
 
 
 def _other_remedy(chat: Chat, turn: int) -> str:
-    """Than marks, for a turn whose tokens cannot be told: not to train it, if it is not the last."""
+    """The end of an error message about a turn whose tokens are unclear: a turn before the last may stay untrained."""
     if turn == chat.turns[-1]:
         return ""
-    last_alone = "" if chat.start else ", use data.train_on=last"  # which is for chats without a prompt
+    last_alone = "" if chat.start else ", use data.train_on=last"  # this key exists only for chats without a prompt
     return f"{last_alone}, or give turns before the last weight: 0"
 
 
 def _spans(mask: list[int]) -> list[Span]:
-    """Where a mask begins and ends to be set."""
+    """The stretches of a mask that are set."""
     edges = [i for i, (before, after) in enumerate(itertools.pairwise([0, *mask, 0])) if before != after]
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Records as token sequences: a chat is one, a pair of completions two."""
+"""Examples: records as token sequences. A chat makes one sequence, a pair of completions two."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Example:
     """A tokenised record.
 
     Attributes:
-        draw: which one.
-        sequences: empty where nothing of it can be trained on.
-        truncated: whether some were cut.
+        draw: the record's source and number.
+        sequences: its token sequences; empty if none of it can be trained on.
+        truncated: whether sequences were cut.
     """
 
     draw: Draw
@@ -33,27 +33,28 @@ class Example:
 
 
 def checked(example: Example | InputError) -> Example:
-    """An example that a worker process made, or the error that it met, raised."""
+    """The example that a worker process made. If the worker returned an error, it is raised here."""
     if isinstance(example, InputError):
         raise example
     return example
 
 
 class ExampleDataset(Dataset):
-    """Records of several sources as examples. Picklable, as worker processes need it.
+    """Records of several sources as examples. It can be pickled, so that worker processes can use it.
 
     Args:
-        sources: where records come from.
-        chat: makes sequences of messages.
+        sources: configs of the sources of the records.
+        chat: makes token sequences of chats.
         microbatch_tokens: most tokens of an example.
-        context: most tokens of a sequence, by the model; None for any.
-        overlong: "truncate" or "drop", what happens to a longer one.
+        context: most tokens of a sequence, a limit of the model; None for no limit.
+        overlong: "truncate" or "drop": what happens to an example that is too long.
     """
 
     together = 1
-    """Sequences of an example."""
+    """Number of sequences of an example."""
 
     read: Reader
+    """The function that reads a record."""
 
     def __init__(
         self,
@@ -68,24 +69,26 @@ class ExampleDataset(Dataset):
         self.sources = Sources(sources)
 
     def _chats(self, draw: Draw) -> list[tuple[Chat, str]]:
-        """The chats of a record, and where each is."""
+        """The chats of a record, each with its place in the data."""
         record, config, where = self.sources.find(draw)
         return chats_of(type(self).read(record, config, where), where)
 
     def __getitem__(self, draw: Draw) -> Example | InputError:
-        """An error is returned: raised in a worker process, it would come out wrapped in that worker's traceback."""
+        """The example of a draw. An InputError is returned, not raised: a worker process would wrap it in its
+        traceback."""
         try:
             return self._fit(draw, tuple(self.chat(chat, where) for chat, where in self._chats(draw)))
         except InputError as error:
             return error
 
     def prompt(self, draw: Draw) -> tuple[TokenSequence, str]:
-        """What comes before the assistant's last turn, and what the data has there; of the first chat of a record."""
+        """The tokens before the assistant's last turn of a record's first chat, and the content of that turn in the
+        data."""
         chat, where = self._chats(draw)[0]
         return self.chat.prompt_sequence(chat, where), str(chat.messages[chat.turns[-1]].get("content"))
 
     def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...]) -> Example:
-        """Cuts the longest sequences until all fit a microbatch together, or drops the example."""
+        """Cuts the longest sequences until all fit into a microbatch together, or drops the example."""
         lengths = [len(sequence) for sequence in sequences]
         if sum(lengths) <= self.microbatch_tokens and max(lengths) <= self.context:
             return Example(draw, sequences)
@@ -97,20 +100,21 @@ class ExampleDataset(Dataset):
 
 
 class ChatDataset(ExampleDataset):
-    """Chats, of one sequence each."""
+    """Chats, each one sequence."""
 
     read = staticmethod(read_chat)
 
 
 class PairDataset(ExampleDataset):
-    """Preference pairs: the prompt with the chosen completion, and with the rejected one."""
+    """Preference pairs, each two sequences: the prompt with the chosen completion, and with the rejected one."""
 
     together = 2
     read = staticmethod(read_pair)
 
 
 def _common_limit(lengths: list[int], capacity: int) -> int:
-    """The largest number of tokens to which sequences can be cut so that all of them fit."""
+    """The largest limit for all sequences such that, when longer ones are cut to it, all fit into `capacity`
+    together."""
     left = capacity
     for done, length in enumerate(sorted(lengths)):
         limit = left // (len(lengths) - done)

@@ -1,4 +1,4 @@
-"""Images of chats: their tokens, told from their size alone, and their pixels, read where they are encoded."""
+"""Images of chats. Their size decides their number of tokens; their pixels are read on the rank that encodes them."""
 
 import functools
 import io
@@ -18,21 +18,22 @@ from automodel_rl.model.vision import blank_image
 from automodel_rl.support.families import VISION_FAMILIES
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
-"""EXIF's tag, and its values for pictures that are shown with height and width exchanged."""
+"""EXIF's orientation tag, and the values with which a picture is shown with height and width exchanged."""
 
 ImageSource = str | bytes | Picture.Image
-"""A file, what is in one, or a picture that a dataset has opened."""
+"""The path of a picture's file, the file's bytes, or a picture that a dataset has opened."""
 
 
 class ImageReader:
-    """Images as a model wants them. Picklable: it travels with images to the ranks that encode them.
+    """Reads images in the form that a model takes. It can be pickled, and goes with images to the ranks that encode
+    them.
 
     Args:
-        folder: of the checkpoint, with its image processor.
-        config: of the whole model.
+        folder: the checkpoint's folder, with its image processor.
+        config: the config of the whole model.
 
     Raises:
-        InputError: there is no image processor.
+        InputError: transformers cannot open the image processor.
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig):
@@ -49,8 +50,11 @@ class ImageReader:
         """An image whose pixels are not read yet.
 
         Args:
-            source: of the picture.
-            where: in the data, for messages.
+            source: the picture.
+            where: its place in the data, for error messages.
+
+        Raises:
+            InputError: the picture cannot be opened, or the model's image processor refuses its size.
         """
         try:
             height, width = _size(source)
@@ -68,7 +72,7 @@ class ImageReader:
         return Image(0, grid[1] * grid[2] // merge**2, grid, pixels)
 
     def pixels(self, source: ImageSource, where: str) -> Tensor:
-        """What the model's image processor makes of a picture.
+        """The pixels of a picture, from the model's image processor.
 
         Raises:
             InputError: the picture is damaged.
@@ -82,12 +86,15 @@ class ImageReader:
         return found if self.has_grid else found[0]
 
     def expand(self, sequence: TokenSequence, images: list[Image], where: str) -> TokenSequence:
-        """The sequence with as many tokens for each image as it has, where the chat template has written one.
+        """A sequence in which each image has all of its tokens. The chat template writes only one for each image.
 
         Args:
-            sequence: of the chat template's tokens.
-            images: of the chat, in order.
-            where: in the data, for messages.
+            sequence: the tokens that the chat template wrote.
+            images: the chat's images, in order.
+            where: the chat's place in the data, for error messages.
+
+        Raises:
+            InputError: the sequence has more or fewer image tokens than there are images.
         """
         found = (sequence.input_ids == self.token_id).nonzero()[:, 0].tolist()
         if len(found) != len(images):
@@ -107,7 +114,8 @@ class ImageReader:
 
 
 def cut(sequence: TokenSequence, limit: int) -> TokenSequence:
-    """The first tokens of a sequence, at most `limit`, without an image that would not be whole."""
+    """The first `limit` tokens of a sequence, or fewer if an image would be cut in two: then the sequence ends before
+    it."""
     whole = [image for image in sequence.images if image.start + image.num_tokens <= limit]
     if len(whole) < len(sequence.images):
         limit = min(limit, sequence.images[len(whole)].start)
@@ -115,13 +123,13 @@ def cut(sequence: TokenSequence, limit: int) -> TokenSequence:
 
 
 def image_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parts of type image, in order."""
+    """The parts of type image in messages, in order."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 
 
 def _size(source: ImageSource) -> tuple[int, int]:
-    """Height and width as shown, without reading the pixels."""
+    """Height and width of a picture as it is shown. The pixels are not read."""
     if isinstance(source, Picture.Image):
         return _size_as_shown(source)
     with Picture.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:

@@ -1,4 +1,5 @@
-"""Kinds of chats: what chat templates may treat in ways of their own. Texts and lengths make no kind."""
+"""Kinds of chats. A chat template may treat chats of different kinds differently. Texts and lengths make no
+difference."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,24 +7,31 @@ from typing import Any
 from automodel_rl.data.messages import Chat, Message, function_of
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of what the assistant thinks before it speaks."""
+"""Keys of a message that hold the assistant's thoughts."""
 
 BEGIN_THOUGHT, END_THOUGHT = "<think>", "</think>"
-"""Around thoughts that are part of the content."""
+"""Marks around thoughts that are part of the content."""
 
 ARGUMENTS = "arguments"
-"""Key of what a tool is called with: JSON or an object."""
+"""Key of the arguments in a call of a tool; the value is JSON or an object."""
 
 
 def kind_of(chat: Chat) -> frozenset[Any]:
-    """Of every role what its messages have, and of the tools their form."""
+    """The kind of a chat: the facts about the messages of each role, and the form of the tools."""
     facts = {(m["role"], fact) for turn, m in enumerate(chat.messages) for fact in facts_of(chat, turn)}
     return frozenset([*facts, *("function" in tool for tool in chat.tools)])
 
 
 def facts_of(chat: Chat, turn: int) -> frozenset[Any]:
-    """Of a message its keys and the forms of their values; of thoughts, which templates may forget, also where they
-    are, if they are trained, and if something is said or called after them."""
+    """Facts about one message that a template may depend on: its keys, and the form of each value.
+
+    Templates may leave out thoughts of earlier turns. So a message with thoughts has one more fact: whether it is
+    before the user's last message, whether it is trained, and whether it has a text or a call besides the thoughts.
+
+    Args:
+        chat: the chat.
+        turn: the message's place in the chat.
+    """
     message = chat.messages[turn]
     facts = {(key, *form) for key, value in message.items() for form in _forms(key, value)}
     if message["role"] == "assistant" and _thinks(message):
@@ -32,13 +40,13 @@ def facts_of(chat: Chat, turn: int) -> frozenset[Any]:
 
 
 def says_more(message: Message) -> bool:
-    """Whether a message has more than thoughts."""
+    """Whether a message has a text or a call besides its thoughts."""
     spoken = "".join(_texts(message)).rpartition(END_THOUGHT)[2]
     return bool(spoken.strip() or message.get("tool_calls"))
 
 
 def thought_in(text: str) -> str:
-    """What is thought in a text of a content, if it says so."""
+    """The thoughts in a text, up to `</think>`; empty if the text has none."""
     thought, end, _ = text.partition(END_THOUGHT)
     return thought.rpartition(BEGIN_THOUGHT)[2].strip() if end else ""
 
@@ -59,7 +67,7 @@ def _thinks(message: Message) -> bool:
 
 
 def _texts(message: Message) -> list[str]:
-    """Of a content."""
+    """The texts in a message's content."""
     content = message.get("content")
     if isinstance(content, str):
         return [content]

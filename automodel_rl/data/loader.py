@@ -1,4 +1,4 @@
-"""Global batches of token sequences, loaded in shares by the data ranks and resumable between any two steps."""
+"""Loading of global batches. Each data rank loads its share, and loading can be resumed between any two steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,17 +11,17 @@ from automodel_rl.batch import Microbatch, TokenSequence, pack
 from automodel_rl.data.examples import Example, ExampleDataset, checked
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.errors import InputError
-from automodel_rl.parallel.host_collectives import gather_objects, interleave, tell_guests
+from automodel_rl.parallel.host_collectives import gather_objects, interleave, share_with_guests
 from automodel_rl.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """How much a global batch is; sizes of several add up.
+    """The size of a global batch. Sizes of several global batches can be added.
 
     Attributes:
-        num_sequences, num_tokens, num_microbatches: of all data ranks, empty microbatches left out.
-        flops: of forward and backward.
+        num_sequences, num_tokens, num_microbatches: counts over all data ranks, without empty microbatches.
+        flops: floating-point operations of forward and backward.
     """
 
     num_sequences: int
@@ -40,13 +40,13 @@ class StepSize:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """What one data rank trains on in one step.
+    """One data rank's part of a global batch, packed.
 
     Attributes:
-        microbatches: its microbatches.
-        size: of the global batch.
-        num_truncated, num_dropped: records of the global batch that were too long for a microbatch.
-        draws: the records that the global batch is made of, in the order of its sequences.
+        microbatches: this data rank's microbatches.
+        size: size of the global batch.
+        num_truncated, num_dropped: number of examples of the global batch that were too long and were cut or left out.
+        draws: the records of the global batch, in the order of its sequences.
     """
 
     microbatches: list[Microbatch]
@@ -57,25 +57,26 @@ class PackedStep:
 
 
 class _NoExamples(Dataset):
-    """What a guest loads: nothing, in the same steps as the others, so that all ranks' places are of one kind."""
+    """The dataset of a guest: nothing, in as many steps as other ranks, so that all ranks have the same kind of
+    state."""
 
     def __getitem__(self, draw: Draw) -> None:
         return None
 
 
 class PackedLoader:
-    """Yields a `PackedStep` for every global batch; one without microbatches for a guest of the language model.
+    """Yields a `PackedStep` for every global batch. A guest, a rank without the language model, gets no microbatches.
 
-    Each data rank tokenises its share of a global batch; then all exchange their sequences, so that microbatches are
-    filled and work is balanced over the whole of it.
+    Each data rank tokenises its share of a global batch. Then all data ranks exchange their sequences, so that packing
+    and the balance of work cover the whole global batch.
 
     Args:
         dataset: makes examples of records.
-        examples_per_step: of a global batch.
-        layout: this rank's place.
-        cost: work of a sequence by its length.
-        order: in which records are drawn.
-        num_workers: processes that tokenise ahead.
+        examples_per_step: number of examples of a global batch.
+        layout: this rank's place in the layout.
+        cost: the work of a sequence as a function of its length, in FLOPs.
+        order: the order in which records are drawn.
+        num_workers: number of processes that tokenise ahead.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class PackedLoader:
             if not self.layout.is_guest:
                 packed = self._pack(self._exchange([checked(example) for example in share]))
             without_microbatches = None if packed is None else replace(packed, microbatches=[])
-            told = tell_guests(without_microbatches, self.layout)
+            told = share_with_guests(without_microbatches, self.layout)
             assert told is not None
             yield packed or told
 
@@ -115,7 +116,7 @@ class PackedLoader:
         self._loader.load_state_dict(state)
 
     def _exchange(self, share: list[Example]) -> list[Example]:
-        """The global batch, in the order in which it was drawn."""
+        """All examples of the global batch, in the order of their draws."""
         return interleave(gather_objects(share, self.layout.data_control))
 
     def _pack(self, examples: list[Example]) -> PackedStep:
@@ -144,14 +145,14 @@ def pack_step(
     cost: Callable[[int], float],
     together: int = 1,
 ) -> PackedStep:
-    """This data rank's microbatches of a global batch, of which every rank holds all sequences.
+    """Packs a global batch, and returns this data rank's microbatches.
 
     Args:
-        sequences: the global batch.
-        microbatch_tokens: capacity of a microbatch.
-        layout: this rank's place.
-        cost: work of a sequence by its length.
-        together: so many consecutive sequences share a microbatch.
+        sequences: all sequences of the global batch, the same on every rank.
+        microbatch_tokens: most tokens of a microbatch.
+        layout: this rank's place in the layout.
+        cost: the work of a sequence as a function of its length, in FLOPs.
+        together: number of consecutive sequences that share a microbatch.
     """
     microbatches = pack(
         sequences,
@@ -161,7 +162,7 @@ def pack_step(
         together=together,
         cost=cost,
     )
-    # Microbatches are empty only where there are fewer groups of sequences than microbatches.
+    # Some microbatches are empty only if there are fewer groups of sequences than microbatches.
     num_microbatches = min(len(microbatches) * layout.parallel.num_data_ranks, len(sequences) // together)
     size = StepSize(
         len(sequences), sum(map(len, sequences)), num_microbatches, sum(cost(len(sequence)) for sequence in sequences)

@@ -1,4 +1,4 @@
-"""Chats: messages as records have them, the tools that the assistant may call, and which of its turns are trained."""
+"""Chats: messages, the tools that the assistant may call, and the turns that are trained."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from automodel_rl.errors import InputError
 Message = dict[str, Any]
 
 PARTS = ("text", "image")
-"""Types of the parts that a content may be a list of."""
+"""Types of parts, for a content that is a list of parts."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Chat:
     """Messages in order.
 
     Attributes:
-        messages: checked by `checked_messages`.
-        tools: JSON schemas of what the assistant may call.
-        start: message from which on turns are trained; those before are a prompt.
+        messages: the messages, checked by `checked_messages`.
+        tools: JSON schemas of the tools that the assistant may call.
+        start: place of the first message after the prompt. Turns of the prompt are not trained.
     """
 
     messages: list[Message]
@@ -35,37 +35,39 @@ class Chat:
 
     @functools.cached_property
     def trained(self) -> list[int]:
-        """Of the turns those that count: after the prompt, and without weight 0."""
+        """The turns that are trained: those after the prompt, except turns with weight 0."""
         return [turn for turn in self.turns if turn >= self.start and self.messages[turn].get("weight") != 0]
 
     @functools.cached_property
     def last_of_user(self) -> int:
-        """Place of the user's last message; -1 without one."""
+        """Place of the user's last message; -1 if there is none."""
         return max((place for place, message in enumerate(self.messages) if message["role"] == "user"), default=-1)
 
     def until(self, end: int) -> "Chat":
-        """The messages before one."""
+        """The chat up to the message at `end`, without that message."""
         return dataclasses.replace(self, messages=self.messages[:end])
 
 
 def checked_messages(value: Any, column: str, where: str, role: str | None = None) -> list[Message]:
-    """Messages without keys that are null, which datasets give to all objects of a column if one has them.
+    """Checked messages of a record, without keys whose value is null.
+
+    Datasets give every object of a column the keys that any object has, with null where the object lacks the key.
 
     Args:
-        value: of the column; a text is one message by `role`, where texts are allowed.
-        column: by the package's own name.
-        where: in the data, for messages of errors.
-        role: of a text; None where texts are not allowed.
+        value: the column's value in the record: a list of messages, or a text, which makes one message.
+        column: the package's own name of the column.
+        where: the record's place in the data, for error messages.
+        role: the role of a text's message; None if texts are not allowed.
 
     Raises:
-        InputError: they are none, or one has something that no chat has.
+        InputError: the value is no list of messages, or a message has a wrong content, tool call or weight.
     """
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         text = "" if role is None else "a text or "
         raise InputError(f"{where}: {column} must be {text}a list of objects with role and content")
-    # A template may ask whether there is no content, so that stays.
+    # A null content stays: a template may ask for it.
     messages = [{k: _without_nulls(v) for k, v in m.items() if v is not None or k == "content"} for m in value]
     for turn, message in enumerate(messages):
         _check_message(message, turn, where)
@@ -102,16 +104,15 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def checked_tools(value: Any, name: str, where: str) -> tuple[dict[str, Any], ...]:
-    """Tools of a record: a list of JSON schemas without keys that are null, or JSON of one as it is; none where there
-    are none.
+    """Checked tools of a record: JSON schemas. Keys whose value is null are left out, except in JSON.
 
     Args:
-        value: of the column.
-        name: of the column in the data.
-        where: in the data, for messages of errors.
+        value: the column's value in the record: a list of JSON schemas, JSON of such a list, or None.
+        name: the column's name in the data.
+        where: the record's place in the data, for error messages.
 
     Raises:
-        InputError: they are something else.
+        InputError: the value is something else.
     """
     if isinstance(value, str) and value.strip():
         try:
@@ -132,14 +133,14 @@ def checked_tools(value: Any, name: str, where: str) -> tuple[dict[str, Any], ..
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without keys that are null, at any depth."""
+    """A copy of a value without keys whose value is null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def function_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """What has the name of a tool or of a call of it: its `function`, or itself."""
+    """The object that holds the name of a tool or of a tool call: its `function`, or the tool or call itself."""
     return tool.get("function", tool)
 
 

@@ -1,4 +1,4 @@
-"""Prompts for rollouts: one endless stream, the same on every rank and in every run."""
+"""Prompts for rollouts: an endless stream that is the same on every rank and in every run."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ class Prompt:
     """One prompt of the stream.
 
     Attributes:
-        token_ids: up to where the assistant writes.
-        example: the record, for reward functions.
-        number: its place in the stream.
+        token_ids: token ids of the prompt, ready for the assistant's turn.
+        example: the record, as reward functions get it.
+        number: the prompt's place in the stream.
     """
 
     token_ids: list[int]
@@ -29,17 +29,17 @@ class Prompt:
 
 
 class PromptStream:
-    """Draws prompts; those that are too long are passed over and counted.
+    """Draws prompts. Prompts that are too long are left out and counted.
 
     Args:
-        sources: where records come from.
-        chat: makes token ids of messages.
-        max_tokens: longest prompt.
-        seed: of the order; None keeps that of the files.
+        sources: configs of the sources of the records.
+        chat: makes token ids of chats.
+        max_tokens: most tokens of a prompt.
+        seed: the seed of the order; None keeps the order of the files.
 
     Attributes:
-        num_drawn: records drawn so far, from all of which a run can go on.
-        num_overlong: of them, those passed over.
+        num_drawn: number of records drawn so far.
+        num_overlong: number of these that were left out as too long.
     """
 
     def __init__(self, sources: Sequence[SourceConfig], chat: ChatTokenizer, max_tokens: int, seed: int | None):
@@ -49,7 +49,11 @@ class PromptStream:
         self._draws = self._stream()
 
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts that fit."""
+        """The next `count` prompts that are short enough.
+
+        Raises:
+            InputError: no prompt is short enough.
+        """
         taken: list[Prompt] = []
         passed_over = 0
         while len(taken) < count:
@@ -80,7 +84,7 @@ class PromptStream:
         return Prompt(self.chat.opening(chat, where), read_example(record, config), number)
 
     def every_prompt(self) -> list[Prompt]:
-        """Each record once, in the order of the files, less those that are too long."""
+        """All prompts that are short enough, each once, in the order of the files."""
         draws = [(source, place) for source, size in enumerate(self.sources.sizes) for place in range(size)]
         prompts = [self.prompt(draw, number) for number, draw in enumerate(draws)]
         return [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_tokens]

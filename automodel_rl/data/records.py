@@ -1,4 +1,4 @@
-"""What a record must hold: a chat, a pair of completions, or a prompt. Columns are named as in TRL."""
+"""Reading of records: a record holds a chat, a pair of completions, or a prompt. Columns are named as in TRL."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from automodel_rl.errors import InputError
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better completion, and with a worse one."""
+    """A prompt with a better completion, and the same prompt with a worse one."""
 
     chosen: Chat
     rejected: Chat
@@ -28,14 +28,14 @@ OF_MESSAGES: tuple[Column, ...] = ("messages", "prompt", "chosen", "rejected")
 """Columns that hold messages."""
 
 Reader = Callable[[dict[str, Any], SourceConfig, str], Chat | Pair]
-"""(record, its source's config, where it is) -> what the record holds."""
+"""A function that reads a record. Its arguments are the record, its source's config, and its place in the data."""
 
 
 def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
     """The chat of a record.
 
     Raises:
-        InputError: no messages, or none by the assistant.
+        InputError: there are no messages, no turn of the assistant, or no trained turn.
     """
     messages = _messages(record, config, "messages", where)
     messages = _with_images(messages, record, config, where)
@@ -53,8 +53,11 @@ def _with_trained(chat: Chat, where: str) -> Chat:
 
 
 def _with_images(messages: list[Message], record: dict[str, Any], config: SourceConfig, where: str) -> list[Message]:
-    """The messages with the path of its picture in every part of type image: of the column `images`, in order, or what
-    the part has itself. Paths that are not whole begin at the data file's folder."""
+    """The messages, in which every part of type image has its picture under the key `path`.
+
+    A part may name its picture itself. Otherwise pictures come from the column `images`, in order. Relative paths begin
+    at the data file's folder.
+    """
     images, name = _optional(record, config, "images")
     images = iter([] if images is None else images if isinstance(images, list) else [images])
 
@@ -81,12 +84,15 @@ def _with_images(messages: list[Message], record: dict[str, Any], config: Source
 
 
 def _picture(source: Any, folder: Path, where: str) -> Any:
-    """A picture's whole path, its bytes, or a picture that a dataset has opened.
+    """A picture: its absolute path, its bytes, or the picture itself if a dataset has opened it.
 
     Args:
-        source: one of these, or what datasets make of an image: its `bytes` and its `path`.
-        folder: where paths begin that are not whole.
-        where: in the data, for messages.
+        source: one of these with any path, or a mapping with `bytes` and `path`, as datasets store an image.
+        folder: the folder at which relative paths begin.
+        where: the record's place in the data, for error messages.
+
+    Raises:
+        InputError: there is no such file, or the source is something else.
     """
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path")
@@ -103,10 +109,10 @@ def _picture(source: Any, folder: Path, where: str) -> Any:
 
 
 def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
-    """Prompt, chosen and rejected of a record, each messages or a text.
+    """The pair of a record, from its columns prompt, chosen and rejected. Each holds messages or a text.
 
     Raises:
-        InputError: one is missing, or a completion does not end with the assistant.
+        InputError: a column is missing, or a completion does not end with a turn of the assistant that is trained.
     """
     prompt = _messages(record, config, "prompt", where, role="user")
     tools = _tools(record, config, where)
@@ -121,10 +127,10 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
 
 
 def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
-    """The prompt of a record, messages or a text.
+    """The prompt of a record, from messages or a text.
 
     Raises:
-        InputError: it is missing or empty, or the assistant spoke last.
+        InputError: the prompt is missing or empty, or its last turn is the assistant's.
     """
     prompt = _messages(record, config, "prompt", where, role="user")
     if not prompt or prompt[-1]["role"] == "assistant":
@@ -142,10 +148,13 @@ def read_example(record: dict[str, Any], config: SourceConfig) -> dict[str, Any]
 
 
 def check_data(config: RunConfig) -> list[tuple[Chat, str]]:
-    """Reads every record of a run, so that bad ones are known before anything starts.
+    """Reads every record of a run, so that a wrong record is found before anything starts.
 
     Returns:
-        The first chat of each kind, and where it is: what a chat template must be able to write.
+        The first chat of each kind, with its place in the data. The chat template must be able to write all of them.
+
+    Raises:
+        InputError: a record is wrong, or no record has a column or key that the config names.
     """
     if isinstance(config, GRPOConfig):
         needs_answer = next((r.function for r in config.rewards if r.function in NEED_ANSWER), None)
@@ -159,7 +168,7 @@ def check_data(config: RunConfig) -> list[tuple[Chat, str]]:
 
 
 def check_records(sources: Sequence[SourceConfig], read: Reader) -> list[tuple[Chat, str]]:
-    """Reads every record of some sources; what it returns is as of `check_data`."""
+    """Reads every record of some sources. It returns and raises the same as `check_data`."""
     first: dict[Any, tuple[Chat, str]] = {}
     for config in sources:
         source = open_source(config)
@@ -170,7 +179,7 @@ def check_records(sources: Sequence[SourceConfig], read: Reader) -> list[tuple[C
                 first.setdefault(kind_of(chat), (chat, place))
             missing = {column: name for column, name in missing.items() if name not in record}
             unseen = unseen - _names(record, config) if unseen else unseen
-        for column, name in missing.items():  # one that must be there is missed in the first record
+        for column, name in missing.items():  # only optional columns: a required one has raised at the first record
             raise InputError(
                 f"{config.path}: no record has the column {name!r}, which columns name for the {column}: name another, "
                 "or leave it out"
@@ -184,7 +193,7 @@ def check_records(sources: Sequence[SourceConfig], read: Reader) -> list[tuple[C
 
 
 def chats_of(held: Chat | Pair, where: str) -> list[tuple[Chat, str]]:
-    """The chats of what a record holds, and where each is."""
+    """The chats of a record, one or two, each with its place in the data."""
     if isinstance(held, Chat):
         return [(held, where)]
     return [(held.chosen, f"{where}, chosen"), (held.rejected, f"{where}, rejected")]
@@ -203,7 +212,7 @@ def _read_prompt_with_answer(reward: str, record: dict[str, Any], config: Source
 def _messages(
     record: dict[str, Any], config: SourceConfig, column: Column, where: str, role: str | None = None
 ) -> list[Message]:
-    """Of a column, without the keys that are ignored."""
+    """The messages of a column, without the keys that the source's config ignores."""
     value = _column(record, config, column, where)
     if isinstance(value, list):
         value = [{k: v for k, v in m.items() if k not in config.ignore} if isinstance(m, dict) else m for m in value]
@@ -211,14 +220,14 @@ def _messages(
 
 
 def _names(record: dict[str, Any], config: SourceConfig) -> set[str]:
-    """Of its columns, and of the keys of its messages."""
+    """Names of a record's columns, and of the keys of its messages."""
     values = (record.get(config.columns.get(column, column)) for column in OF_MESSAGES)
     messages = itertools.chain.from_iterable(value for value in values if isinstance(value, list))
     return {*record, *itertools.chain.from_iterable(m for m in messages if isinstance(m, dict))}
 
 
 def _optional(record: dict[str, Any], config: SourceConfig, column: Column) -> tuple[Any, str]:
-    """What a column has, None where it is not there or ignored, and its name in the data."""
+    """The value of a column, None if it is missing or ignored, and the column's name in the data."""
     name = config.columns.get(column, column)
     return None if name in config.ignore else record.get(name), name
 

@@ -1,4 +1,4 @@
-"""Which records make up each global batch: a fixed stream of draws, the same on every rank and in every run."""
+"""Sampling of the records of each global batch: a stream of draws that is the same on every rank and in every run."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,16 +9,16 @@ import numpy as np
 from automodel_rl.batch import DataShare
 
 Draw = tuple[int, int]
-"""Source, and record in it."""
+"""The number of a source, and the number of a record in it."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """In which order records are drawn, and for how long.
+    """The order in which records are drawn, and the length of the stream.
 
     Attributes:
-        seed: of the order; None keeps that of the sources.
-        epochs: passes over the data after which the stream ends; None never ends it.
+        seed: the seed of the order; None keeps the order of the sources.
+        epochs: number of passes over the data after which the stream ends; None for an endless stream.
     """
 
     seed: int | None = None
@@ -26,17 +26,18 @@ class Order:
 
 
 class BatchSampler:
-    """For every step the draws of one data rank: every `num_data_ranks`-th of the global batch.
+    """Yields one data rank's draws of each global batch. Draws are dealt to the data ranks in turn.
 
-    Sources are interleaved so that after any number of draws each has its share, to within one. Inside a source, every
-    record comes once before any comes again.
+    Sources are interleaved: after any number of draws, each source has had its share of them, to within one. Within a
+    source, every record is drawn once before any is drawn again.
 
     Args:
-        sizes: records of every source.
-        weights: share of every source; None stands for its size, so that without weights an epoch is exact.
-        batch_size: draws of a global batch.
-        order: in which records are drawn.
-        share: of which data rank the draws come out; by default there is one.
+        sizes: number of records of every source.
+        weights: relative share of every source in the draws. None stands for the source's size; without any weights, an
+            epoch has every record exactly once.
+        batch_size: number of draws of a global batch.
+        order: the order of the draws.
+        share: the data rank whose draws are yielded; by default there is only one.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class BatchSampler:
         self.share = share or DataShare()
 
     def __len__(self) -> int:
-        """Batches of the stream, the last one perhaps smaller."""
+        """Number of global batches of the stream. The last one may be smaller."""
         if self.num_draws is None:
             raise TypeError("a stream without a number of epochs has no length")
         return math.ceil(self.num_draws / self.batch_size)

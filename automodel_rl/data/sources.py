@@ -1,4 +1,4 @@
-"""Records of JSON-lines files and of datasets, by source and number."""
+"""Sources of records: JSON-lines files and datasets."""
 
 import itertools
 import json
@@ -14,22 +14,22 @@ from automodel_rl.data.sampler import Draw
 from automodel_rl.errors import InputError
 
 MOST_FILES = 250_000
-"""In a dataset's folder."""
+"""Most files that a dataset's folder may hold."""
 
 
 class Source(Protocol):
-    """A sequence of records that can say where each comes from."""
+    """A sequence of records, with the place of each for error messages."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int) -> dict[str, Any]: ...
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
     def where(self, number: int) -> str:
-        """File and line, or dataset and record, for messages."""
+        """A record's place, for error messages: file and line, or dataset and record."""
         ...
 
 
 class JsonLines:
-    """A JSON-lines file. Only the places of its lines are in memory; a record is read when it is asked for."""
+    """A JSON-lines file. Only the places of its lines are kept in memory. A record is read when it is needed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -74,7 +74,7 @@ class JsonLines:
 
 
 class HubDataset:
-    """A split of a dataset that `datasets.load_dataset` opens: an id of the hub, or a folder."""
+    """A split of a dataset that `datasets.load_dataset` opens, by its hub id or its folder."""
 
     def __init__(self, path: str, split: str):
         from datasets import load_dataset  # takes seconds, and only dataset ids need it
@@ -103,17 +103,17 @@ class HubDataset:
 
 
 class Sources:
-    """Several sources. Picklable, as worker processes need it.
+    """Several sources. They can be pickled, so that worker processes can use them.
 
     Args:
-        configs: of the sources.
+        configs: configs of the sources.
 
     Attributes:
-        sizes: number of records of each.
-        weights: as configured.
+        sizes: number of records of each source.
+        weights: weight of each source in the config, or None.
 
     Raises:
-        InputError: one cannot be opened, or is empty.
+        InputError: a source cannot be opened, or is empty.
     """
 
     def __init__(self, configs: Sequence[SourceConfig]):
@@ -122,7 +122,7 @@ class Sources:
         self.weights = [config.weight for config in configs]
 
     def find(self, draw: Draw) -> tuple[dict[str, Any], SourceConfig, str]:
-        """A record, the config of its source, and where it is: what a `Reader` takes."""
+        """A record, the config of its source, and its place in the data: the arguments of a `Reader`."""
         source, number = draw
         return self._opened[source][number], self._configs[source], self._opened[source].where(number)
 
@@ -137,7 +137,7 @@ def open_source(config: SourceConfig) -> Source:
 
 
 def _refuse_crowded(folder: Path) -> None:
-    """Raises InputError for a folder such as `/`, which `datasets` would look through for hours."""
+    """Raises InputError for a folder with very many files, such as `/`: `datasets` would search it for hours."""
     files = (name for _, _, names in os.walk(folder) for name in names)
     if next(itertools.islice(files, MOST_FILES, None), None) is not None:
         raise InputError(
@@ -146,7 +146,7 @@ def _refuse_crowded(folder: Path) -> None:
 
 
 def _with_closed_images(records: Any) -> Any:
-    """A dataset that gives images as bytes or paths: they are opened where they are encoded."""
+    """The dataset with images as bytes or paths. Images are opened only on the ranks that encode them."""
     from datasets import Image, List
 
     for name, feature in records.features.items():

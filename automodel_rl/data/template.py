@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: what it makes of chats, and what of them it leaves out."""
+"""A tokenizer's chat template: writes chats, and finds parts of a chat that the template leaves out."""
 
 import json
 import re
@@ -14,31 +14,31 @@ from automodel_rl.data.messages import Chat, Message, function_of
 from automodel_rl.errors import InputError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Opens the part of a template that the assistant writes."""
+"""Pattern of the mark in a template that begins what the assistant writes."""
 
 PROBE = "xyzzy"
-"""A text that no template writes by itself."""
+"""A text that no template contains."""
 
 MARK = re.compile(f"{PROBE}([0-9]+){PROBE}")
-"""What a numbered place is marked with."""
+"""Pattern of a mark: the text that is added to a numbered place of a chat."""
 
 LINKS = ("name", "tool_call_id")
-"""Keys of a tool's message that say which call it answers, which its place says, too."""
+"""Keys of a tool's message that name the call it answers. The message's place says the same."""
 
 REMEDY = "give data.chat_template a template that writes it, or remove it from the data"
-"""Of what a template leaves out."""
+"""The remedy for a part that a template leaves out."""
 
 Tree = dict[str, Any]
-"""`messages` and `tools` of a chat."""
+"""The `messages` and `tools` of a chat."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """Something in a chat that the template should write.
+    """A value in a chat that the template should write.
 
     Attributes:
-        path: to it in the tree.
-        before: of the text at that place only what comes before this is meant; all of it if empty.
+        path: the keys and places that lead to the value in the tree.
+        before: if not empty, the leaf is only the part of the text before this mark.
     """
 
     path: tuple[str | int, ...]
@@ -46,7 +46,7 @@ class Leaf:
 
     @property
     def turn(self) -> int:
-        """Of the message it is in; -1 for a tool."""
+        """Place of the message that holds the leaf; -1 for a tool."""
         return int(self.path[1]) if self.path[0] == "messages" else -1
 
     @property
@@ -58,11 +58,13 @@ class ChatTemplate:
     """Writes chats as text and as tokens.
 
     Args:
-        tokenizer: with a chat template.
-        sees_images: the model reads images.
+        tokenizer: a tokenizer with a chat template.
+        sees_images: whether the model reads images.
 
     Attributes:
         has_marks: whether the template marks what the assistant writes.
+        reads_parts_only: whether contents must be lists of parts.
+        quotes_arguments: whether arguments of calls must be objects, not JSON.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sees_images: bool):
@@ -73,15 +75,18 @@ class ChatTemplate:
         self._accepted: set[Any] = set()
 
     def encode(self, chat: Chat, where: str, **options: Any) -> Any:
-        """What the tokenizer gives for a chat.
+        """A chat, written by the template and tokenised.
 
         Args:
-            chat: to write.
-            where: in the data, for messages.
-            options: of `apply_chat_template`.
+            chat: the chat to write.
+            where: its place in the data, for error messages.
+            options: further arguments of `apply_chat_template`.
+
+        Returns:
+            The tokenizer's mapping, with `input_ids`.
 
         Raises:
-            InputError: the template refuses it.
+            InputError: the template refuses the chat, or it has images and the model cannot read them.
         """
         if not self.sees_images and image_parts(chat.messages):
             raise InputError(f"{where}: has an image, and the model only reads text: use a vision-language model")
@@ -90,15 +95,20 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 tree["messages"], tools=tree["tools"] or None, tokenize=True, return_dict=True, **options
             )
-        except Exception as error:  # a template is a program of its own and raises what it likes
+        except Exception as error:  # a template is a program, and may raise any error
             raise InputError(f"{where}: the chat template refuses these messages ({error})") from None
 
     def check(self, chat: Chat, where: str, add_generation_prompt: bool = False) -> None:
-        """Raises InputError if the template leaves out something of a chat that it can `encode`.
+        """Raises InputError if the template leaves out a part of a chat that it can `encode`.
 
-        All texts are marked and the chat written once more. What does not come out is looked at by itself: if the text
-        changes with it, the template reads it. This costs more texts, so it is done once for all that is in the same
-        situation.
+        All leaves get a mark, and the template writes the chat. Each leaf whose mark is missing in the result is then
+        changed alone: if the result changes, the template reads the leaf. This second test writes the chat again for
+        each such leaf, so it is done only once for all leaves in the same situation.
+
+        Args:
+            chat: the chat.
+            where: its place in the data, for error messages.
+            add_generation_prompt: write the chat ready for the assistant's next turn.
         """
         tree = self._tree(chat)
         leaves = [*_leaves(tree)]
@@ -114,8 +124,11 @@ class ChatTemplate:
             self._accepted.add(situation)
 
     def _may_forget(self, chat: Chat, leaf: Leaf) -> bool:
-        """Whether this is a thought of a turn before the user's last, where templates write it no more: of a turn that
-        is not trained, or says more, and whose thoughts the template writes while it is the last."""
+        """Whether a template may leave out a leaf: a thought in a turn before the user's last message.
+
+        If the turn is trained, it must also have a text or a call besides the thought, and the template must write the
+        thought when the chat ends with that turn.
+        """
         if not leaf.is_thought or leaf.turn not in chat.turns or leaf.turn > chat.last_of_user:
             return False
         if leaf.turn not in chat.trained:
@@ -123,12 +136,13 @@ class ChatTemplate:
         return says_more(chat.messages[leaf.turn]) and self._reads(self._tree(chat.until(leaf.turn + 1)), leaf)
 
     def _reads(self, tree: Tree, leaf: Leaf, add_generation_prompt: bool = False) -> bool:
-        """Whether the text differs if only this does."""
+        """Whether the template's text changes when only this leaf is changed."""
         changed = self._text(_marked(tree, {leaf: PROBE}), add_generation_prompt)
+        # A template that raises has read the change.
         return changed is None or changed != self._text(tree, add_generation_prompt)
 
     def _text(self, tree: Tree, add_generation_prompt: bool = False) -> str | None:
-        """What the template writes; None if it raises, for which it must have read something."""
+        """The text that the template writes; None if it raises."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -142,7 +156,7 @@ class ChatTemplate:
             return None
 
     def _reads_parts_only(self) -> bool:
-        """Whether contents must be lists of parts, as with some models that read images."""
+        """Whether contents must be lists of parts, as for some models that read images."""
         roles = ("user", "assistant")
         texts = [{"role": role, "content": PROBE} for role in roles]
         num_texts, num_parts = (
@@ -152,7 +166,7 @@ class ChatTemplate:
         return num_texts < len(roles) <= num_parts
 
     def _quotes_arguments(self) -> bool:
-        """Whether JSON in arguments comes out as JSON of a text, so that they must be objects."""
+        """Whether the template writes JSON arguments as a quoted text. Then arguments must be objects."""
         function = {"name": PROBE, ARGUMENTS: json.dumps({PROBE: PROBE})}
         calls = [{"id": "123456789", "type": "function", "function": function}]
         messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "", "tool_calls": calls}]
@@ -168,13 +182,13 @@ class ChatTemplate:
 
 
 def _in_parts(message: Message) -> Message:
-    """A message whose content is a list of parts."""
+    """The message with a list of parts for content."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _in_one(message: Message) -> Message:
-    """A message whose content is one text, if its parts are texts."""
+    """The message with one text for content, if all its parts are texts."""
     content = message.get("content")
     if not isinstance(content, list) or any(part["type"] != "text" for part in content):
         return message
@@ -182,7 +196,7 @@ def _in_one(message: Message) -> Message:
 
 
 def _with_objects(message: Message) -> Message:
-    """A message whose calls have objects for arguments where these are JSON of one."""
+    """The message with objects for the arguments of its calls, if they are JSON of objects."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -202,7 +216,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def _leaves(tree: Tree) -> Iterator[Leaf]:
-    """All that the template should write. What is empty or false says nothing."""
+    """All values that the template should write, except those that are empty or false."""
     for number, tool in enumerate(tree["tools"]):
         yield Leaf(("tools", number, *_function_path(tool), "name"))
     for turn, message in enumerate(tree["messages"]):
@@ -242,8 +256,10 @@ def _function_path(tool: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _situation(chat: Chat, leaf: Leaf) -> tuple[Any, ...]:
-    """All that a template may go by when it writes or forgets something, but the texts. Of several places in a list
-    only the first may be treated otherwise."""
+    """Everything that may decide whether a template writes a leaf, except texts.
+
+    In a list, only the first place is distinguished from the others.
+    """
     path = tuple(min(step, 1) if isinstance(step, int) else step for step in leaf.path)
     if leaf.turn < 0:
         return path
@@ -259,20 +275,21 @@ def _mark(number: int) -> str:
 
 
 def _at(tree: Any, path: Sequence[str | int]) -> Any:
-    """What is in one place."""
+    """The value at a path of the tree."""
     for step in path:
         tree = tree[step]
     return tree
 
 
 def _takes_mark(tree: Tree, leaf: Leaf) -> bool:
-    """Whether a mark can be added to it."""
+    """Whether a mark can be added to the leaf."""
     value = _at(tree, leaf.path)
     return isinstance(value, str) or (isinstance(value, dict) and leaf.path[-1] == ARGUMENTS)
 
 
 def _marked(tree: Tree, marks: dict[Leaf, str]) -> Tree:
-    """A copy of the tree with marks: more text, one more argument, and nothing in place of what takes no mark."""
+    """A copy of the tree with marks. A text gets more text, arguments get one more, and any other value becomes
+    None."""
     copy: Tree = _copied(tree)
     for leaf, mark in marks.items():
         *path, key = leaf.path
@@ -282,7 +299,7 @@ def _marked(tree: Tree, marks: dict[Leaf, str]) -> Tree:
 
 
 def _copied(value: Any) -> Any:
-    """Of objects and lists copies, and what they hold."""
+    """A copy of all objects and lists in a value; other values stay as they are."""
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     return [_copied(inner) for inner in value] if isinstance(value, list) else value
@@ -304,6 +321,6 @@ def _label(chat: Chat, leaf: Leaf) -> str:
 
 
 def _ignore(leaf: Leaf) -> str:
-    """The remedy more that there is for all but contents."""
+    """The second remedy in an error message, which exists for everything but contents."""
     name = "tools" if leaf.turn < 0 else leaf.path[2]
     return "" if name == "content" else f", or pass it over with ignore: [{name}] of the source"

@@ -27,17 +27,17 @@ LOGPROBS = Readout()
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """What came of one step over the global batch; equal on every rank.
+    """The result of one optimizer step over the global batch; equal on every rank.
 
     Attributes:
-        loss: each of the loss's sums divided by its global count, added up.
+        loss: the loss of the global batch: each of its sums divided by that sum's global count, all added up.
         grad_norm: global gradient norm before clipping.
         num_tokens: tokens that counted in the loss.
         lr: learning rate of the step.
         skipped: True when no weight changed: loss or gradient were not finite, or there was nothing to train.
-        nothing_to_train: True when the global batch had no microbatches, or no trained token and no gradient: the
-            optimizer would have moved the weights by what it remembers of earlier steps.
-        metrics: the loss's own metrics.
+        nothing_to_train: True when the global batch had no microbatches, or no trained token and no gradient. A step
+            would have moved the weights only by the optimizer's memory of earlier steps.
+        metrics: the loss's own metrics and, for a mixture, those of its routers.
 
     Example:
         >>> TrainOutput(loss=0.5, grad_norm=1.0, num_tokens=2, lr=1e-5, skipped=False).metrics
@@ -58,14 +58,14 @@ class Engine:
 
     Args:
         handle: the model.
-        optimizer: which one, its settings and its schedule.
-        total_steps: length of the run, for a decaying learning rate.
+        optimizer: the optimizer's kind and settings, and the schedule of its learning rate.
+        total_steps: number of optimizer steps of the run; needed if the learning rate decays.
 
     Attributes:
-        keep_microbatches_in: folder for the microbatches of the step at which training has diverged; None keeps none.
+        keep_microbatches_in: folder for the microbatches of the step at which training diverged; None keeps none.
 
     Raises:
-        InputError: the learning rate decays and there are no `total_steps`.
+        InputError: the learning rate decays and `total_steps` is missing.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ class Engine:
     def __init__(self, handle: ModelHandle, optimizer: OptimizerConfig | None = None, total_steps: int | None = None):
         self.handle, self.runner = handle, StepRunner(handle)
         self.config = optimizer or OptimizerConfig(decay="constant")
-        learning_rate(self.config, self.config.warmup_steps, total_steps)  # refuses a decay without an end
+        learning_rate(self.config, self.config.warmup_steps, total_steps)  # raises if the rate decays without an end
         self.total_steps = total_steps
         parts = [(part, component.layout.group_of) for component in handle.components for part in component.parts]
         self.optimizer = ModelOptimizer(parts, OPTIMIZERS[self.config.name], self.config)
@@ -95,20 +95,21 @@ class Engine:
     def train_step(
         self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout = LOGPROBS
     ) -> TrainOutput:
-        """One optimizer step over the global batch.
+        """Takes one optimizer step over the global batch.
 
         Args:
             microbatches: this data rank's microbatches, on the host; every data rank has equally many (see `pack`).
             loss_fn: gives sums over a microbatch; `PPLossAdapter` divides them by the counts of the global batch.
-            readout: what the loss gets of every token.
+            readout: what the loss gets for every token.
 
         Returns:
             Loss, gradient norm and metrics, equal on every rank.
 
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
-            MicrobatchError: a forward, loss or backward has failed; of a loss on every rank. The weights are as before.
-            TrainingDivergedError: too many steps in a row were not finite.
+            MicrobatchError: a forward, loss or backward failed. Every rank raises if it was a loss. The weights are as
+                before.
+            TrainingDivergedError: the loss or gradient was not finite in too many steps in a row.
         """
         agreed = self.runner.global_batch(microbatches)
         lr = learning_rate(self.config, self.step, self.total_steps)
@@ -140,7 +141,7 @@ class Engine:
         Args:
             microbatches: this data rank's microbatches; every data rank has equally many.
             loss_fn: gives sums over a microbatch.
-            readout: what the loss gets of every token.
+            readout: what the loss gets for every token.
 
         Returns:
             The loss and its metrics, equal on every rank.
@@ -163,8 +164,8 @@ class Engine:
             temperature: the logits are divided by it.
 
         Returns:
-            For each sequence, in the order in which microbatches hold them, a tensor [n] aligned with its tokens, fp32
-            or float64; the first entry is 0.
+            A tensor [n] for each sequence, aligned with its tokens, fp32 or float64. Its first entry is 0. Sequences
+            come in the order in which the microbatches hold them.
         """
         outputs = self.runner.forward(microbatches, read_targets(Readout(temperature)))
         return [
@@ -178,7 +179,8 @@ class Engine:
 
         Args:
             microbatches: this data rank's microbatches.
-            name: in `values`, of a tensor [T] on the host, fp32 or float64, aligned with predicting positions.
+            name: the name that the log-probabilities get in `values`. They are a tensor [T] on the host, fp32 or
+                float64, aligned with predicting positions.
             temperature: the logits are divided by it.
         """
         outputs = self.runner.forward(microbatches, read_targets(Readout(temperature)))
@@ -188,13 +190,13 @@ class Engine:
         ]
 
     def sequence_scores(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Summed log-probability of the tokens in `loss_mask` of each sequence.
+        """Sum, for each sequence, of the log-probabilities of its tokens in `loss_mask`.
 
         Args:
             microbatches: this data rank's microbatches.
 
         Returns:
-            [N], fp32 or float64, in the order in which microbatches hold the sequences.
+            [N], fp32 or float64, in the order in which the microbatches hold the sequences.
         """
         outputs = self.runner.forward(microbatches, read_targets(LOGPROBS))
         on_device = (microbatch.to(self.handle.layout.device) for microbatch in microbatches)
@@ -212,12 +214,12 @@ class Engine:
 
         Args:
             microbatches: this data rank's microbatches.
-            k: how many.
+            k: how many logits to give for each token.
 
         Returns:
-            For each sequence, in the order in which microbatches hold them, two tensors [n, k] aligned with its tokens,
-            fp32 or float64 and int64: entry i is what the model says of token i; the first entry, which nothing
-            predicts, is 0.
+            Two tensors [n, k] for each sequence, aligned with its tokens: logits, fp32 or float64, and ids, int64.
+            Entry i is the prediction for token i; the first entry is 0, for nothing predicts the first token. Sequences
+            come in the order in which the microbatches hold them.
         """
 
         def both(hidden: Tensor, head: Head, _: LocalMicrobatch) -> Tensor:
@@ -239,7 +241,7 @@ class Engine:
             microbatches: this data rank's microbatches.
 
         Returns:
-            int64 [N], in the order in which microbatches hold the sequences.
+            int64 [N], in the order in which the microbatches hold the sequences.
         """
         outputs = self.runner.forward(microbatches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
         ends = [
@@ -251,9 +253,9 @@ class Engine:
 
     @contextlib.contextmanager
     def moments_on_device(self) -> Iterator[None]:
-        """Within this block the optimizer's moments are on the device; else they wait on the host, if so configured."""
+        """Brings the optimizer's moments to the device for this block. Then they go to the host, if so configured."""
         if self._offloaded is not None:
-            self._offloaded.restore()  # where it fails, all of them are still on the host
+            self._offloaded.restore()  # if it raises, all moments are still on the host
             self._offloaded = None
         try:
             yield

@@ -1,4 +1,4 @@
-"""The microbatches of a step that could not be trained on, in a file to look at."""
+"""Keeps microbatches that could not be trained on, in a file for inspection."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +12,13 @@ FIELDS = ("input_ids", "position_ids", "targets", "loss_mask", "cu_seqlens")
 
 
 def keep_microbatches(file: Path, microbatches: Sequence[Microbatch], about: dict[str, str]) -> None:
-    """Writes the token tensors and values of microbatches to a safetensors file, as `microbatch_N.NAME`.
+    """Writes the token tensors and values of microbatches to a safetensors file, as `row_N.NAME` for
+    microbatch N.
 
     Args:
-        file: replaced if it exists.
+        file: the file to write; replaced if it exists.
         microbatches: this data rank's microbatches.
-        about: what is said of them in the file's metadata.
+        about: facts of the step, for the file's metadata.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Tensors that wait on the host while their device memory is used for something else."""
+"""Offloading: tensors wait on the host while their device memory is used for something else."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ class Offloaded:
     """Moves the storage of tensors to the host, in place; they must not be used until `restore`.
 
     Args:
-        tensors: whole or sharded; of a sharded one this rank's shard moves. They come back bit for bit.
+        tensors: whole or sharded; only this rank's shard moves. They come back bit for bit.
     """
 
     @torch.no_grad()
@@ -27,7 +27,7 @@ class Offloaded:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Brings all tensors back, or, where it raises for want of memory, none: it can be called again."""
+        """Brings all tensors back. If memory runs out it raises and brings back none, and can be called again."""
         try:
             for storage, host in self._waiting:
                 storage.resize_(host.numel())

@@ -1,4 +1,4 @@
-"""The weights that training started from, for the reference policy."""
+"""The weights from which training started, for the reference policy."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from automodel_rl.parallel.sharding import local_tensor
 
 
 class ReferenceWeights:
-    """The weights that a model was loaded with, kept once on the host, every part's.
+    """A copy on the host of the weights that a model was loaded with, of all its parts.
 
-    Where adapters are trained, nothing is kept: the reference is the model without them.
+    If adapters are trained, there is no copy: the reference is the model without them.
 
     Args:
         handle: the model.
@@ -34,7 +34,7 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within this block the model has the reference weights; after it, bit for bit those it had before."""
+        """Gives the model the reference weights for this block. After it the model has its own again, bit for bit."""
         if self.handle.model.lora is not None:
             with without_adapters(self.handle.parts):
                 yield
@@ -47,7 +47,7 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchanges both sets, tensor by tensor, so that there are never more than two."""
+        """Exchanges the model's weights and the copies, tensor by tensor, so there are never more than two sets."""
         self.handle.before_change()
         for shard, copy in zip(self._shards, self._copies, strict=True):
             current = shard.clone()

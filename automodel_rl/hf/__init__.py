@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: names of their tensors, reading, writing, and tensors in packed buckets."""
+"""Hugging Face checkpoints: names of their tensors, reading, writing, and buckets of tensors."""

@@ -1,7 +1,8 @@
-"""A stage's tensors under their Hugging Face names, in packed buffers: cast on each rank, gathered in buckets.
+"""Buckets: buffers that hold a stage's whole tensors under their Hugging Face names.
 
-A bucket is filled by one collective for each mesh axis that cuts its tensors, however many they are. It holds stretches
-of whole tensors, back to back and of one dtype, and `Plan` says which: whoever reads a bucket needs nothing else.
+A bucket holds stretches of tensors, back to back and of one dtype. `Plan` says which they are; a receiver needs nothing
+else to read a bucket. Each rank casts its shards first. Then one collective for each mesh axis that cuts the tensors
+fills the bucket, however many tensors there are.
 """
 
 import functools
@@ -27,9 +28,9 @@ class TensorSpec:
     """A whole tensor of a checkpoint.
 
     Attributes:
-        name: in the checkpoint.
-        shape: of the whole.
-        dtype: that it is sent in.
+        name: its name in the checkpoint.
+        shape: its whole shape.
+        dtype: the dtype in which it is sent.
     """
 
     name: str
@@ -46,13 +47,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of a tensor in a bucket, in elements.
+    """A stretch of a tensor in a bucket. All numbers are in elements.
 
     Attributes:
-        tensor: its place in `Plan.tensors`.
-        start: where the stretch begins in the flattened tensor.
-        count: its length.
-        offset: where it begins in the bucket.
+        tensor: the tensor's index in `Plan.tensors`.
+        start: the stretch's first element in the flattened tensor.
+        count: the length of the stretch.
+        offset: the stretch's first element in the bucket.
     """
 
     tensor: int
@@ -63,12 +64,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a filled buffer holds, from its first byte on.
+    """The content of a filled buffer, from its first byte on.
 
     Attributes:
-        dtype: of all its chunks.
-        numel: elements in it.
-        chunks: in the order of their offsets, without gaps.
+        dtype: the dtype of all chunks.
+        numel: number of elements.
+        chunks: the chunks, in the order of their offsets and without gaps.
     """
 
     dtype: torch.dtype
@@ -86,14 +87,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a sender sends, bucket after bucket: together every tensor exactly once."""
+    """The tensors that a sender sends, and its buckets in order. Together these hold every tensor exactly once."""
 
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[Bucket, ...]
 
     @property
     def largest_bucket(self) -> int:
-        """Bytes that a buffer must have."""
+        """Size in bytes that a buffer needs."""
         return max((bucket.num_bytes for bucket in self.buckets), default=0)
 
     @property
@@ -106,10 +107,10 @@ class Source:
     """A tensor of the model on this rank.
 
     Attributes:
-        name: in the model.
-        tensor: the parameter or buffer, of which this rank holds a shard or all.
-        dtype: that it is sent in.
-        read: gives this rank's shard, of any dtype.
+        name: its name in the model.
+        tensor: the parameter or buffer; this rank holds a shard of it or all of it.
+        dtype: the dtype in which it is sent.
+        read: gives the values of this rank's shard, of any dtype.
     """
 
     name: str
@@ -119,13 +120,13 @@ class Source:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: torch.dtype) -> "Source":
-        """A tensor that is sent as it is."""
+        """A source that sends the tensor's own values."""
         return cls(name, tensor, dtype, functools.partial(local_tensor, tensor))
 
 
 @dataclass(frozen=True)
 class _Region:
-    """A box of a source that is a stretch of memory, and where it lies in its bucket."""
+    """A box of a source that is one stretch of memory, and its offset in a bucket."""
 
     source: int
     box: Box
@@ -136,19 +137,19 @@ class _Region:
         return _sizes(self.box)
 
     def within(self, elements: Tensor) -> Tensor:
-        """Its part of a bucket's elements."""
+        """The region's part of a bucket's elements."""
         return elements[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
 
 
 @dataclass
 class _OpenBucket:
-    """A bucket that regions are still added to.
+    """A bucket that is still being filled with regions.
 
     Attributes:
         axes: mesh axes that cut its tensors.
-        dtype: of all of them.
-        numel: elements so far.
-        regions, chunks: what they are.
+        dtype: the dtype of all its tensors.
+        numel: number of elements so far.
+        regions, chunks: the regions and chunks so far.
     """
 
     axes: tuple[str, ...]
@@ -159,7 +160,7 @@ class _OpenBucket:
 
 
 _Share = list[tuple[_Region, Box]]
-"""What a rank holds of a bucket: boxes within regions, which it sends one behind the other."""
+"""A rank's share of a bucket: regions, and the box of each that the rank holds. It sends these boxes back to back."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,8 @@ class _Gathering:
 
     Attributes:
         axes: mesh axes that cut its tensors.
-        shares: of every rank along the axes.
-        own: sources, and the boxes of this rank's shards that it sends, in order.
+        shares: the share of every rank along the axes.
+        own: this rank's share, in order: the index of a source, and a box of this rank's shard of it.
     """
 
     axes: tuple[str, ...]
@@ -178,14 +179,14 @@ class _Gathering:
 
 
 class StageBuckets:
-    """Packs the tensors of this rank's stages. Every rank of the stage has one of the same tensors.
+    """Packs the tensors of this rank's stages into buckets. All ranks of a stage build it from the same tensors.
 
     Args:
-        sources: this rank's, in an order that all ranks of the stage share.
-        family: the model's, for names.
+        sources: this rank's sources, in an order that all ranks of the stage share.
+        family: the model's family, which decides the names.
         layout: this rank's place.
-        most_bytes: of a bucket. A tensor that is larger takes several, or with `whole` one of its own size.
-        whole: never cut a tensor of the checkpoint.
+        most_bytes: largest size of a bucket. A larger tensor takes several, or with `whole` one of its own size.
+        whole: whether every tensor of the checkpoint has to be in one bucket.
 
     Attributes:
         plan: what the buckets hold.
@@ -207,14 +208,14 @@ class StageBuckets:
         self.plan = Plan(tuple(tensors), tuple(Bucket(b.dtype, b.numel, tuple(b.chunks)) for b in full))
 
     def reread(self, sources: Sequence[Source]) -> None:
-        """Reads the same tensors from new sources from here on."""
+        """Replaces the sources by others of the same tensors."""
         self.sources = list(sources)
 
     def targets(self, number: int, buffer: Tensor) -> list[Tensor]:
-        """Where in a buffer `pack` writes a bucket; may be kept as long as the buffer.
+        """Views of a buffer, into which `pack` writes a bucket. They may be kept as long as the buffer.
 
         Args:
-            number: of the bucket.
+            number: the bucket's index.
             buffer: uint8, of at least `plan.largest_bucket` bytes, on the layout's device.
         """
         whole = self.plan.buckets[number].elements(buffer)
@@ -226,11 +227,11 @@ class StageBuckets:
 
     @torch.no_grad()
     def pack(self, number: int, targets: list[Tensor]) -> None:
-        """Fills a buffer with a bucket, on all ranks of the stage. A collective of theirs where tensors are cut.
+        """Fills a buffer with a bucket, on all ranks of the stage. It is a collective of theirs if tensors are cut.
 
         Args:
-            number: of the bucket; every rank packs all buckets in order.
-            targets: of this bucket in the buffer.
+            number: the bucket's index; every rank packs all buckets in order.
+            targets: what `targets` gave for this bucket and the buffer.
         """
         gathering, bucket = self._gatherings[number], self.plan.buckets[number]
         own = list(self._own_shards(gathering))
@@ -253,7 +254,7 @@ class StageBuckets:
     def _place(
         self, number: int, source: Source, names: "_Names", open_: dict[Any, _OpenBucket]
     ) -> Iterator[_OpenBucket]:
-        """Adds a source to the open bucket of its kind; gives those that are full and leaves others in `open_`."""
+        """Adds a source to the open bucket of its kind. Yields full buckets; one that is not full stays in `open_`."""
         kind = sharded_axes(source.tensor), source.dtype
         capacity = self.most_bytes // source.dtype.itemsize
         shape = tuple(source.tensor.shape) or (1,)
@@ -277,7 +278,7 @@ class StageBuckets:
                 start = stop
 
     def _shares(self, regions: Sequence[_Region]) -> list[_Share]:
-        """What every rank along the axes holds of a bucket's regions."""
+        """The share of a bucket's regions that each rank along the axes holds."""
         num_ranks = len(self._boxes[regions[0].source])
         return [
             [
@@ -289,19 +290,19 @@ class StageBuckets:
         ]
 
     def _own(self, regions: Sequence[_Region]) -> list[tuple[int, Box]]:
-        """Sources, and the boxes within this rank's shards of them that it sends."""
+        """This rank's share of the regions: the index of a source, and a box of this rank's shard of it."""
         met = [(region.source, _overlap(region.box, self._own_boxes[region.source])) for region in regions]
         return [(source, _relative(box, self._own_boxes[source])) for source, box in met if box is not None]
 
     def _own_shards(self, gathering: _Gathering) -> Iterator[Tensor]:
-        """What this rank sends of a bucket. Each source is read once, for reading may be work, as merging is."""
+        """Tensors that this rank sends for a bucket. Each source is read only once, for a read may merge adapters."""
         for source, group in itertools.groupby(gathering.own, key=lambda pair: pair[0]):
             shard = self.sources[source].read().detach()
             yield from (shard[box] for _, box in group)
 
 
 class _Names:
-    """The checkpoint's tensors that a source is made of: stretches of its memory, in order."""
+    """The checkpoint's tensors that make up a source. They are stretches of its memory, in order."""
 
     def __init__(self, source: Source, family: str, first: int):
         self.shape = tuple(source.tensor.shape)
@@ -312,7 +313,7 @@ class _Names:
         self.ends = list(itertools.accumulate(math.prod(piece.shape) for piece in found))
 
     def chunks(self, box: Box, offset: int) -> Iterator[Chunk]:
-        """What lies in a box of the source that is a stretch of memory, which begins at `offset` of a bucket."""
+        """Chunks in a box of the source. The box is one stretch of memory and begins at `offset` of a bucket."""
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         start = sum(part.start * stride for part, stride in zip(box, strides, strict=True))
         stop = start + math.prod(_sizes(box))
@@ -325,7 +326,7 @@ class _Names:
 
 
 def whole_tensors(sources: Iterable[Source], family: str, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors of this rank's stages, on all of the stage's ranks. A collective of theirs."""
+    """Names and whole tensors of this rank's stages, on all ranks of the stage. A collective of these ranks."""
     buckets = StageBuckets(list(sources), family, layout, block_sizes.bucket_bytes, whole=True)
     for number, bucket in enumerate(buckets.plan.buckets):
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=layout.device)
@@ -336,13 +337,13 @@ def whole_tensors(sources: Iterable[Source], family: str, layout: Layout) -> Ite
 
 
 def _cut_dim(shape: Sequence[int], capacity: int) -> int:
-    """The dim to cut a tensor along, index by index of the dims before, so that one index of it fits into a bucket."""
+    """The dim along which to cut a tensor: the first of which one index fits into a bucket, else the last."""
     fitting = (dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= capacity)
     return next(fitting, len(shape) - 1)
 
 
 def _stretches(elements: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
-    """Tensors of these shapes, one behind the other in memory."""
+    """Views of elements as tensors of these shapes, back to back."""
     shapes = list(shapes)
     ends = itertools.accumulate(map(math.prod, shapes))
     return [elements[end - math.prod(shape) : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]
@@ -353,11 +354,11 @@ def _sizes(box: Box) -> tuple[int, ...]:
 
 
 def _overlap(one: Box, other: Box) -> Box | None:
-    """Where two boxes of a tensor meet."""
+    """The box in which two boxes of a tensor overlap; None if they do not."""
     met = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return met if all(part.start < part.stop for part in met) else None
 
 
 def _relative(box: Box, outer: Box) -> Box:
-    """A box in terms of one that holds it."""
+    """A box in the indices of an outer box that holds it."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint and the model's own, which differ where transformers fuses experts."""
+"""How a model's tensors become those of a Hugging Face checkpoint: by other names, and experts one by one."""
 
 import re
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ class Piece:
     """One tensor of a checkpoint, and the box of the model's tensor that it fills.
 
     Attributes:
-        name: in the checkpoint.
-        shape: in the checkpoint.
-        expert: index on the model tensor's first dim, where the checkpoint has one tensor for each expert.
-        rows: of the model tensor (or of its expert), all columns.
+        name: its name in the checkpoint.
+        shape: its shape in the checkpoint.
+        expert: index in the first dim of the model's tensor, if the checkpoint has a tensor for each expert; else None.
+        rows: the rows of the model's tensor (or of its expert) that it fills, with all columns.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Piece:
     rows: slice
 
     def overlap(self, box: Box) -> tuple[Box, Box] | None:
-        """Where this piece meets a box of the model's tensor: as a box of the piece, and of the tensor in the box."""
+        """The overlap with a box of the model's tensor: as a box of the piece, and as a box within that box."""
         inner = box
         if self.expert is not None:
             if not box[0].start <= self.expert < box[0].stop:
@@ -74,7 +74,7 @@ def pieces(name: str, shape: tuple[int, ...], family: str) -> Iterator[Piece]:
 
 
 def to_hf(name: str, tensor: Tensor, family: str) -> Iterator[tuple[str, Tensor]]:
-    """A whole tensor of the model as the checkpoint's tensors."""
+    """Names and values of the checkpoint's tensors that make up a whole tensor of the model."""
     for piece in pieces(name, tuple(tensor.shape), family):
         whole = tensor if piece.expert is None else tensor[piece.expert]
         yield piece.name, whole[piece.rows] if whole.ndim else whole

@@ -23,7 +23,7 @@ from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
-"""Files of a checkpoint besides its weights."""
+"""Patterns of a checkpoint's files besides its weights."""
 
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -34,7 +34,7 @@ def resolve_checkpoint(path: str, with_weights: bool = True) -> Path:
 
     Args:
         path: a folder or a hub id.
-        with_weights: download them, too.
+        with_weights: whether to download the weights, too.
 
     Raises:
         InputError: there is no such checkpoint.
@@ -59,7 +59,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """The model config of a checkpoint.
 
     Raises:
-        InputError: config.json is none.
+        InputError: config.json is not a model config.
     """
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -69,10 +69,12 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def read_supported_config(config: RunConfig) -> PretrainedConfig:
-    """The model config of a run that is supported. Training, plan and verify begin with it; no weights are needed.
+    """Reads a run's model config and checks that the run is supported. Training, plan and verify begin with it.
+
+    It needs no weights.
 
     Args:
-        config: of the run.
+        config: the run's config.
 
     Raises:
         InputError: there is no such checkpoint, or the table of what is supported refuses the run.
@@ -86,15 +88,15 @@ class Checkpoint:
     """The tensors of a checkpoint, by name; only what is asked for is read.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         family: the `model_type` of the whole model.
         pickled: names of pickled weight files that may be read.
 
     Attributes:
-        family: how its tensors are named, a key of `FAMILIES`.
+        family: the key of `FAMILIES` that says how its tensors are named.
 
     Raises:
-        InputError: no weights, or a damaged file.
+        InputError: there are no weights, or a file is damaged.
     """
 
     def __init__(self, folder: Path, family: str, pickled: Sequence[str] = ()):
@@ -112,7 +114,7 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return [*self._files]
 
     def read(self, name: str) -> Tensor:
@@ -152,12 +154,12 @@ class Checkpoint:
             )
 
     def fill(self, part: Any, device: torch.device) -> None:
-        """Gives a part storage on `device` and fills it; of each tensor only this rank's shard is read."""
+        """Gives a part storage on `device` and fills it. Only this rank's shard of each tensor is read."""
         for parameter in part.parameters():
             give_storage(parameter, device)
-        part.to(device)  # buffers; and FSDP takes notice of the new storage
+        part.to(device)  # for buffers, and so that FSDP notices the new storage
         with contextlib.ExitStack() as stack, torch.no_grad():
-            readers = {file: stack.enter_context(open_tensors(file)) for file in set(self._files.values())}
+            opened = {file: stack.enter_context(open_tensors(file)) for file in set(self._files.values())}
             for name, tensor in persistent_tensors(part):
                 if is_adapter(name):
                     initialise(name, tensor)
@@ -167,18 +169,18 @@ class Checkpoint:
                 for piece in pieces(stored, tuple(tensor.shape), self.family):
                     overlap = piece.overlap(box) if box else ((), ())
                     if overlap is not None:
-                        source = readers[self._files[piece.name]]
+                        source = opened[self._files[piece.name]]
                         values = source.get_slice(piece.name)[overlap[0]] if box else source.get_tensor(piece.name)
                         local[overlap[1]].copy_(values)
 
 
 def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that checkpoints hold, by name."""
+    """Names and values of parameters, and of the buffers that checkpoints hold."""
     yield from module.named_parameters()
     yield from stored_buffers(module)
 
 
 def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that checkpoints hold, by name: not rotary frequencies and the like."""
+    """Names and values of the buffers that checkpoints hold. Rotary frequencies and the like are not among them."""
     stored = module.state_dict().keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)

@@ -1,4 +1,4 @@
-"""What a rank holds of a Hugging Face checkpoint's tensors: adapters merged, adapters alone, or gradients."""
+"""Sources of a Hugging Face checkpoint's tensors on a rank: adapters merged, adapters alone, or gradients."""
 
 import functools
 from collections.abc import Collection, Iterable
@@ -17,14 +17,14 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def merged_sources(named: Named, parts: list[Any], dtype: torch.dtype, family: str, layout: Layout) -> list[Source]:
-    """Parameters with adapters merged in fp32, and stored buffers. A collective of each stage's ranks.
+    """Sources of parameters with adapters merged in fp32, and of stored buffers. A collective of each stage's ranks.
 
     Args:
-        named: parameters, a tied one once.
-        parts: that they are of.
-        dtype: of parameters; buffers keep theirs.
-        family: how tensors are named in files.
-        layout: of the component.
+        named: names and parameters; a tied one comes only once.
+        parts: the parts that hold the parameters.
+        dtype: the dtype in which parameters are sent; buffers keep theirs.
+        family: the key of `FAMILIES` that says how tensors are named in files.
+        layout: the component's layout.
     """
     adapted = {weight: linear for part in parts for weight, linear in adapted_weights(part)}
     downs = _whole_downs(adapted.values(), family, layout)
@@ -40,23 +40,23 @@ def merged_sources(named: Named, parts: list[Any], dtype: torch.dtype, family: s
 
 
 def adapters_alone(named: Named, dtype: torch.dtype) -> list[Source]:
-    """The adapters, in a dtype that they are sent in."""
+    """Sources of the adapters alone, which are sent in `dtype`."""
     return [Source.of(name, parameter, dtype) for name, parameter in named if is_adapter(name)]
 
 
 def gradient_sources(named: Named) -> list[Source]:
-    """The gradients of parameters, in their dtypes."""
+    """Sources of the gradients of parameters, which are sent in the parameters' dtypes."""
     return [Source(name, p, p.dtype, functools.partial(_gradient, p)) for name, p in named]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard; 0 where it took no part."""
+    """This rank's shard of a gradient; 0 for a parameter that took no part in the step."""
     gradient = parameter.grad
     return torch.zeros_like(local_tensor(parameter)) if gradient is None else local_tensor(gradient)
 
 
 def _whole_downs(linears: Collection[Any], family: str, layout: Layout) -> dict[Any, Tensor]:
-    """All of each adapter's `lora_A`."""
+    """The whole `lora_A` of each adapter, by the adapter's layer."""
     weights = {str(number): linear.lora_A.weight for number, linear in enumerate(linears)}
     sources = [Source.of(name, weight, weight.dtype) for name, weight in weights.items()]
     whole = dict(whole_tensors(sources, family, layout))

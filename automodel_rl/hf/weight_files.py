@@ -19,11 +19,11 @@ def weight_files(folder: Path, pickled: Sequence[str]) -> list[Path]:
     """The files with a checkpoint's weights.
 
     Args:
-        folder: of the checkpoint, which may come from anybody.
-        pickled: names of pickled ones that may be read where there are no safetensors.
+        folder: the checkpoint's folder; it may come from anybody and is not trusted.
+        pickled: names of pickled files that may be read if there are no safetensors.
 
     Raises:
-        InputError: there are none that may be read.
+        InputError: there is no file that may be read.
     """
     if (folder / INDEX).is_file():
         return _named_in_index(folder)
@@ -57,10 +57,10 @@ def _named_in_index(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def open_tensors(file: Path) -> Iterator[Any]:
-    """A weight file as `safetensors.safe_open` has it: `keys`, `get_tensor` and `get_slice`.
+    """Opens a weight file with the interface of `safetensors.safe_open`: `keys`, `get_tensor` and `get_slice`.
 
     Raises:
-        InputError: it is damaged, or pickled and not of tensors alone.
+        InputError: the file is damaged, or it is pickled and holds other things than tensors.
     """
     if file.suffix == ".bin":
         yield _PickledTensors(file)
@@ -75,7 +75,7 @@ def open_tensors(file: Path) -> Iterator[Any]:
 
 
 class _PickledTensors:
-    """A pickled file of tensors; nothing else is unpickled."""
+    """A pickled file of tensors, with the interface of `safetensors.safe_open`; nothing else is unpickled."""
 
     def __init__(self, file: Path):
         try:

@@ -1,4 +1,4 @@
-"""Writing a model in parts as one Hugging Face checkpoint: every stage writes its own tensors, rank 0 the rest."""
+"""Writes the parts of a model as one Hugging Face checkpoint: each stage its own tensors, rank 0 the rest."""
 
 import json
 import shutil
@@ -33,9 +33,9 @@ class ComponentTensors:
     """The tensors of one of a model's components.
 
     Attributes:
-        name: of the component.
-        layout: this rank's place among its ranks.
-        named_tensors: this rank's stage of it, as whole tensors; iterating is a collective of the stage's ranks.
+        name: the component's name.
+        layout: this rank's place among the component's ranks.
+        named_tensors: names and whole tensors of this rank's stages; iterating is a collective of the stage's ranks.
     """
 
     name: str
@@ -54,12 +54,12 @@ def save_hf_checkpoint(
     """Writes a checkpoint that transformers opens. A collective.
 
     Args:
-        folder: replaced if it exists; on a file system that all ranks share.
-        components: those that this rank has parts of.
-        config: saved as config.json.
-        tokenizer: saved along, if given.
-        source: the checkpoint it comes from, whose generation settings and image processor are kept.
-        world: all ranks.
+        folder: the folder to write; replaced if it exists; on a file system that all ranks share.
+        components: the components of which this rank has parts.
+        config: the model's config, saved as config.json.
+        tokenizer: the tokenizer to save along, if given.
+        source: folder of the checkpoint that the model came from; its generation settings and image processor are kept.
+        world: the group of all ranks.
     """
     with complete_folder(folder, world) as unfinished:
         own = []
@@ -88,13 +88,13 @@ def write_weights(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> 
 def write_description(
     folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, source: Path
 ) -> None:
-    """Writes what a checkpoint holds besides weights.
+    """Writes the files of a checkpoint besides its weights.
 
     Args:
-        folder: of the checkpoint.
-        config: saved as config.json.
-        tokenizer: saved along, if given.
-        source: the checkpoint it comes from, whose generation settings and image processor are kept.
+        folder: the checkpoint's folder.
+        config: the model's config, saved as config.json.
+        tokenizer: the tokenizer to save along, if given.
+        source: folder of the checkpoint that the model came from; its generation settings and image processor are kept.
     """
     config.save_pretrained(folder)
     if tokenizer is not None:
@@ -105,7 +105,7 @@ def write_description(
 
 
 def _files(named_tensors: Iterable[tuple[str, Tensor]], keep: bool) -> Iterator[dict[str, Tensor]]:
-    """The tensors of one file after the other, on the host; nothing on ranks that only help to gather them."""
+    """Tensors on the host, file by file; none on ranks that only help to gather them."""
     tensors: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named_tensors:

@@ -1,7 +1,8 @@
-"""Which attempt at a job this is. An agent may start ranks again on a store that still has the words of those before.
+"""A name for each attempt at a job.
 
-Numbers of restarts do not tell: agents of several machines count for themselves, and a machine that is replaced starts
-from 0. So the ranks agree on a name that nobody has used before.
+An agent may start ranks again on a store that still has the messages of an earlier attempt. The number of restarts does
+not tell attempts apart: each machine's agent counts for itself, and a machine that is replaced starts from 0. So the
+ranks agree on a name that nobody has used before.
 """
 
 import json
@@ -16,19 +17,19 @@ POLL_SECONDS = 0.05
 
 
 def agree_on_attempt(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """A name for this attempt, the same on all of its ranks and on no other's. All ranks call it.
+    """A name for this attempt, the same on all its ranks and new to the store. All ranks call it.
 
-    Rank 0 asks with a name of its own. A rank may read the question of an attempt before; then nobody confirms its
-    answer, and it reads again.
+    Rank 0 proposes a name, the other ranks answer, and rank 0 confirms the answers. A rank may read the proposal of an
+    earlier attempt; then nobody confirms its answer, and it reads again.
 
     Args:
-        store: of the job.
-        rank: of this process.
-        world_size: of the job.
+        store: the job's store.
+        rank: this process's rank.
+        world_size: number of ranks of the job.
         timeout_seconds: longest wait for the other ranks.
 
     Raises:
-        TimeoutError: they did not come.
+        TimeoutError: the other ranks did not come.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
     if rank == 0:

@@ -1,4 +1,4 @@
-"""A rank's end: what it raised becomes a record and an exit code, and its peers learn of it."""
+"""The end of a rank: its exception becomes a record and an exit code, and its peers learn of it."""
 
 import os
 import sys
@@ -23,10 +23,10 @@ from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, le
 
 
 def guard(work: Callable[[], None]) -> int:
-    """Runs a rank's `work` and returns the exit code; a failure leaves a record, or is shown without a launcher.
+    """Runs a rank's `work` and returns the exit code. A failure leaves a record; without a launcher it is shown.
 
-    A rank that has peers does not return: it leaves at once, for taking down the process group of a failed job waits
-    for peers that wait for this rank.
+    A rank with peers does not return but ends the process itself. Python's own way out would take down the process
+    group, and in a failed job that waits for peers, which wait for this rank.
     """
     hold_lifeline()
     watchdog.is_guarded = True
@@ -52,7 +52,7 @@ def guard(work: Callable[[], None]) -> int:
 
 
 def _finish_threads() -> None:
-    """Waits for what writes a checkpoint, as the end of any Python process does."""
+    """Waits for threads that write a checkpoint, as any Python process does at its end."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
@@ -78,7 +78,7 @@ def _run(work: Callable[[], None]) -> FailureRecord | None:
 
 
 def describe(error: BaseException) -> str:
-    """One line on what failed, with stage and microbatch where one was running."""
+    """One line that says what failed, with stage and microbatch if one was running."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, MicrobatchError):

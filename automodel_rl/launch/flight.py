@@ -1,7 +1,7 @@
-"""A flight recorder: the last things a rank did, in a file that outlives it however it ends.
+"""A flight recorder: the last things that a rank did, in a file that is left however the rank ends.
 
-The file is a ring of lines. A note costs a small write without a flush, and a killed process leaves its last line to
-whoever asks what it was doing. A disk that is full, or gone, costs notes and nothing else.
+The file is a ring of lines. A note costs a small write without a flush. After a process is killed, its last line says
+what it was doing. If the disk is full or gone, notes are lost and nothing else.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ NUM_LINES = 1024
 
 
 class FlightRecorder:
-    """Notes of one rank, by its main thread; other threads only read.
+    """Notes of one rank. Its main thread makes them; other threads only read.
 
     Attributes:
-        last_note: when the last one was made, by the monotonic clock.
-        started: when the recorder was made, which is when the process was, by the wall clock.
-        file: where they are kept, None while they are only in memory.
+        last_note: time of the last note, by the monotonic clock.
+        started: time at which the recorder was made, and so the process, by the wall clock.
+        file: the file with the notes; None while they are only in memory.
     """
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class FlightRecorder:
         return ", ".join(self._phases)
 
     def keep_in(self, file: Path) -> None:
-        """From here on the notes are in a file, those so far included.
+        """Keeps all notes in a file from here on, earlier ones included.
 
         Args:
-            file: of this rank alone; replaced if it exists.
+            file: a file for this rank alone; replaced if it exists.
         """
         self._close()
         with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the rank does within the block. Where an error leaves it, it stays until the block around it ends."""
+        """Notes what the rank does during the block. If the block raises, the phase stays until the outer one ends."""
         depth = len(self._phases)
         self._enter(name)
         yield
@@ -78,7 +78,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def top_phase(self, name: str) -> Iterator[None]:
-        """A phase that is within no other."""
+        """An outermost phase. It first ends all phases that errors have left."""
         self._phases.clear()
         with self.phase(name):
             yield
@@ -100,17 +100,17 @@ class FlightRecorder:
 
 
 flight = FlightRecorder()
-"""Of this process."""
+"""The recorder of this process."""
 
 
 @contextlib.contextmanager
 def in_microbatch(phase: str, stage: int, index: int) -> Iterator[None]:
-    """The work on one microbatch: noted, and named where it fails.
+    """Notes the work on one microbatch during the block, and names the microbatch in an error.
 
     Args:
-        phase: of the work, such as "forward".
-        stage: of the pipeline.
-        index: of the microbatch.
+        phase: name of the work, such as "forward".
+        stage: index of the pipeline stage.
+        index: the microbatch's index.
 
     Raises:
         MicrobatchError: the block raised something.
@@ -124,7 +124,7 @@ def in_microbatch(phase: str, stage: int, index: int) -> Iterator[None]:
 
 
 def read_flight(file: Path) -> list[str]:
-    """The notes of a rank, oldest first; none if it kept none."""
+    """The notes of a rank, oldest first; none if there is no file."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:
@@ -133,13 +133,13 @@ def read_flight(file: Path) -> list[str]:
 
 
 def last_place(file: Path) -> str:
-    """The phases that a rank was in when it made its last note."""
+    """The phases in which a rank was when it made its last note."""
     notes = read_flight(file)
     return notes[-1].partition(" ")[2].partition(" ")[2] if notes else ""
 
 
 def left_flight(folder: Path | None, rank: int, since: float) -> Path | None:
-    """The file of a rank that is gone, if it kept one since some time; older ones are of attempts before."""
+    """The file of a rank that is gone, if it wrote to one after a time; older files are of earlier attempts."""
     file = None if folder is None else flight_file(folder, rank)
     return file if file is not None and file.is_file() and file.stat().st_mtime >= since else None
 

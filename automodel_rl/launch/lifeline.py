@@ -1,4 +1,4 @@
-"""Ranks end with their launcher, however it ends: each holds one end of a pipe that closes with it."""
+"""Ends ranks with their launcher, however it ends: each rank holds an end of a pipe that closes with the launcher."""
 
 import os
 import threading
@@ -10,7 +10,7 @@ LIFELINE_VARIABLE = "AUTOMODEL_RL_LIFELINE"
 
 
 def hold_lifeline() -> None:
-    """In a rank: ends the process when the launcher is gone."""
+    """Makes this process, a rank, end when its launcher is gone."""
     descriptor = os.environ.get(LIFELINE_VARIABLE)
     if descriptor is not None:
         threading.Thread(target=_wait, args=(int(descriptor),), daemon=True, name="lifeline").start()

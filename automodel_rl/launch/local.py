@@ -19,10 +19,10 @@ from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.launch.terminal import Terminal
 
 GRACE_SECONDS = 3.0
-"""How long the other ranks may still take to leave their own record once one has failed."""
+"""Longest wait for the records of other ranks once one rank has failed."""
 
 NOTICE_SECONDS = 0.5
-"""A record that is so much older than the end of a killed rank is not its consequence."""
+"""A record that is older than the end of a killed rank by so much is not a consequence of that end."""
 
 TAIL_LINES = 20
 
@@ -43,12 +43,12 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None
     """Runs `command` once per rank and returns the job's exit code.
 
     Args:
-        command: of a rank.
-        num_ranks: of the job.
-        flights: where ranks keep what their flight recorders note, if they do.
+        command: the command that runs a rank.
+        num_ranks: number of ranks of the job.
+        flights: folder in which ranks keep the files of their flight recorders, if they do.
 
-    Rank 0 shares this terminal; the other ranks write to files that are shown only when there is no better cause.
-    The first rank that fails ends all others. Signals are passed on, so that ranks can save and stop.
+    Rank 0 shares this terminal. The other ranks write to files, which are shown only if no record tells the cause of a
+    failure. The first rank that fails ends all others. Signals are passed on, so that ranks can save and stop.
     """
     with tempfile.TemporaryDirectory(prefix="automodel_rl_") as folder:
         ranks = _Ranks(Path(folder), flights)
@@ -140,7 +140,7 @@ class _Ranks:
         return "".join(self._log(rank).read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:])
 
     def _record_of(self, rank: int) -> FailureRecord:
-        """What is known of a rank that left no record."""
+        """A record of what is known about a rank that left none."""
         code = self.processes[rank].returncode
         if code < 0:
             remedy = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""

@@ -1,4 +1,4 @@
-"""Joining the job's process group: the one that is there, one from torchrun's environment, or a group of one."""
+"""Joins the job's process group: the one that is there, one from torchrun's environment, or a group of one."""
 
 import atexit
 import datetime
@@ -17,7 +17,7 @@ def join_process_group(world_size: int) -> torch.device:
     """Joins the process group and returns this rank's device: its CUDA device by local rank, else the CPU.
 
     Args:
-        world_size: ranks that the layout needs.
+        world_size: number of ranks that the layout needs.
 
     Raises:
         InputError: the job has another number of ranks.
@@ -36,7 +36,7 @@ def join_process_group(world_size: int) -> torch.device:
 
 
 def _initialise() -> None:
-    leave_process_group()  # whoever destroyed a group of ours did not end its watch
+    leave_process_group()  # a caller that destroyed our group has not ended its watch
     backend = "gloo"
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -51,25 +51,25 @@ def _initialise() -> None:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=longest_wait()))
         if is_started_by_agent():
             watchdog.attempt = agree_on_attempt(store, rank, world_size, longest_wait().total_seconds())
-            # Else a new rank may find the address of one before.
+            # Without the prefix a new rank may find the address of a rank of an earlier attempt.
             store = dist.PrefixStore(watchdog.attempt, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=longest_wait())
         if world_size > 1:
             watchdog.watch_peers(store)
-    else:  # nobody launched us: a job of one rank, of which the environment shall not tell others
+    else:  # nobody launched us: a job of one rank, which must not show in the environment
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(leave_process_group)
 
 
 def longest_wait() -> datetime.timedelta:
-    """Longest wait for a peer. Our own watch knows more of a rank that hangs than a collective does: it comes first."""
+    """Longest wait of a collective for a peer. It is longer than the watchdog's: that one says which rank hangs."""
     if watchdog.hang_seconds is None:
         return datetime.timedelta(days=365)
     return datetime.timedelta(seconds=2 * watchdog.hang_seconds)
 
 
 def leave_process_group() -> None:
-    """Takes down the process group, if there is one, then ends what watches over the job, then lets go of the store."""
+    """Takes down the process group, if there is one, then ends the watch over the job, then lets go of the store."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    watchdog.leave()  # also where the caller has destroyed the group
+    watchdog.leave()  # also if the caller has destroyed the group

@@ -1,4 +1,4 @@
-"""What is known of a failure, and how it is shown: one block that ends with one line."""
+"""The record of a failure, and how it is shown: a block of text whose last line says what the user needs."""
 
 import json
 import os
@@ -19,7 +19,7 @@ LOST_PEER = re.compile(
     "Connection (closed|reset) by peer|Connection refused|Broken pipe|DistNetworkError|DistStoreError|"
     "remote process exited|NCCL communicator was aborted|another rank failed"
 )
-"""What a rank's own error says when a peer has gone."""
+"""Pattern of the errors that a rank raises when a peer has gone."""
 
 
 def own_rank() -> int:
@@ -31,9 +31,9 @@ class FailureRecord:
     """One rank's failure.
 
     Attributes:
-        line: what the user needs, in one line.
+        line: what the user needs to know, in one line.
         trace: the stack, if it helps.
-        is_everywhere: whether all ranks end for this reason, together.
+        is_everywhere: whether all ranks end together for this reason.
         where: the phases that the rank was in.
         flight: its flight recorder's file, if it has one.
     """
@@ -55,7 +55,7 @@ class FailureRecord:
         return LOST_PEER.search(self.line) is not None
 
     def block(self) -> str:
-        """All of it, the most important at the end."""
+        """The record as text, with the most important line at the end."""
         if self.exit_code != EXIT_FAILURE or not self.line.startswith("error: "):
             return self.line  # bad input, or the run was asked to end
         facts = {
@@ -76,7 +76,7 @@ def from_json(text: str) -> FailureRecord:
 
 
 def leave_record(folder: Path, record: FailureRecord) -> None:
-    """For the launcher of this rank."""
+    """Writes a record to a folder, for the launcher of this rank."""
     write_complete(folder / f"rank_{record.rank}.json", record.to_json())
 
 
@@ -87,6 +87,6 @@ def read_records(folder: Path) -> dict[int, FailureRecord]:
 
 
 def first_cause(records: list[FailureRecord]) -> FailureRecord:
-    """The earliest that is not the loss of a peer."""
+    """The earliest record that is not the loss of a peer; the earliest of all if there is no such record."""
     causes = [record for record in records if not record.is_lost_peer]
     return min(causes or records, key=lambda record: record.time)

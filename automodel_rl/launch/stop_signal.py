@@ -7,15 +7,15 @@ from automodel_rl.launch.terminal import Terminal
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that ask this process to stop. Under nohup the end of the terminal is none of them."""
+    """The signals that ask this process to stop. Under nohup the end of the terminal does not."""
     always = [signal.SIGTERM, signal.SIGINT]
     return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*always, signal.SIGHUP]
 
 
 class StopSignal:
-    """Counts as true once a signal has come. The second signal interrupts at once. Use as a context manager.
+    """A request to stop, true once a signal has come. A second signal interrupts at once. Use as a context manager.
 
-    A closed terminal sends SIGHUP, and its shell may do so again: that does not interrupt.
+    A closed terminal sends SIGHUP, and its shell may send it again. SIGHUP never interrupts.
     """
 
     def __init__(self) -> None:

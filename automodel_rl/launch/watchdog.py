@@ -1,10 +1,11 @@
-"""No rank waits for a dead one: one that fails, hangs or is gone is made known, and its peers leave, even from inside a
-collective.
+"""Watches over the ranks of a job, so that none waits for a dead one.
 
-gloo notices a closed connection at once, NCCL does not: a peer stays blocked on the device until its time-out. So every
-rank has a thread that looks into the job's store. On each machine one rank also looks whether the others are there.
+When a rank fails, hangs or is gone, the job's store says so, and its peers leave, even from inside a collective.
 
-The thread ends before its rank does: an interpreter that goes away under a thread in torch's C++ aborts the process.
+gloo notices a closed connection at once. NCCL does not: a peer stays blocked on the device until its time-out. So every
+rank has a thread that looks into the job's store. On each machine one rank also looks whether the others are alive.
+
+The thread ends before its rank does: if the interpreter ends while a thread is in torch's C++, the process aborts.
 """
 
 import contextlib
@@ -34,43 +35,43 @@ from automodel_rl.launch.record import (
 POLL_SECONDS = 1.0
 
 GRACE_SECONDS = 5.0
-"""How long a peer may take to end by itself, with a message of its own, once another rank has failed."""
+"""Time that a peer has to end by itself, with a message of its own, once another rank has failed."""
 
-TELL_SECONDS = 2.0
-"""How long other ranks leave it to rank 0 to show the failure."""
+SHOW_SECONDS = 2.0
+"""Time that rank 0 has to show the failure before another rank does."""
 
 FAREWELL_SECONDS = 3.0
-"""How long the rank with the store waits for the others where it cannot know whether all has gone well."""
+"""Longest wait of the rank with the store for the others to end, if it cannot know whether all went well."""
 
 LONGEST_FAREWELL_SECONDS = 600.0
-"""The same of a command's rank, whose watch notices what goes wrong but for the end of a whole machine."""
+"""The same for a guarded process. Its watch notices all that goes wrong except the end of a whole machine."""
 
 FAREWELL_POLL_SECONDS = 0.02
 
 PACKAGE = Path(__file__).parents[1]
 
 OWN_WORK = tuple(f"{PACKAGE / room}{os.sep}" for room in ("data", "rollout", "observe"))
-"""Rooms in which a rank is busy with work of its own, or waits for processes of its own. Anywhere else in the package,
-and in torch, it waits for peers, or for a device that does."""
+"""Rooms in which a rank does work of its own or waits for processes of its own. Elsewhere in the package, and in torch,
+it waits for peers, or for a device that waits for peers."""
 
 STORE_SECONDS = 20.0
-"""How long a rank may live on when the rank or agent with the store has ended, which is the last to end well."""
+"""Time that a rank may live on after the rank or agent with the store has ended. In a good end that one is the last."""
 
 hang_seconds: float | None = 60 * 60.0
-"""Without a note in the flight recorder for so long, a rank counts as hanging; None never."""
+"""Time without a note in the flight recorder after which a rank counts as hanging; None for never."""
 
 
 def set_hang_limit(minutes: float | None) -> None:
-    """Sets how long a rank may do the same thing. Before the process group is joined."""
+    """Sets how long a rank may do the same thing. Call it before the process group is joined."""
     global hang_seconds
     hang_seconds = None if minutes is None else 60 * minutes
 
 
 attempt = "0"
-"""Name of this attempt at the job: the store may have the words of attempts before."""
+"""Name of this attempt at the job. The store may still have the messages of earlier attempts."""
 
 is_guarded = False
-"""Whether this process does nothing but its rank's work, and may be ended when the job is over."""
+"""Whether this process does nothing but its rank's work, so that it may be ended with the job."""
 
 
 def _key(name: str) -> str:
@@ -78,7 +79,7 @@ def _key(name: str) -> str:
 
 
 def report_failure(record: FailureRecord) -> None:
-    """Leaves a record with the launcher, or tells the peers and shows what failed first, once in the job."""
+    """Leaves a failure for peers and launcher. Without a launcher it shows the first failure, once in the job."""
     folder = os.environ.get(RECORD_FOLDER_VARIABLE)
     if folder is not None:
         leave_record(Path(folder), record)
@@ -96,7 +97,7 @@ def watch_peers(store: Any) -> None:
     """Watches over the job from a thread; ends this process some seconds after another rank has failed.
 
     Args:
-        store: of the job. It is held until this rank leaves, for it may be the one that the others use.
+        store: the job's store. It is held until this rank leaves, for it may be the one that serves the others.
     """
     global _watch
     _watch = _Watch(store)
@@ -104,7 +105,7 @@ def watch_peers(store: Any) -> None:
 
 
 def leave() -> None:
-    """Says that this rank ends well, and ends the watch; the store is let go of last. Does nothing the second time."""
+    """Notes that this rank ends well, ends the watch, and lets go of the store. A second call does nothing."""
     global _watch
     if _watch is not None:
         _watch.end()
@@ -124,7 +125,7 @@ def _show_once(store: Any, record: FailureRecord) -> None:
         return
     with contextlib.suppress(Exception):
         if own_rank() != 0:
-            time.sleep(TELL_SECONDS)
+            time.sleep(SHOW_SECONDS)
         if store.add(_key("shown"), 1) > 1:
             return
         record = from_json(store.get(_key("failed")).decode())
@@ -132,11 +133,11 @@ def _show_once(store: Any, record: FailureRecord) -> None:
 
 
 class _Watch:
-    """Of this rank over its job.
+    """This rank's watch over its job.
 
     Attributes:
-        store: the job's, over a connection of its own, for the process group's is in use by other threads.
-        thread: that looks.
+        store: the job's store, over a connection of its own: other threads use the process group's.
+        thread: the thread that looks into the store.
     """
 
     def __init__(self, jobs_store: Any):
@@ -154,7 +155,7 @@ class _Watch:
         self.thread.join()
 
     def _wait_for_others(self) -> None:
-        """The store ends with this rank. A failure of another rank, or its hanging, is for the watch to notice."""
+        """Waits for the other ranks, as the store ends with this one. The watch notices if one fails or hangs."""
         left = [_key(f"left/{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
         deadline = time.monotonic() + (LONGEST_FAREWELL_SECONDS if is_guarded else FAREWELL_SECONDS)
         with flight.phase("waiting for the other ranks to end"):
@@ -191,11 +192,11 @@ class _Watch:
 
 
 _watch: _Watch | None = None
-"""From when this rank joins its job until it leaves."""
+"""This rank's watch, from when it joins its job until it leaves."""
 
 
 class _Warden:
-    """Looks whether the ranks of this machine are there, if this rank is the first of them that lives."""
+    """Looks whether the ranks of this machine are alive. Only the first rank that is alive looks."""
 
     def __init__(self, store: Any, host: str):
         self.store, self.host = store, host
@@ -208,7 +209,7 @@ class _Warden:
         for rank, pid in ((int(rank), int(pid)) for rank, pid in ranks):
             if _is_alive(pid):
                 self.seen[rank] = pid
-            # A number that never lived is of another machine that has the same name.
+            # A process that was never seen alive is on another machine with the same name.
             elif rank in self.seen and not self.store.check([_key(f"left/{rank}")]):
                 self.store.compare_set(_key("failed"), "", _record_of_dead(rank, pid).to_json())
 
@@ -220,7 +221,7 @@ def _is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    with contextlib.suppress(OSError):  # on Linux, a process that nobody has waited for yet
+    with contextlib.suppress(OSError):  # on Linux a dead process stays as Z until it is waited for
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return True
 
@@ -238,7 +239,7 @@ def _record_of_dead(rank: int, pid: int) -> FailureRecord:
 
 
 class _HangWatch:
-    """Notices that this rank has not got on for long. A rank that waits leaves it to the one that it waits for."""
+    """Notices if this rank makes no progress for long. A rank that waits for others gives them time to report first."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -246,7 +247,7 @@ class _HangWatch:
     def look(self) -> None:
         if hang_seconds is None:
             return
-        still = time.monotonic() - max(flight.last_note, self.started)  # what comes before, imports say, may take long
+        still = time.monotonic() - max(flight.last_note, self.started)  # imports and the like may take long before
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if still < hang_seconds or (_waits(frame) and still < 1.5 * hang_seconds):
             return
@@ -265,7 +266,7 @@ class _HangWatch:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether the innermost code, but for that of locks and threads, is where ranks wait."""
+    """Whether a thread waits for peers, by its innermost code other than that of locks and threads."""
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     if frame is None:
@@ -275,7 +276,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def _write_stacks() -> None:
-    """The stacks of all threads, beside the flight recorder's file."""
+    """Writes the stacks of all threads to a file beside the flight recorder's."""
     if flight.file is not None:
         with contextlib.suppress(OSError), flight.file.with_suffix(".stacks").open("w") as file:
             faulthandler.dump_traceback(file)

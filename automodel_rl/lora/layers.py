@@ -23,10 +23,13 @@ ADAPTER = re.compile(rf"(.+)\.(?:{'|'.join(ADAPTER_NAMES)})\.weight")
 def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     """Freezes a model without storage and gives its target layers adapters, in place.
 
-    A layer computes W x + b + alpha / rank * B A x; names of its own weights stay.
+    A layer then computes W x + b + alpha / rank * B A x. The names of its own weights stay.
 
     Returns:
-        The config with those targets only that the model has.
+        The config with only those targets that the model has.
+
+    Raises:
+        InputError: the model has none of the targets.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -49,7 +52,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
 
 
 def install_adapters(part: Any) -> None:
-    """Makes the layers of a part use their adapters. After the split, which copies modules."""
+    """Makes the layers of a part use their adapters. Call it after the split into stages, which copies modules."""
     for _, linear in adapted_weights(part):
         linear.forward = MethodType(_forward, linear)
 
@@ -69,13 +72,13 @@ def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
 
 @torch.no_grad()
 def merge(linear: Any, whole_down: Tensor) -> Tensor:
-    """This rank's shard of the weight that does what a layer and its adapter do, in fp32 or wider.
+    """This rank's shard of a layer's weight with the adapter merged in, in fp32 or wider.
 
-    Weight and `lora_B` are cut alike, for both have the layer's outputs first.
+    Weight and `lora_B` are cut alike: the first dim of both is that of the layer's outputs.
 
     Args:
         linear: a layer with an adapter.
-        whole_down: all of its `lora_A`.
+        whole_down: the whole of its `lora_A`.
     """
     weight, up = local_tensor(linear.weight), local_tensor(linear.lora_B.weight)
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -84,7 +87,7 @@ def merge(linear: Any, whole_down: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def without_adapters(parts: list[Any]) -> Iterator[None]:
-    """Within this block layers do what they did before adapters were added."""
+    """Switches adapters off for this block: layers compute what they did before adapters were added."""
     linears = [linear for part in parts for _, linear in adapted_weights(part)]
     scales = [linear.lora_scale for linear in linears]
     for linear in linears:
@@ -102,7 +105,7 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def initialise(name: str, parameter: Tensor) -> None:
-    """Fills this rank's shard of an adapter: A as PEFT does, B with 0. The same whole tensor on every layout."""
+    """Fills this rank's shard of an adapter: A as PEFT does, B with 0. The whole tensor is the same on every layout."""
     if ".lora_B." in name:
         local_tensor(parameter).zero_()
         return

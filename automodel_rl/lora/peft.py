@@ -1,4 +1,4 @@
-"""The files of adapters in PEFT's format."""
+"""Writes adapters in PEFT's file format."""
 
 import json
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class AdapterOrigin:
-    """What adapters belong to.
+    """The model that adapters belong to.
 
     Attributes:
-        config: of the adapters.
-        base: the checkpoint.
-        family: of its model, a key of `FAMILIES`.
+        config: the adapters' config.
+        base: folder of the checkpoint that they adapt.
+        family: the family of its model, a key of `FAMILIES`.
     """
 
     config: LoraConfig
@@ -47,10 +47,10 @@ def save_adapters(
     """Writes adapter_model.safetensors and adapter_config.json, which PEFT opens. A collective.
 
     Args:
-        folder: replaced if it exists; on a file system that all ranks share.
-        parameters: this rank's, of which adapters are written.
-        origin: what they belong to.
-        tokenizer: saved along, if given.
+        folder: the folder to write; replaced if it exists; on a file system that all ranks share.
+        parameters: names and parameters of this rank; only adapters are written.
+        origin: the model that the adapters belong to.
+        tokenizer: the tokenizer to save along, if given.
         layout: this rank's place.
     """
     own = {name: gather_whole(p, layout).cpu() for name, p in parameters if is_adapter(name)}
@@ -66,9 +66,9 @@ def write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrig
     """Writes adapters as PEFT does.
 
     Args:
-        folder: that exists.
-        tensors: all adapters by name.
-        origin: what they belong to.
+        folder: a folder that exists.
+        tensors: all adapters, by name.
+        origin: the model that the adapters belong to.
     """
     named = {f"{PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
@@ -77,8 +77,11 @@ def write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrig
 
 
 def _peft_config(layers: list[str], origin: AdapterOrigin) -> dict[str, Any]:
-    """PEFT takes the names that a mixture's experts have in files for its fused experts, wherever one of them ends an
-    entry of `target_modules`: dense layers and shared experts that have these names are given by their weights."""
+    """The content of adapter_config.json.
+
+    PEFT applies an entry of `target_modules` to the fused experts if it ends with a name that an expert's weight has in
+    files, such as gate_proj. So dense layers and shared experts with such a name are listed in `target_parameters`.
+    """
     experts = FAMILIES[origin.family].experts
     of_experts = () if experts is None else (experts.gate, experts.up, experts.down)
     by_weight = [layer for layer in layers if layer.rpartition(".")[2] in of_experts]

@@ -9,11 +9,12 @@ EPSILON = 1e-6
 
 
 def advantages(rewards: Tensor, config: AdvantageConfig) -> Tensor:
-    """How much better each completion is than what it is compared with; papers are with `AdvantageConfig`.
+    """Advantages: how much better each completion is than what it is compared with. Papers are in `AdvantageConfig`.
 
     Args:
-        rewards: [P, G], of G completions for each of P prompts. Standard deviations are those of samples (G - 1).
-        config: what they are compared with.
+        rewards: [P, G], the rewards of G completions for each of P prompts. Standard deviations are those of samples
+            (divided by the number less 1).
+        config: what a completion is compared with.
 
     Returns:
         [P, G], of the same dtype.
@@ -32,17 +33,18 @@ def advantages(rewards: Tensor, config: AdvantageConfig) -> Tensor:
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Which groups [P, G] have rewards that differ, bool [P]; from the others nothing can be learned."""
+    """Whether the rewards [P, G] of each group differ, bool [P]. If they do not, nothing can be learned from it."""
     return rewards.amax(1) > rewards.amin(1)
 
 
 def overlong_penalty(num_tokens: Tensor, max_tokens: int, buffer: int) -> Tensor:
-    """What is taken off a reward for the last `buffer` tokens before the limit, from 0 to 1 (DAPO, arXiv:2503.14476,
-    eq. 13).
+    """Penalty for completions that come close to the limit, from 0 to 1 (DAPO, arXiv:2503.14476, eq. 13).
+
+    It is subtracted from the reward and rises over the last `buffer` tokens before the limit.
 
     Args:
-        num_tokens: of completions, any shape.
-        max_tokens: longest completion.
-        buffer: over how many tokens the penalty rises.
+        num_tokens: lengths of completions, any shape.
+        max_tokens: length of the longest completion.
+        buffer: number of tokens over which the penalty rises.
     """
     return ((num_tokens - (max_tokens - buffer)) / buffer).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Preference losses over pairs: chosen and rejected are neighbours in a row, the chosen one first."""
+"""Preference losses over pairs: chosen and rejected are neighbours in a microbatch, the chosen one first."""
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +10,17 @@ from automodel_rl.losses.outputs import LossOutput, TokenOutputs
 
 
 def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfig) -> LossOutput:
-    """Direct preference optimisation and its relatives; formulas and papers are with `DPOLossConfig`.
+    """Direct preference optimisation and its relatives. Formulas and papers are in `DPOLossConfig`.
 
     Args:
         outputs: log-probabilities under the policy.
-        microbatch: packed with `together=2`; `values["ref_logprobs"]` has the reference's, unless the variant needs
-            none.
-        config: which loss.
+        microbatch: packed with `together=2`. `values["ref_logprobs"]` has the log-probabilities under the reference,
+            unless the variant needs none.
+        config: the variant of the loss and its settings.
 
     Returns:
-        A sum over pairs. Metrics: train/accuracy, train/margin, train/reward_chosen, train/reward_rejected, means over
-        pairs; rewards are beta times l.
+        A sum over pairs. Metrics, all of them means over pairs: train/accuracy, train/margin, train/reward_chosen,
+        train/reward_rejected. A reward is beta times the l of `DPOLossConfig`.
 
     Raises:
         ValueError: the microbatch's neighbours are no pairs, or the variant compares with a reference and the
@@ -63,7 +63,7 @@ def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfi
 
 
 def _check_pairs(microbatch: Microbatch) -> None:
-    """Neighbours are a pair if they were neighbours in the list that was packed, the first at an even place."""
+    """Raises ValueError if neighbours are no pair: neighbours in the packed list, the first at an even place."""
     order = microbatch.order
     pairs = zip(order[::2], order[1::2], strict=False)
     if len(order) % 2 or any(chosen % 2 or rejected != chosen + 1 for chosen, rejected in pairs):
@@ -83,7 +83,7 @@ def _preference(margin: Tensor, config: DPOLossConfig) -> Tensor:
 
 
 def _by_pair(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """Sums [T] over the counted tokens of each sequence: [pairs, 2]. An empty microbatch has no pair."""
+    """Sums of values [T] over the counted tokens of each sequence, [pairs, 2]. An empty microbatch has no pair."""
     sums = sum_by_sequence(torch.where(microbatch.loss_mask, values, 0.0), microbatch)
     num_pairs = microbatch.num_sequences // 2
     return sums[: 2 * num_pairs].view(num_pairs, 2)

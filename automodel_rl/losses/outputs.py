@@ -1,4 +1,4 @@
-"""What a loss gets and what it gives: sums, never means. `PPLossAdapter` divides them once, by global counts."""
+"""What a loss gets and what it gives. It gives sums, never means; `PPLossAdapter` divides them by global counts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from torch import Tensor
 from automodel_rl.batch import Microbatch
 
 Denominator = Literal["tokens", "sequences", "pairs", "positions"]
-"""What a sum is divided by: targets with `loss_mask` set, real sequences, half their number, or all their tokens, of
-the global batch."""
+"""What a sum is divided by, counted over the global batch. "tokens": targets with `loss_mask` set; "sequences": real
+sequences; "pairs": half their number; "positions": all their tokens."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Readout:
 
     Attributes:
         temperature: the logits are divided by it before the softmax.
-        entropy: whether the softmax's entropy is wanted, too.
+        entropy: whether to read the softmax's entropy, too.
 
     Raises:
         ValueError: the temperature is not above 0.
@@ -43,12 +43,12 @@ class Readout:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the model says of one microbatch.
+    """What a loss gets to know of the model for one microbatch.
 
     Attributes:
         logprobs: log-probability of every target under the model, [T], fp32 or float64; 0 where there is no target.
-        entropy: of the model's distribution over the target, in nats, [T], 0 where there is no target; None if it was
-            not asked for.
+        entropy: entropy of the model's distribution over the target, in nats, [T]; 0 where there is no target; None if
+            it was not asked for.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ class TokenOutputs:
 
     @classmethod
     def from_columns(cls, columns: Tensor) -> "TokenOutputs":
-        """Of what a `Readout` gives.
+        """The outputs in the columns that a `Readout` gives.
 
         Args:
             columns: [T, 1], or [T, 2] with entropies.
@@ -74,10 +74,11 @@ class LossOutput:
     """Sums over one microbatch.
 
     Attributes:
-        sums: scalar tensors that carry gradients, by what divides them: "tokens", targets with `loss_mask` set;
-            "sequences"; "pairs", half their number; "positions", all their tokens; of the global batch. The loss is the
-            total of all.
-        metrics: name -> (sum, denominator), scalar tensors without gradient; reported as total / total.
+        sums: scalar tensors that carry gradients, by what divides them: "tokens" (targets with `loss_mask` set),
+            "sequences", "pairs" (half the sequences) or "positions" (all tokens of the sequences), counted over the
+            global batch. The loss is the total of the quotients.
+        metrics: name -> (sum, denominator), scalar tensors without gradient. Both are added up over microbatches and
+            ranks before they are divided.
 
     Example:
         >>> import torch
@@ -94,8 +95,8 @@ LossFn = Callable[[TokenOutputs, Microbatch], LossOutput]
 
 
 def count(microbatches: Sequence[Microbatch]) -> dict[Denominator, int]:
-    """Denominators of one data rank's microbatches, known before any forward. Masks that depend on results never
-    enter."""
+    """Denominators of one data rank's microbatches. Masks that depend on results never enter, so that the denominators
+    are known before any forward."""
     return {
         "tokens": sum(int(microbatch.loss_mask.sum()) for microbatch in microbatches),
         "sequences": sum(microbatch.num_sequences for microbatch in microbatches),

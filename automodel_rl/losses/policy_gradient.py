@@ -1,4 +1,4 @@
-"""The policy-gradient family: one loss, of which GRPO, DAPO, GSPO, CISPO and others are settings."""
+"""The policy-gradient family: one loss, with GRPO, DAPO, GSPO, CISPO and others as settings."""
 
 import torch
 from torch import Tensor
@@ -10,22 +10,23 @@ from automodel_rl.losses.terms import correction_weights, kl_estimate, kl_loss, 
 
 
 def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossConfig) -> LossOutput:
-    """A policy-gradient loss over completions; formulas and papers are with `PolicyLossConfig`.
+    """A policy-gradient loss over completions. Formulas and papers are in `PolicyLossConfig`.
 
     Args:
         outputs: log-probabilities under the policy, and its entropy.
         microbatch: `loss_mask` marks the completions' tokens. `values` has `advantages`, `old_logprobs` unless the
             config is on-policy, `rollout_logprobs` if there is a correction, and `ref_logprobs` if there is a KL term.
-            What `rollout_logprobs` differ by from those of the trainer is reported where they are there, and with
-            `live_logprobs`, those without router replay, what these differ by, too.
-        config: which loss.
+            If `rollout_logprobs` are there, a metric says how far they are from the trainer's log-probabilities. If
+            `live_logprobs` (those without router replay) are there, a second metric says how far they are from these.
+        config: the settings of the loss.
 
     Returns:
-        A sum over tokens, or over sequences. Metrics, means over tokens: train/ratio_mean, train/clip_fraction,
-        train/logprob_error, train/logprob_error_live, train/entropy, train/kl_ref, train/correction_weight.
+        A sum over tokens, or over sequences. Metrics, all of them means over tokens: train/ratio_mean,
+        train/clip_fraction, train/logprob_error, train/logprob_error_live, train/entropy, train/kl_ref,
+        train/correction_weight.
 
     Raises:
-        ValueError: the config has a term whose input is missing, or normalises by a constant without saying which.
+        ValueError: the input of a term is missing, or the config normalises by a constant that it does not give.
 
     Example:
         >>> import torch
@@ -42,7 +43,7 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
     _check_values(microbatch, config)
     values = {name: value.to(outputs.logprobs.dtype) for name, value in microbatch.values.items()}
     old = outputs.logprobs.detach() if config.on_policy else values["old_logprobs"]
-    # Masked before exp, for what overflows outside of the mask would still spoil gradients.
+    # Masked before exp: an overflow outside of the mask would still spoil gradients.
     log_ratio = torch.where(microbatch.loss_mask, outputs.logprobs - old, 0.0)
     if config.ratio == "sequence":
         log_ratio = spread_over_tokens(mean_by_sequence(log_ratio, microbatch), microbatch)
@@ -67,7 +68,7 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
 
 
 def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], microbatch: Microbatch) -> dict[str, Tensor]:
-    """exp|rollout - trainer| of log-probabilities by metric, [T] each, as far as the microbatch has them."""
+    """exp|rollout - trainer| of log-probabilities, [T], for each metric whose inputs the microbatch has."""
     if "rollout_logprobs" not in values:
         return {}
     compared = {"train/logprob_error": old_logprobs}
@@ -81,7 +82,7 @@ def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], microbatch:
 
 
 def _means(per_token: dict[str, Tensor], microbatch: Microbatch) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sums over the counted tokens, and their number."""
+    """The sum over the counted tokens for each metric, and the number of these tokens."""
     count = microbatch.loss_mask.sum()
     return {name: (torch.where(microbatch.loss_mask, t.detach(), 0.0).sum(), count) for name, t in per_token.items()}
 

@@ -11,7 +11,7 @@ def sft_loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
 
     Args:
         outputs: log-probabilities under the model.
-        microbatch: the microbatch they are of.
+        microbatch: the microbatch that they are for.
 
     Returns:
         A sum over tokens.

@@ -1,4 +1,4 @@
-"""Terms that policy-gradient losses are made of. Per token [T], aligned with predicting positions."""
+"""Terms of policy-gradient losses. Tensors [T] have an entry for each token, aligned with predicting positions."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from automodel_rl.config.losses import CorrectionConfig
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """KL(policy || reference) at sampled tokens (Schulman, "Approximating KL divergence", 2020)."""
+    """Estimate of KL(policy || reference) at sampled tokens (Schulman, "Approximating KL divergence", 2020)."""
     r = ref_logprobs - logprobs
     if estimator == "k1":
         return -r
@@ -16,18 +16,18 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """The estimate with the gradient of the divergence.
+    """The same estimate, with the gradient of the divergence itself (Tang and Munos, arXiv:2506.09477).
 
-    Tokens were sampled from the policy, so the gradient has a part through the sampling. The factor
-    exp(logprobs - stop_gradient(logprobs)) = 1 brings it in for k1 and k3, which without it would have gradient 0 on
-    average and that of another divergence; k2's own gradient is right as it is (Tang and Munos, arXiv:2506.09477).
+    Tokens were sampled from the policy, so the gradient has a part through the sampling. For k1 and k3 the factor
+    exp(logprobs - stop_gradient(logprobs)) = 1 adds this part. Without it k1 would have gradient 0 on average, and k3
+    the gradient of another divergence. The gradient of k2 is right as it is.
     """
     estimate = kl_estimate(logprobs, ref_logprobs, estimator)
     return estimate if estimator == "k2" else estimate * (logprobs - logprobs.detach()).exp()
 
 
 def mean_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """Mean [T] over the counted tokens of each sequence: [N]; 0 where none counts."""
+    """Mean of values [T] over the counted tokens of each sequence, [N]; 0 for a sequence without any."""
     counted = torch.where(microbatch.loss_mask, values, 0.0)
     return sum_by_sequence(counted, microbatch) / sum_by_sequence(
         microbatch.loss_mask.to(values.dtype), microbatch
@@ -37,12 +37,12 @@ def mean_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
 def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, microbatch: Microbatch, config: CorrectionConfig
 ) -> Tensor:
-    """What tokens weigh for the difference between generator and policy, [T], without gradient."""
+    """Weights of tokens, [T], that correct for the difference between generator and policy; without gradient."""
     log_weight = torch.where(microbatch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if config.kind == "truncate":
         return log_weight.exp().nan_to_num(0.0, posinf=torch.inf).clamp(config.low, config.high)
     weight = log_weight.exp().nan_to_num(0.0, posinf=0.0)
-    of_what = weight
+    compared = weight
     if config.kind == "sequence_mask":
-        of_what = spread_over_tokens(mean_by_sequence(log_weight, microbatch).exp(), microbatch)
-    return torch.where((of_what >= config.low) & (of_what <= config.high), weight, 0.0)
+        compared = spread_over_tokens(mean_by_sequence(log_weight, microbatch).exp(), microbatch)
+    return torch.where((compared >= config.low) & (compared <= config.high), weight, 0.0)

@@ -1,10 +1,11 @@
-"""Experts of a mixture over tokens sorted by expert, with or without expert parallelism.
+"""Runs the experts of a mixture on tokens sorted by expert, with or without expert parallelism.
 
-Registered with transformers' ExpertsInterface, it takes the place of the loop in every mixture's experts module;
-routers stay the models' own. With expert parallelism a rank holds a slice of the experts, and tokens travel to them and
-back.
+`experts_forward` is registered with transformers' ExpertsInterface and replaces the loop in every mixture's experts
+module; routers stay the models' own. With expert parallelism a rank holds a slice of the experts, and tokens travel to
+them and back.
 
-Shape letters: n tokens, K experts of a token, s = n * K slots, E experts of the model, e of this rank, H hidden.
+Shape letters: n tokens, K experts of a token, s = n * K slots, E experts of the model, e experts of this rank, H hidden
+size.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ def register_experts() -> None:
 
 
 def experts_of(part: nn.Module) -> list[Any]:
-    """The experts modules of a part: those whose forward goes through the interface."""
+    """The experts modules of a part, whose forward goes through the interface."""
     return [module for name, module in part.named_modules() if name.endswith(".experts")]
 
 
@@ -37,9 +38,9 @@ def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_
 
     Args:
         module: transformers' experts module, with `ep_group` set (None without expert parallelism).
-        hidden_nH: tokens.
-        experts_nK: ids of the chosen experts.
-        weights_nK: their weights.
+        hidden_nH: hidden states of the tokens.
+        experts_nK: ids of the experts chosen for each token.
+        weights_nK: weights of these experts.
 
     Returns:
         [n, H] in the dtype of `hidden_nH`.
@@ -60,9 +61,9 @@ def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_
 def _run_elsewhere(module: Any, slots_sH: Tensor, counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sends every slot to the rank of its expert, runs this rank's experts on what came, and sends results back.
 
-    The number of slots for each rank depends on the data, so the host waits for it: once a layer.
+    The number of slots for each rank depends on the data, so the host waits for the device once in each layer.
     """
-    counts_re = torch.empty_like(counts_E)  # slots from every rank for every expert of this one
+    counts_re = torch.empty_like(counts_E)  # number of slots from each rank for each expert of this rank
     dist.all_to_all_single(counts_re, counts_E, group=group)
     size = group.size()
     sent, received = torch.stack([counts_E.view(size, -1).sum(1), counts_re.view(size, -1).sum(1)]).tolist()

@@ -1,4 +1,4 @@
-"""Which microbatch a decoder layer is computing, for modules inside of it that are not told."""
+"""Shows modules inside a decoder layer which microbatch the layer is computing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,21 +7,21 @@ from automodel_rl.batch import LocalMicrobatch
 
 
 class MicrobatchScope:
-    """The microbatch of the layer that runs now, and None between layers.
+    """Holds the microbatch of the layer that runs now, and None between layers.
 
-    The microbatch is an argument of the layer, so it is the right one in every schedule, also when activations are
-    computed again in a backward: a queue of microbatches would come apart there. A failing layer leaves its microbatch
-    until `clear`.
+    The microbatch is an argument of the layer, so it is right in every schedule, and also when a backward computes
+    activations again. A queue of microbatches would get out of step there. If a layer fails, its microbatch stays until
+    `clear`.
 
     Attributes:
-        microbatch: this rank's tokens of it.
+        microbatch: this rank's tokens of the microbatch.
     """
 
     def __init__(self) -> None:
         self.microbatch: LocalMicrobatch | None = None
 
     def follow(self, layer: Any) -> None:
-        """From now on notes what the layer is called with."""
+        """Notes the microbatch of every call of a layer from now on."""
         layer.forward = _Followed(self, layer.forward)
 
     def clear(self) -> None:
@@ -29,7 +29,7 @@ class MicrobatchScope:
 
 
 class _Followed:
-    """An object, not a closure, so that a deep copy of the layer has a scope and a forward of its own."""
+    """A forward that notes its microbatch. As an object, no closure, it is copied with its scope in a deep copy."""
 
     def __init__(self, scope: MicrobatchScope, inner: Callable[..., Any]):
         self.scope, self.inner = scope, inner

@@ -1,12 +1,12 @@
 """Router replay: tokens go to the experts that a generator chose for them, and routers still learn.
 
-R3 (arXiv:2510.11370). Generator and trainer compute the same scores but for rounding, and near a tie that sends a token
-to another expert, after which their probabilities differ by more than rounding. So the choice is the generator's, while
-its weights are those that the router gives the chosen experts now: gradients go through them as ever.
+This is R3 (arXiv:2510.11370). The scores of generator and trainer differ by rounding. Near a tie, rounding sends a
+token to another expert, and then probabilities differ by more than rounding. So the generator's choice is repeated. The
+weights of the chosen experts are still the router's own, and gradients go through them as usual.
 
-A router of transformers or of nemo_automodel chooses by one `torch.topk` over scores of all experts, and takes weights
-from what it returns or at the places it returns. Only that call is answered differently, so everything else, such as
-normalising weights, scaling them, or a bias and groups that only matter for choosing, stays the model's own.
+A router of transformers or of nemo_automodel chooses by one `torch.topk` over the scores of all experts. It takes the
+weights from the values or at the places that this call returns. Only this call is answered differently. Everything else
+stays the model's own: weights may be normalised or scaled, and a bias or groups may count for the choice alone.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,16 @@ from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 
 DIFFERS = "replay/differs"
-"""Share of the tokens with a route that the router itself would have sent elsewhere."""
+"""Metric: among tokens with a route, the share that the router itself would have sent to another expert."""
 
 
 class RouterReplay:
-    """The routers of a part, which follow the routes of the microbatch that their layer computes, where it has some.
+    """Makes the routers of a part follow the routes of the microbatch that their layer computes, if it has routes.
 
     Args:
-        routers: by layer; they return a tuple.
-        num_experts: of a layer.
-        scope: of the layers.
+        routers: the part's routers, by layer.
+        num_experts: number of experts in a layer.
+        scope: shows which microbatch a layer computes.
     """
 
     def __init__(self, routers: dict[int, Any], num_experts: int, scope: MicrobatchScope):
@@ -46,23 +46,23 @@ class RouterReplay:
 
     @torch.no_grad()
     def note(self, number: int, live: Tensor, target: Tensor, is_known: Tensor) -> None:
-        """Keeps which tokens of a microbatch a layer's router would have sent elsewhere, for `differing`.
+        """Keeps for `differing` the tokens that a layer's router would have sent to other experts.
 
         Args:
-            number: of the layer.
-            live, target: experts [t, K] of every token, by the router and by its route.
+            number: the layer's number.
+            live, target: experts [t, K] of every token, by the router and by the token's route.
             is_known: which tokens have a route, bool [t, 1].
         """
         microbatch = self.scope.microbatch
         assert microbatch is not None
-        if (number, microbatch.index) in self._noted:  # a recomputation counts nothing twice
+        if (number, microbatch.index) in self._noted:  # a recomputation is not counted again
             return
         differs = (live[:, :, None] != target[:, None]).all(2).any(1)
         self._noted[number, microbatch.index] = differs, is_known[:, 0], microbatch.is_real
 
     def differing(self) -> dict[int, Tensor]:
-        """By layer, of the step's tokens with a route those that the router would have sent elsewhere, and all of them;
-        counted in training since the last call, float32 [2]."""
+        """Counts by layer, float32 [2], of training since the last call: tokens with a route that the router would have
+        sent to another expert, and all tokens with a route."""
         counts = {number: torch.zeros(2) for number in self.layers}
         for number in self.layers:
             noted = [kept for (layer, _), kept in self._noted.items() if layer == number]
@@ -75,8 +75,7 @@ class RouterReplay:
 
 
 def replay_metrics(replays: list[RouterReplay], layout: Layout) -> dict[str, float]:
-    """`DIFFERS` of every layer and over all of them, equal on every rank; nothing where no token had a route. A
-    collective."""
+    """`DIFFERS` over all layers and for each one, equal on every rank; empty if no token had a route. A collective."""
     own = sum_over_stage({n: counts for replay in replays for n, counts in replay.differing().items()}, layout)
     stages = gather_objects({number: counts.tolist() for number, counts in own.items()}, layout.pp_control)
     counts = {number: pair for stage in stages for number, pair in stage.items() if pair[1]}
@@ -90,12 +89,12 @@ def replay_metrics(replays: list[RouterReplay], layout: Layout) -> dict[str, flo
 
 
 class _Replayed:
-    """The forward of a router. An object, so that deep copies of a part follow routes, too."""
+    """A forward of a router that follows routes. It is an object, so that deep copies of a part follow routes, too."""
 
     def __init__(self, replay: RouterReplay, number: int, router: nn.Module, inner: Callable[..., Any]):
         self.replay, self.number, self.router, self.inner = replay, number, router, inner
 
-    @torch.compiler.disable  # what it notes of layers and microbatches would be compiled anew for each of them
+    @torch.compiler.disable  # it would be compiled again for every layer and microbatch
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         microbatch = self.replay.scope.microbatch
         if microbatch is None or microbatch.routes is None:
@@ -114,12 +113,12 @@ class _Replayed:
 
 
 class Selection(TorchFunctionMode):
-    """Within it a router takes other experts than those with the largest scores.
+    """A context in which a router takes other experts than those with the largest scores.
 
     Args:
-        choose: from the experts [t, K] that the router would take to those that it takes.
+        choose: gets the experts [t, K] that the router would take, and gives those that it shall take.
         shape: (t, K).
-        num_experts: of which it chooses.
+        num_experts: number of experts from which the router chooses.
 
     Raises:
         RuntimeError: at the end, unless experts were chosen exactly once.
@@ -134,7 +133,7 @@ class Selection(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result
-        if args[0].shape[-1] != self.num_experts or result[1].shape != self.shape:  # of groups of experts
+        if args[0].shape[-1] != self.num_experts or result[1].shape != self.shape:  # a choice of groups of experts
             return result
         self.found.append(result[1])
         chosen = self.choose(result[1])
@@ -150,5 +149,5 @@ class Selection(TorchFunctionMode):
 
     @property
     def live(self) -> Tensor:
-        """What the router would have taken, [t, K]."""
+        """The experts that the router would have taken, [t, K]."""
         return self.found[0]

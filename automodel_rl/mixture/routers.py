@@ -1,8 +1,8 @@
-"""Training the routers of a mixture: how experts are loaded, the auxiliary loss, and DeepSeek's bias.
+"""Trains the routers of a mixture: the load of experts, the auxiliary loss, and DeepSeek's bias.
 
-Routers are the models' own modules, which return logits, weights and ids of the chosen experts; here they are only
-watched. Pads and empty microbatches count for nothing. Tokens that follow a route (mixture/router_replay.py) count
-where the route sends them.
+Routers are the models' own modules. They return logits, weights and ids of the chosen experts, and are only watched
+here. Pads and empty microbatches do not count. A token that follows a route (mixture/router_replay.py) counts where the
+route sends it.
 """
 
 import functools
@@ -19,26 +19,26 @@ from automodel_rl.parallel.layout import Layout
 from automodel_rl.support.families import Family
 
 LOAD_METRIC = "moe/load_max"
-"""The largest load of an expert relative to the mean, averaged over layers; 1 is even."""
+"""Metric: the largest load of an expert relative to the mean load, averaged over layers; 1 is even."""
 
 
 def routers_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
-    """The routers of those layers that have one, by the layer's number.
+    """The routers of the layers that have one, by the layer's number.
 
     Args:
         layers: decoder layers by number.
-        family: which module is the router.
+        family: the model's family, which says which module is the router.
     """
     mixtures = {number: layer for number, layer in layers.items() if "experts" in dict(layer.mlp.named_children())}
     return {number: getattr(layer.mlp, family.router) for number, layer in mixtures.items()}
 
 
 def router_shape(num_layers: int, routers: dict[int, Any]) -> RouterShape | None:
-    """What routes of a model look like, None if it has no routers.
+    """The shape of a model's routes; None if it has no routers.
 
     Args:
-        num_layers: of the whole model.
-        routers: all of them.
+        num_layers: number of layers of the whole model.
+        routers: all routers of the model, by layer.
     """
     if not routers:
         return None
@@ -50,9 +50,9 @@ class RouterWatch:
     """Watches the routers of a part while it trains.
 
     Args:
-        routers: by layer.
-        scope: of the layers.
-        config: weight of the auxiliary loss and rate of the bias.
+        routers: the part's routers, by layer.
+        scope: shows which microbatch a layer computes.
+        config: the weight of the auxiliary loss and the rate of the bias.
     """
 
     def __init__(self, routers: dict[int, Any], scope: MicrobatchScope, config: MoEConfig):
@@ -64,20 +64,24 @@ class RouterWatch:
             router.register_forward_hook(functools.partial(self._seen, number))
 
     def start_step(self, num_tokens: int) -> None:
-        """Args: num_tokens, of the global batch, which the auxiliary loss is divided by."""
+        """Starts counting for a new step.
+
+        Args:
+            num_tokens: number of tokens in the global batch, by which the auxiliary loss is divided.
+        """
         self.num_tokens = max(num_tokens, 1)
         self.loads, self._counted = {}, set()
 
-    @torch.compiler.disable  # what it notes of layers and microbatches would be compiled anew for each of them
+    @torch.compiler.disable  # it would be compiled again for every layer and microbatch
     def _seen(self, number: int, module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """What a router says, as its forward hook."""
+        """Forward hook of a router: counts the load of its experts and adds the auxiliary loss."""
         if not (module.training and torch.is_grad_enabled()):
             return output
         microbatch = self.scope.microbatch
         assert microbatch is not None
         logits, weights, chosen = output
         load = _load(chosen, microbatch.is_real, logits.shape[-1])
-        if (number, microbatch.index) not in self._counted:  # a recomputation counts nothing twice
+        if (number, microbatch.index) not in self._counted:  # a recomputation is not counted again
             self._counted.add((number, microbatch.index))
             self.loads[number] = self.loads.get(number, 0) + load
         if self.config.aux_loss:
@@ -87,10 +91,10 @@ class RouterWatch:
 
     @torch.no_grad()
     def update_biases(self, loads: dict[int, Tensor]) -> None:
-        """Raises the biases of experts with less load than the mean, lowers the others'.
+        """Raises the biases of experts with less load than the mean, and lowers those of experts with more.
 
         Args:
-            loads: by layer, over all ranks.
+            loads: the load of every expert over all ranks, by layer.
         """
         for number, router in self.routers.items():
             load = loads[number].to(router.e_score_correction_bias.device)
@@ -98,7 +102,7 @@ class RouterWatch:
 
 
 def global_loads(watches: list[RouterWatch], layout: Layout) -> dict[int, Tensor]:
-    """Tokens of every expert by layer, over all ranks of this rank's stages, on the host. A collective of the stage."""
+    """Number of tokens of each expert, by layer, over the ranks of this rank's stages. A collective of the stage."""
     return sum_over_stage({number: load for watch in watches for number, load in watch.loads.items()}, layout)
 
 
@@ -106,7 +110,7 @@ def sum_over_stage(by_layer: dict[int, Tensor], layout: Layout) -> dict[int, Ten
     """Sums over all ranks of this rank's stages, float64 on the host. A collective of the stage.
 
     Args:
-        by_layer: of every layer the same shape; every rank has the same layers.
+        by_layer: tensors of one shape, by layer; every rank has the same layers.
         layout: this rank's place.
     """
     if not by_layer:
@@ -125,14 +129,16 @@ def load_metric(loads: dict[int, Tensor], layout: Layout) -> dict[str, float]:
 
 
 def _load(chosen: Tensor, is_real: Tensor, num_experts: int) -> Tensor:
-    """Real tokens of every expert, [E]."""
+    """Number of real tokens of each expert, [E]."""
     counts = is_real[:, None].expand_as(chosen).flatten().float()
     return torch.zeros(num_experts, device=chosen.device).index_add_(0, chosen.flatten(), counts)
 
 
 def _load_balancing(logits: Tensor, load: Tensor, is_real: Tensor) -> Tensor:
-    """E * sum over experts of their share of choices and their mean probability, times the real tokens of the
-    microbatch."""
+    """The auxiliary loss of a layer for one microbatch, times the number of its real tokens.
+
+    The loss is E * the sum over experts of (share of the choices * mean probability).
+    """
     real = is_real.float()[:, None]
     accurate = logits.to(torch.promote_types(logits.dtype, torch.float32))
     probability = (accurate.softmax(-1) * real).sum(0)  # summed over tokens: the mean, times their number
@@ -140,7 +146,7 @@ def _load_balancing(logits: Tensor, load: Tensor, is_real: Tensor) -> Tensor:
 
 
 class _AddLoss(torch.autograd.Function):
-    """Passes a tensor through, and gives a scalar a gradient of one: it is added to the loss of the step."""
+    """Passes a tensor through and adds a scalar to the loss of the step, by giving it a gradient of 1."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layers whose activations are computed again in the backward instead of being kept."""
+"""Activation checkpointing: layers compute activations again in the backward instead of keeping them."""
 
 import functools
 from collections.abc import Iterable

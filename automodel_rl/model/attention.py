@@ -1,9 +1,9 @@
 """Attention over microbatches: every sequence sees itself, causally, and nothing else.
 
-One function for each backend, registered with transformers' AttentionInterface; it reaches the layers of transformers'
-and of nemo_automodel's models alike. The microbatch comes along as the keyword `microbatch` of every layer.
+Each backend is a function that is registered with transformers' AttentionInterface. Layers of transformers' and of
+nemo_automodel's models call it alike. The microbatch comes as the keyword `microbatch` of every layer.
 
-Shape letters: q queries, k keys of one call (`AttentionCall`), t tokens of this rank, D head dim.
+Shape letters: q queries and k keys of one call (`AttentionCall`), t tokens of this rank, D head dim.
 """
 
 import functools
@@ -28,7 +28,7 @@ from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.support.attention import ATTENTION
 
-# Before torch 2.12 varlen_attn takes fewer KV heads than query heads without being told.
+# From torch 2.12 on, varlen_attn takes fewer KV heads than query heads only with this flag.
 _GQA: dict[str, Any] = {"enable_gqa": True} if TORCH >= (2, 12) else {}
 
 
@@ -37,10 +37,10 @@ class AttentionParameters:
     """How scores become weights, besides the causal mask.
 
     Attributes:
-        scale: of query-key products.
-        window: a query sees this many keys, itself included; None for all.
-        softcap: scores are softcap * tanh(scores / softcap), if not None.
-        sinks: a score for each query head that takes part in the softmax and has no value; None without.
+        scale: the factor of query-key products.
+        window: number of keys that a query sees, itself included; None for all.
+        softcap: turns scores into softcap * tanh(scores / softcap), if not None.
+        sinks: a score for each query head, which takes part in the softmax but has no value; None for no sinks.
     """
 
     scale: float
@@ -63,9 +63,9 @@ def choose_attention(requested: Attention, needs_eager: bool, device: torch.devi
     """The registered name for a config's `attention`.
 
     Args:
-        requested: the config's word.
-        needs_eager: the model has sinks or a soft cap, which only `eager` computes.
-        device, dtype: of the computation.
+        requested: the config's `attention`.
+        needs_eager: whether the model has sinks or a soft cap, which only `eager` computes.
+        device, dtype: device and dtype of the computation.
 
     Raises:
         InputError: the backend cannot run here.
@@ -141,7 +141,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Atten
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
-    """The mathematics written out, one sequence after the other, for soft caps and sinks. Softmax in at least fp32."""
+    """Attention written out, one sequence after the other, for soft caps and sinks. The softmax is in fp32 or wider."""
     group = q.shape[1] // k.shape[1]
     accurate = torch.promote_types(q.dtype, torch.float32)
     outputs = []
@@ -209,7 +209,7 @@ def _te_attention(heads: int, kv_heads: int, head_dim: int, value_dim: int, scal
 
 
 BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager, "varlen": varlen, "te": te}
-"""By the names in `ATTENTION`, which has what each can compute."""
+"""The backends by name. `ATTENTION` says what each can compute."""
 
 
 def _registered(name: str) -> str:
@@ -217,7 +217,7 @@ def _registered(name: str) -> str:
 
 
 def _segments(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
-    """Queries and keys of every sequence."""
+    """Slices with the queries and the keys of every sequence."""
     ends = zip(itertools.accumulate(call.query_lengths), itertools.accumulate(call.key_lengths), strict=True)
     last_q = last_k = 0
     for end_q, end_k in ends:

@@ -1,4 +1,4 @@
-"""The whole model without storage, of transformers' or of nemo_automodel's classes."""
+"""Builds the whole model without storage, from classes of transformers or of nemo_automodel."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,12 @@ from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
 
 @dataclass(frozen=True)
 class EmptyModel:
-    """A model in its modules, without storage.
+    """A model without storage, divided into language model and encoder.
 
     Attributes:
-        config: of the whole model.
-        language: a causal language model, or what looks like one.
-        vision: the encoder, None for a model that only reads text.
+        config: the config of the whole model.
+        language: a causal language model, or a module with the same names.
+        vision: the encoder; None for a model that only reads text.
     """
 
     config: PretrainedConfig
@@ -39,17 +39,18 @@ class EmptyModel:
 def build_empty_model(
     config: PretrainedConfig, implementation: Implementation, dtype: torch.dtype, attention: str, untie: bool
 ) -> EmptyModel:
-    """The whole model without storage for its parameters.
+    """Builds the whole model without storage for its parameters.
 
-    Buffers are real: nothing recomputes the rotary frequencies of a pipeline stage, and on the meta device they would
-    stay uninitialised without any error.
+    Buffers have storage: nothing recomputes the rotary frequencies of a pipeline stage, and on the meta device they
+    would stay uninitialised without any error.
 
     Args:
-        config: of the checkpoint.
-        implementation: whose class.
-        dtype: of the parameters.
+        config: the checkpoint's config.
+        implementation: the package whose class is used.
+        dtype: the dtype of the parameters.
         attention: name of a registered attention function.
-        untie: give a tied head a parameter of its own, which a pipeline needs. It is loaded with the same values.
+        untie: whether to give a tied head a parameter of its own, which a pipeline needs. It is loaded with the same
+            values.
     """
     register_attention()
     register_experts()

@@ -10,14 +10,14 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 class StepFlops:
-    """FLOPs of forward and backward: 6 per active matrix weight and token, 4 if it is frozen, and causal attention
-    within each sequence.
+    """FLOPs of forward and backward, after PaLM (arXiv:2204.02311, appendix B).
 
-    The embedding table is a look-up and left out; the head counts; of experts count as many as a token visits.
-    Recomputation is not counted (PaLM, arXiv:2204.02311, appendix B).
+    They are 6 for each token and active matrix weight, or 4 if the weight is frozen, and those of causal attention
+    within each sequence. The head counts; the embedding table does not, for it is only a look-up. As many experts count
+    as a token visits. Recomputation does not count.
 
     Args:
-        model: may be without storage.
+        model: the language model; may be without storage.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -35,7 +35,7 @@ class StepFlops:
 
 
 def active_weights(model: PreTrainedModel, trained: bool) -> float:
-    """Matrix weights that one token meets, of those that are trained or of those that are frozen."""
+    """Number of matrix weights that one token meets: the trained ones only, or the frozen ones only."""
     values = model.config.to_dict()
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -50,13 +50,13 @@ def active_weights(model: PreTrainedModel, trained: bool) -> float:
 
 
 def _pairs(length: int, window: int | None) -> float:
-    """Query-key pairs of a causal sequence."""
+    """Number of query-key pairs in a causal sequence."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) / 2 + (length - seen) * seen
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak of one device in FLOP/s, None where it is not known (a CPU, say)."""
+    """Peak of one device in FLOP/s; None if it is not known (for a CPU, say)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,6 +1,7 @@
-"""torch's fused RMSNorm in place of transformers' chain of elementwise kernels, which dominates a 16-bit step on CUDA.
+"""Puts torch's fused RMSNorm in place of transformers' chain of elementwise kernels.
 
-The fused kernel rounds once where the chain rounds twice. In fp32 and float64 the chain stays, for its exact results.
+The chain dominates a 16-bit step on CUDA. The fused kernel rounds once where the chain rounds twice. In fp32 and
+float64 the chain stays, for its exact results.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 
 def install_fused_norms(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Replaces the forward of a part's norms, which compute weight * x / rms(x), where that pays: 16 bits on CUDA."""
+    """Replaces the forward of a part's norms, which compute weight * x / rms(x), if it runs in bfloat16 on CUDA."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return
     for module in plain_norms(part):

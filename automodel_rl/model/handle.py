@@ -48,7 +48,7 @@ class Component:
 
     Attributes:
         name: "language", or "vision" for the encoder of images with its projector.
-        parts: this rank's.
+        parts: this rank's parts of the component.
         layout: this rank's place among the component's ranks.
     """
 
@@ -57,29 +57,29 @@ class Component:
     layout: Layout
 
     def every_parameter(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of all parts, by name; a tied weight as often as this rank has it."""
+        """Names and parameters of all parts; a tied weight as often as this rank has a copy of it."""
         return itertools.chain(*(part.named_parameters() for part in self.parts))
 
 
 class ModelHandle:
-    """A causal or vision-language model on any layout: its parts, their layouts, and its tensors as Hugging Face files
-    have them. `StepRunner` runs it.
+    """A causal or vision-language model on any layout: its parts, their layouts, and its tensors as they are in Hugging
+    Face files. `StepRunner` runs it.
 
     Attributes:
-        parts: this rank's model chunks, of all components.
-        components: the components that this rank has parts of.
+        parts: this rank's parts of all components.
+        components: the components of which this rank has parts.
         config: the Hugging Face config of the language model.
-        whole_config: of the model, which for most is the same.
-        model: which checkpoint it is, how it computes, and what of it is trained.
-        memory: what is recomputed, offloaded or compiled.
-        meshes: of its components.
+        whole_config: the Hugging Face config of the whole model; for a text model it is the same.
+        model: the config that says which checkpoint it is, how it computes, and what is trained.
+        memory: the config that says what is recomputed, offloaded or compiled.
+        meshes: the layouts of its components.
         stages: this rank's pipeline stages of the language model.
-        layout: this rank's place among the ranks of the language model, of which it may be a guest.
-        flops: of a sequence in a training step, by its length; those of the encoder are not counted.
-        router_shape: what routes of the whole model look like, None for a dense one.
-        extras: of every part of the language model.
+        layout: this rank's place among the ranks of the language model; it may be a guest there (see `Layout`).
+        flops: gives the FLOPs of a sequence in a training step by its length; those of the encoder do not count.
+        router_shape: the shape of the whole model's routes; None for a dense model.
+        extras: what a step needs of each part of the language model, in the order of `stages`.
         has_changed: whether training or a checkpoint has changed the weights since they were loaded.
-        tied: the two copies of a tied embedding, where a pipeline has split them.
+        tied: the two copies of a tied embedding that a pipeline has split; None for other models and layouts.
 
     Example:
         >>> handle = ModelHandle.from_pretrained(checkpoint)  # a folder or a hub id; every rank calls it
@@ -91,7 +91,7 @@ class ModelHandle:
     def __init__(
         self, empty: EmptyModel, meshes: Meshes, model: ModelConfig, memory: MemoryConfig, family: str | None = None
     ):
-        """Lays out the parts of a model that has no storage yet; `from_pretrained` gives it some."""
+        """Lays out the parts of a model without storage. `from_pretrained` also gives them storage and weights."""
         self._family = family or empty.config.model_type
         self.whole_config, self.config = empty.config, empty.language.config
         self.model, self.memory, self.meshes, self.layout = model, memory, meshes, meshes.language
@@ -124,11 +124,11 @@ class ModelHandle:
         Joins the process group that is there, else starts one from torchrun's environment.
 
         Args:
-            model: folder or hub id, or a `ModelConfig` with more to say.
+            model: folder or hub id, or a `ModelConfig` for more settings.
             parallel: sizes of the mesh axes; by default one rank.
-            memory: what is recomputed; by default nothing.
-            components: in place of `parallel`, meshes for the components of a vision-language model; by default both
-                are on all ranks.
+            memory: what is recomputed, offloaded or compiled; by default nothing.
+            components: ranks and sizes for each component of a vision-language model, in place of `parallel`. By
+                default both components are on all ranks.
 
         Raises:
             InputError: the layout does not fit the model or the job, or the checkpoint is missing or damaged.
@@ -165,22 +165,22 @@ class ModelHandle:
 
     @property
     def family(self) -> str:
-        """How tensors are named in files, a key of `FAMILIES`: as in the checkpoint it was loaded from."""
+        """Key of `FAMILIES` that says how tensors are named in files: as in the checkpoint it was loaded from."""
         return self._family
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype in which the model computes."""
         return dtypes_of(self.model)[0]
 
     @property
     def has_encoder(self) -> bool:
-        """Whether it has an encoder of images."""
+        """Whether the model has an encoder of images."""
         return self.meshes.vision is not None
 
     @property
     def is_mixture(self) -> bool:
-        """Whether layers have experts and routers."""
+        """Whether the model's layers have experts and routers."""
         return self.router_shape is not None
 
     @property
@@ -202,8 +202,8 @@ class ModelHandle:
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors of this rank's stages. A collective of each stage's ranks.
 
-        They have the dtype that the model computes in, so that they give the same results. Adapters are merged. Those
-        that come one after the other may share memory.
+        Tensors have the dtype in which the model computes, so that they give the same results. Adapters are merged.
+        Tensors that come one after the other may share memory.
         """
         return itertools.chain(*(self._whole_tensors(component) for component in self.components))
 
@@ -211,31 +211,31 @@ class ModelHandle:
         return whole_tensors(self.hf_sources(component, self.dtype), self.family, component.layout)
 
     def hf_sources(self, component: Component, dtype: torch.dtype) -> list[Source]:
-        """What this rank holds of a component's tensors, as a Hugging Face checkpoint has them, adapters merged in
-        fp32. A collective of each stage's ranks.
+        """Sources of a component's tensors on this rank, with adapters merged in fp32. A collective of each stage's
+        ranks.
 
         Args:
             component: one of `components`.
-            dtype: of parameters; buffers keep theirs.
+            dtype: the dtype in which parameters are sent; buffers keep theirs.
         """
         return merged_sources(self.named_parameters(component), component.parts, dtype, self.family, component.layout)
 
     def adapter_sources(self, dtype: torch.dtype) -> list[Source]:
-        """What this rank holds of its stages' adapters.
+        """Sources of the adapters of this rank's stages.
 
         Args:
-            dtype: that they are sent in.
+            dtype: the dtype in which they are sent.
         """
         return adapters_alone(self.named_parameters(), dtype)
 
     def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Writes a Hugging Face checkpoint in the compute dtype, or PEFT's files if adapters are trained. A collective.
 
-        Complete, or not there at all.
+        The folder is complete, or not there at all.
 
         Args:
-            path: a folder, replaced if it exists; on a file system that all ranks share.
-            tokenizer: saved along, if given.
+            path: the folder to write; replaced if it exists; on a file system that all ranks share.
+            tokenizer: the tokenizer to save along, if given.
         """
         if self.model.lora is not None:
             origin = AdapterOrigin(self.model.lora, self.source, self.family)
@@ -250,15 +250,15 @@ class ModelHandle:
         save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, self.layout.world_control)
 
     def let_read(self, hold: Callable[[], None]) -> None:
-        """Lets something read the weights beside the computation.
+        """Lets something read the weights while the model computes.
 
         Args:
-            hold: called once, before they change.
+            hold: called once, before the weights change; it makes the change wait for the reader.
         """
         self._readers.append(hold)
 
     def before_change(self) -> None:
-        """Lets readers finish. Whoever changes weights, or what belongs to them, calls this first."""
+        """Lets readers finish. Call it before any change of the weights or of the optimizer's state."""
         while self._readers:
             self._readers.pop()()
 
@@ -266,8 +266,9 @@ class ModelHandle:
         """Hugging Face names and whole gradients of this rank's stages, between `forward_backward` and `zero_grad`. A
         collective of each stage's ranks.
 
-        They have the dtype in which they are reduced, and are 0 for what took no part. Frozen weights have none; with a
-        LoRA only adapters have, under their own names. Those that come one after the other may share memory.
+        Gradients have the dtype in which they are reduced. A weight that took no part in the step has gradient 0.
+        Frozen weights have none; with LoRA only adapters have gradients, under their own names. Tensors that come one
+        after the other may share memory.
         """
         for component in self.components:
             named = [(name, p) for name, p in self.named_parameters(component) if p.requires_grad]

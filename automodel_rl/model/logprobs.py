@@ -1,7 +1,7 @@
 """Log-probabilities of targets, and entropies, from hidden states, a chunk of tokens at a time: [T, V] never exists.
 
-Shape letters: T tokens, H hidden, V vocabulary (this rank's part of it under tensor parallelism), C tokens of a chunk,
-K what is read of a token.
+Shape letters: T tokens, H hidden size, V vocabulary (this rank's part of it under tensor parallelism), C tokens of a
+chunk, K numbers that are read for a token.
 """
 
 import functools
@@ -24,9 +24,9 @@ class Head:
     """The output projection as one rank holds it.
 
     Attributes:
-        weight: [V, H].
-        softcap: logits are softcap * tanh(logits / softcap), if not None.
-        tp_group: the ranks that hold the other parts of the vocabulary, in order of rank.
+        weight: this rank's part, [V, H].
+        softcap: turns logits into softcap * tanh(logits / softcap), if not None.
+        tp_group: the ranks that hold the parts of the vocabulary, in order; None if this rank holds all of it.
     """
 
     weight: Tensor
@@ -45,7 +45,7 @@ stage."""
 
 
 def read_targets(readout: Readout) -> OutputFn:
-    """An output function: of every token what `readout` asks for."""
+    """An output function that gives what `readout` asks for, for every token."""
     return functools.partial(target_readout, readout=readout)
 
 
@@ -56,7 +56,7 @@ def target_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, read
         hidden: final hidden states [T, H]. Under tensor parallelism its gradient is this rank's summand.
         head: the output projection.
         microbatch: its `targets` are scored.
-        readout: temperature, and whether the entropy comes along.
+        readout: the temperature, and whether to give the entropy, too.
 
     Returns:
         [T, 1], or [T, 2] with the entropy; 0 where there is no target; float64 for float64 hidden states, else float32;
@@ -94,7 +94,7 @@ class _TargetReadout(torch.autograd.Function):
         places = targets - ctx.first_token
         d_hidden = torch.empty_like(hidden)
         d_weight = None
-        if ctx.needs_input_grad[1]:  # not where only adapters are trained
+        if ctx.needs_input_grad[1]:  # not if only adapters are trained
             d_weight = torch.zeros(weight.shape, dtype=_accurate(weight.dtype), device=weight.device)
         for chunk in _chunks(len(targets)):
             d_logits = ctx.softmax.gradient(
@@ -122,8 +122,8 @@ class _Softmax:
     def score(self, hidden_CH: Tensor, places_C: Tensor, mean_logit_C: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logit of every target (0 if it is not in this part) and log-sum-exp of all logits, both [C].
 
-        In place: one [C, V] buffer is all there is, and a second one where `mean_logit_C` is to be filled with the
-        softmax's mean logit.
+        It works in place in one [C, V] buffer. If `mean_logit_C` is given, it is filled with the softmax's mean logit,
+        which takes a second buffer.
         """
         logits_CV = self._logits(hidden_CH)
         inside_C = _inside(places_C, self.weight)
@@ -144,9 +144,10 @@ class _Softmax:
         gradient_CK: Tensor,
         entropy_C: Tensor | None,
     ) -> Tensor:
-        """Of the projection's output, [C, V] in the weight's dtype.
+        """The gradient of the projection's output, [C, V] in the weight's dtype.
 
-        By the logits, d log p(target) is one-hot(target) - p and d entropy is -p * (log p + entropy).
+        The derivative of log p(target) by the logits is one-hot(target) - p. That of the entropy is
+        -p * (log p + entropy).
         """
         logits_CV = self._logits(hidden_CH)
         slope_CV = None if self.softcap is None else 1 - (logits_CV * (self.temperature / self.softcap)).square()
@@ -174,7 +175,7 @@ class _Softmax:
 def _over_vocabulary(
     picked: Tensor, logsumexp: Tensor, mean_logit: Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same over the parts of all tp ranks, in one collective."""
+    """Combines these values, for each rank's part of the vocabulary, over all tp ranks in one collective."""
     columns = [picked, logsumexp] if mean_logit is None else [picked, logsumexp, mean_logit]
     parts = all_gather(torch.stack(columns), group).view(group.size(), len(columns), -1)
     total = parts[:, 1].logsumexp(0)
@@ -195,7 +196,7 @@ def top_logits(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _side_by_side(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[T, k] of every rank as [T, size * k]."""
+    """Tensors [T, k] of all ranks side by side, [T, size * k]."""
     return torch.cat(all_gather(tensor, group).chunk(group.size()), dim=1)
 
 
@@ -226,7 +227,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _accurate_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in at least fp32. On CUDA the product of 16-bit matrices leaves the tensor cores unrounded."""
+    """a @ b in fp32 or wider. On CUDA the product of 16-bit matrices is not rounded to 16 bits on its way."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).to(_accurate(a.dtype))

@@ -1,12 +1,12 @@
-"""A part without storage, laid out over ranks. What wraps what is decided here, in this order:
+"""Lays out a part without storage over ranks. This is the order in which forwards are replaced and wrapped:
 
 1. tensor parallelism cuts weights and sets the forwards of linear layers and embedding (parallel/tensor_parallel.py)
 2. expert parallelism cuts experts; their forward is ours by name (mixture/experts.py)
 3. adapters set the forwards of their linear layers (lora/layers.py)
-4. the part and its head get the packed forward (model/part_forward.py), norms the fused one (model/fused_norm.py)
-5. routers follow routes (mixture/router_replay.py) and are watched (mixture/routers.py), for the microbatch that their
-layer's
-   forward notes (mixture/microbatch_scope.py)
+4. the part and its head get a forward over microbatches (model/part_forward.py), norms a fused one
+   (model/fused_norm.py)
+5. routers follow routes (mixture/router_replay.py) and are watched (mixture/routers.py); the forward of their layer
+   notes the microbatch for them (mixture/microbatch_scope.py)
 6. layers are compiled, then recomputed in the backward (model/activation_checkpointing.py)
 7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
 """
@@ -35,7 +35,7 @@ from automodel_rl.support.families import FAMILIES
 
 
 def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
-    """In which dtype weights are gathered and used, and in which they are kept and their gradients reduced."""
+    """The dtype in which weights are gathered and used, and the one in which they are kept and gradients reduced."""
     compute = getattr(torch, model.dtype)
     return compute, torch.promote_types(compute, torch.float32)
 
@@ -48,13 +48,13 @@ def mixed_precision(model: ModelConfig) -> MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a step does with a part besides its forward and backward.
+    """What a step needs of a part besides its forward and backward.
 
     Attributes:
-        microbatch_scope: the microbatch that is computed.
-        router_replay: lets its routers follow routes.
-        router_watch: counts the load of its experts.
-        partial_gradients: parameters, as (module, name), of which each tp rank's gradient is a summand.
+        microbatch_scope: shows which microbatch a layer computes.
+        router_replay: makes the part's routers follow routes.
+        router_watch: counts the load of the part's experts.
+        partial_gradients: parameters, as (module, name), for which each tp rank's gradient is only a summand.
     """
 
     microbatch_scope: MicrobatchScope
@@ -67,9 +67,9 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     """Lays out a causal language model, or a part of one, in place.
 
     Args:
-        part: on the meta device, but for its buffers.
+        part: a model or a part of one, on the meta device except for its buffers.
         layout: this rank's place.
-        model: its precision, and how routers are trained.
+        model: the model's config: its precision, and how routers are trained.
         memory: what is recomputed or compiled.
     """
     family = FAMILIES[part.config.model_type]
@@ -108,7 +108,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
 
 
 def _split_experts(module: Any, layout: Layout) -> None:
-    """Leaves this rank's experts; `ep_group` tells the experts' forward where the others are."""
+    """Leaves only this rank's experts in a module. `ep_group` has the ranks with the other experts, for its forward."""
     module.ep_group = None
     if layout.expert_mesh is not None:
         mesh = layout.expert_mesh["ep"]

@@ -1,6 +1,6 @@
 """The forward of one part: token ids or hidden states in, hidden states or the head's result out.
 
-It takes the place of the model's own forward, which would build masks and drop the packing before the layers. It serves
+It replaces the model's own forward, which would build masks and not hand the microbatch on to the layers. It serves
 every model whose layers have transformers' signature. AutoPipeline has set the modules of other stages to None.
 """
 
@@ -19,13 +19,13 @@ from automodel_rl.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a part's forward needs to know beyond its microbatch.
+    """What a part's forward needs to know besides the microbatch.
 
     Attributes:
-        tp: how hidden states between blocks become whole.
-        cp_group: the ranks that share a microbatch, None without context parallelism.
-        rotary_by_layer_type: rotary embeddings differ between kinds of layers.
-        softcap: of the final logits, None without.
+        tp: makes hidden states between blocks whole.
+        cp_group: the ranks that share a microbatch; None without context parallelism.
+        rotary_by_layer_type: whether rotary embeddings differ between kinds of layers.
+        softcap: the soft cap of the final logits; None for no cap.
     """
 
     tp: TensorParallel
@@ -35,7 +35,7 @@ class ForwardContext:
 
 
 def install_part_forward(part: Any, context: ForwardContext) -> None:
-    """Gives a causal language model, or a part of one, the packed forward."""
+    """Gives a causal language model, or a part of one, a forward over microbatches."""
 
     def forward(self: Any, hidden: Tensor, *, microbatch: LocalMicrobatch, output_fn: OutputFn) -> Tensor:
         return part_forward(self, hidden, microbatch, output_fn, context)
@@ -53,15 +53,15 @@ def install_part_forward(part: Any, context: ForwardContext) -> None:
 def part_forward(
     part: Any, hidden: Tensor, microbatch: LocalMicrobatch, output_fn: OutputFn, context: ForwardContext
 ) -> Tensor:
-    """This rank's tokens of a microbatch through the layers of a part.
+    """Runs this rank's tokens of a microbatch through the layers of a part.
 
     Args:
         part: a causal language model or a part of one.
         hidden: token ids [1, t] on the first stage, hidden states [1, t, H] ([1, t / tp, H] under sequence parallelism)
             on the others.
         microbatch: this rank's tokens.
-        output_fn: makes the last stage's result of final hidden states and head.
-        context: of the layout and the model.
+        output_fn: computes the last stage's result from final hidden states and head.
+        context: facts of the layout and the model.
 
     Returns:
         Hidden states like the input's, or the result of `output_fn` on the last stage.

@@ -14,8 +14,8 @@ class Stage:
     """A pipeline stage on this rank; without a pipeline there is one, with the whole model.
 
     Attributes:
-        index: from 0, over all ranks.
-        part: its layers, with embedding and head where it has them.
+        index: the stage's number, from 0 and over all ranks.
+        part: its layers, with embedding and head if it has them.
     """
 
     index: int
@@ -30,7 +30,7 @@ def split_model(model: Any, layout: Layout) -> list[Stage]:
     if parallel.pp == 1:
         return [Stage(0, model)]
     layers = layers_per_stage(model.config.num_hidden_layers, parallel)
-    # Of schedules with V placement nemo_automodel knows this one only; where stages lie is the same for all of them.
+    # nemo_automodel knows only one schedule with V placement; stages lie at the same places in all of them.
     schedule = "ZBVZeroBubble" if SCHEDULES[parallel.schedule].is_v else parallel.schedule
     num_microbatches = fill_up_to(len(layers), parallel)
     names = modules_of_stages(layers)

@@ -1,7 +1,7 @@
 """The encoder of a vision-language model as a module of its own: pixels in, embeddings of the language model out.
 
-Both parts are transformers' own modules under new roofs: the language model looks like a causal language model to the
-rest of the package, and the encoder is what is left of the inner model without it.
+Both parts consist of transformers' own modules. `LanguagePart` has the names of a causal language model, so the rest of
+the package treats it as one. `VisionPart` is what is left of the inner model without its language model.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class LanguagePart(nn.Module):
 
     Args:
         whole: transformers' model for conditional generation.
-        config: of the language model.
+        config: the language model's config.
     """
 
     def __init__(self, whole: Any, config: PretrainedConfig):
@@ -54,8 +54,8 @@ class VisionPart(nn.Module):
         """Embeddings of the tokens of all images, in order.
 
         Args:
-            pixels: of each image, as the image processor gives them, on the device and in the compute dtype.
-            grids: patches of each image in time, height and width.
+            pixels: the pixels of each image, as the image processor gives them, on the device and in the compute dtype.
+            grids: number of patches of each image in time, height and width.
 
         Returns:
             [m, H] in the compute dtype.
@@ -67,26 +67,26 @@ class VisionPart(nn.Module):
 
 
 def split_modules(whole: Any, config: PretrainedConfig) -> tuple[LanguagePart, VisionPart]:
-    """The two parts of a vision-language model, which shares no weight between them.
+    """The two parts of a vision-language model, which share no weight.
 
     Args:
-        whole: may be without storage.
-        config: of the language model.
+        whole: transformers' model for conditional generation; may be without storage.
+        config: the language model's config.
     """
     return LanguagePart(whole, config), VisionPart(whole)
 
 
 VARLEN = "automodel_rl_flash_varlen"
-"""Name under which transformers knows `varlen_attention`. With "flash" in it, encoders hand over images of different
+"""Name under which transformers knows `varlen_attention`. As it contains "flash", encoders pass images of different
 sizes in one call, not one by one."""
 
 
 def choose_attention(part: VisionPart, device: torch.device, dtype: torch.dtype) -> None:
-    """Lets an encoder of images of different sizes attend to all of them in one call, where that can be computed."""
+    """Makes an encoder of images of different sizes compute attention in one call for all, in bfloat16 on CUDA."""
     is_ragged = VISION_FAMILIES[part.config.model_type].has_rotary_grid  # others see images of one size, as a batch
     if is_ragged and device.type == "cuda" and dtype == torch.bfloat16:
         AttentionInterface.register(VARLEN, varlen_attention)
-        # Not when the model is built: transformers takes the name for that of a kernel on the hub.
+        # Set only now: while the model is built, transformers takes the name for that of a kernel on the hub.
         set_attention(part.model.visual.config, VARLEN)
 
 
@@ -102,12 +102,12 @@ def varlen_attention(
     max_length_q: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """torch's varlen_attn over segments that see all of themselves, in transformers' signature. CUDA and 16-bit types.
+    """torch's varlen_attn with full attention in each segment, in transformers' signature. CUDA and 16-bit types.
 
     Args:
         query, key, value: [1, heads, n, D].
-        cu_seq_lens_q: where segments start, and n, int32.
-        max_length_q: longest segment.
+        cu_seq_lens_q: the starts of the segments, and n at the end, int32.
+        max_length_q: length of the longest segment.
 
     Returns:
         [1, n, heads, D], and no attention weights.
@@ -121,7 +121,7 @@ def varlen_attention(
 
 
 def freeze(language: LanguagePart, vision: VisionPart, frozen: Sequence[str]) -> None:
-    """Leaves the parts that `ModelConfig.frozen` names as they are."""
+    """Freezes the parts that `ModelConfig.frozen` names."""
     projector = vision.model.get_submodule(VISION_FAMILIES[vision.config.model_type].projector)
     kept = set(projector.parameters())
     for name, parameters in (
@@ -137,9 +137,9 @@ def parallelise_encoder(part: VisionPart, layout: Layout, model: ModelConfig, me
     """Lays out the encoder over ranks, in place: its linear layers over tp, the rest with FSDP.
 
     Args:
-        part: on the meta device, but for its buffers.
-        layout: of the encoder.
-        model: its precision.
+        part: the encoder, on the meta device except for its buffers.
+        layout: the encoder's layout.
+        model: the model's config, for its precision.
         memory: what is recomputed.
     """
     if layout.parallel.tp > 1:
@@ -161,10 +161,10 @@ def encoder_layers(part: VisionPart) -> list[Any]:
 
 
 def blank_image(config: PretrainedConfig) -> Image:
-    """The smallest image of a model, for an encoder rank that has none but must join its collectives.
+    """The smallest image of a model. A rank of the encoder without images encodes it to join its peers' collectives.
 
     Args:
-        config: of the whole model.
+        config: the config of the whole model.
     """
     vision = config.vision_config
     if VISION_FAMILIES[config.model_type].has_rotary_grid:
@@ -178,6 +178,6 @@ def blank_image(config: PretrainedConfig) -> Image:
 
 
 def rotary_merge(config: PretrainedConfig) -> int | None:
-    """Patches that make a token, along height and along width, where rotary positions follow an image's grid."""
+    """Patches in a token along height, and along width, if rotary positions follow an image's grid; else None."""
     vision = VISION_FAMILIES.get(config.model_type)
     return config.vision_config.spatial_merge_size if vision is not None and vision.has_rotary_grid else None

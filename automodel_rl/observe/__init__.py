@@ -1,1 +1,1 @@
-"""What a run leaves to be looked at: metrics, trackers, console, report, rollouts, its directory."""
+"""Everything that shows how a run goes: metrics, trackers, console, report, rollouts, and its directory."""

@@ -1,4 +1,4 @@
-"""The live progress line: rich on a terminal, one plain line a step elsewhere."""
+"""The progress of a run: a live line on a terminal, one plain line for each step elsewhere."""
 
 import contextlib
 import datetime
@@ -24,15 +24,16 @@ COLUMNS = {
     "val/accuracy": "val accuracy {:.1%}",
     "val/reward_mean": "val reward {:.3f}",
 }
-"""What of a step's metrics the line shows, where the step has it."""
+"""The metrics that the line shows, if the step has them, and how."""
 
 
 class Progress:
-    """Shows the newest step. Use as a context manager; `quiet` is for ranks other than the first.
+    """Shows the newest step. Use it as a context manager.
 
     Args:
         total_steps: length of the run.
-        first_step: steps that were done before.
+        first_step: number of steps that were done before.
+        quiet: show nothing, as on all ranks but the first.
     """
 
     def __init__(self, total_steps: int, first_step: int, quiet: bool):
@@ -54,12 +55,12 @@ class Progress:
             self.live.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         if not self.quiet:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, record: dict[str, Any]) -> None:
-        """The newest step's metrics."""
+        """Shows the metrics of the newest step."""
         if self.quiet:
             return
         line = f"step {record['step']}/{self.total_steps}  {_numbers(record)}  eta {self._eta(record['step'])}"
@@ -77,7 +78,7 @@ class Progress:
 
 
 class _Outlived:
-    """Standard output. It may be a terminal that somebody closes: a run goes on, or saves and stops, without it."""
+    """Standard output whose errors are ignored: if somebody closes the terminal, the run goes on without it."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -1,4 +1,4 @@
-"""JSON lines: metrics.jsonl, one object a step, and rollouts/step_N.jsonl, one a completion."""
+"""JSON lines: metrics.jsonl with a record for each step, and rollouts/step_N.jsonl with one for each completion."""
 
 import errno
 import json
@@ -13,22 +13,22 @@ from automodel_rl.files import write_complete
 
 
 class MetricsFile:
-    """Appends one line for each step. On resuming, lines of steps that will be run again are removed.
+    """Appends a line for each step. When a run resumes, the lines of steps that it runs again are removed.
 
     Args:
         path: the file.
-        first_step: the step the run (re)starts at, from 0.
+        first_step: number of steps that were done before; 0 when the run begins.
     """
 
     def __init__(self, path: Path, first_step: int):
         self.path = path
-        # Step 0, the untrained model, is measured again by a run that begins.
+        # A run that begins measures step 0, the untrained model, again.
         kept = [record for record in read_metrics(path) if record["step"] <= first_step] if first_step else []
         write_complete(path, "".join(map(_line, kept)))
         self._waiting: list[str] = []
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends a line. Where that fails, on a full disk say, it waits for the next one."""
+        """Appends a line. If that fails, as on a full disk, the line waits and is written with the next one."""
         self._waiting.append(_line(record))
         try:
             self._append()
@@ -49,23 +49,23 @@ class MetricsFile:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Every line that could be written is in the file already."""
+        """Does nothing: every line that could be written is in the file already."""
 
 
 def _line(record: dict[str, Any]) -> str:
-    """JSON has no NaN; a number that is not finite is written as null."""
+    """A record as a line of JSON. JSON has no NaN, so numbers that are not finite become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; a run that was killed may have left half of its last one."""
+    """The records of all complete lines. A run that was killed may have left half a line at the end."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def save_rollouts(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Writes one object a completion; a file that is there, of a step that runs again, is replaced."""
+    """Writes a record for each completion. If the step has run before, its file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_complete(path, "".join(json.dumps(record) + "\n" for record in records))

@@ -1,4 +1,4 @@
-"""report.html: curves and sample completions of a run on one page that needs nothing else."""
+"""report.html: a run's curves and sample completions, on one page that needs no other files."""
 
 import html
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ CURVES = {
     "Gradient norm": ["train/grad_norm"],
     "Tokens per second": ["perf/tokens_per_second"],
 }
-"""Keys of each chart; charts without data are left out."""
+"""The metrics that each chart shows. Charts without data are left out."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, what the model wrote, and what the data has in its place."""
+    """A prompt, the completion that the model wrote, and the one that the data has."""
 
     prompt: str
     completion: str
@@ -47,9 +47,9 @@ def write_report(path: Path, title: str, records: list[dict[str, Any]], samples:
     """Writes the page.
 
     Args:
-        path: of the page.
-        title: its heading.
-        records: the run's metrics, one object a step.
+        path: where the page is written.
+        title: the page's heading.
+        records: the run's metrics, one record for each step.
         samples: completions to show.
     """
     curves = [_chart(heading, records, keys) for heading, keys in CURVES.items()]

@@ -1,4 +1,4 @@
-"""The run directory: whose run it holds, and where its files are."""
+"""The run directory: which run it holds, and where its files are."""
 
 import contextlib
 import fcntl
@@ -17,19 +17,19 @@ from automodel_rl.files import write_complete
 from automodel_rl.observe.metrics import read_metrics
 
 FLIGHTS = "flight"
-"""Folder of the flight recorders' files in a run directory."""
+"""Name of the folder with the flight recorders' files."""
 
 AGENT_VARIABLE, AGENT_FILE = "TORCHELASTIC_RUN_ID", ".started_by"
-"""Where torchrun names a job, and where a run keeps that name."""
+"""Environment variable with torchrun's name for a job, and the file in which a run keeps that name."""
 
 FINISHED_FILE = ".finished_after"
-"""Where a finished run keeps the number of its steps, of which `final/` and the report are."""
+"""File in which a finished run keeps the number of its steps: `final/` and the report are from the last of them."""
 
 LOCK_FILE = ".in_use"
-"""Locked by the run that is at work in a folder; the lock ends with its process, however it ends."""
+"""File that a run locks while it works in the folder. The lock ends with the run's process, however that ends."""
 
 FIRST_FILES = {"checkpoints", ".config.yaml.unfinished"}
-"""What a run makes before its config.yaml is complete."""
+"""Files that a run makes before its config.yaml is complete."""
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
@@ -43,8 +43,8 @@ MAY_DIFFER = (
     "checkpoint.",
     "failures.",
 )
-"""How keys begin in which a resumed run may differ: its limits, where its folder lies, what it shows and keeps, its
-layout."""
+"""Beginnings of the config keys that a resumed run may change: its length, its folder, what it shows and keeps, and
+its layout."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -55,20 +55,20 @@ def step_of(checkpoint: Path) -> int:
 
 
 class RunDirectory:
-    """Files of one run.
+    """The files of one run.
 
     Args:
-        config: the run.
-        output: its folder.
-        resume: "auto" to go on with the run that is there, "never", or the folder of a checkpoint to go on from.
+        config: the run's config.
+        output: the run's folder.
+        resume: "auto" to go on with the run in the folder, "never", or the folder of a checkpoint to go on from.
 
     Attributes:
-        resume: the same, but "auto" where an agent has started this run again.
-        begins_anew: the folder holds a run, whatever its config, that finished no step; this one takes its place.
+        resume: as given, but "auto" if torchrun has started this run again.
+        begins_anew: the folder holds a run that finished no step, whatever its config; this run takes its place.
 
     Raises:
-        InputError: the folder cannot be used, holds another run, this one and `resume` is "never", or one that is
-            past the checkpoint or past the end of this one.
+        InputError: the folder cannot be used; or it holds another run, or this run while `resume` is "never", or a run
+            that is already past the given checkpoint or past the end of this run.
     """
 
     def __init__(self, config: RunConfig, output: str, resume: str):
@@ -120,10 +120,10 @@ class RunDirectory:
             )
 
     def check_length(self, total_steps: int) -> None:
-        """Raises InputError where what this run goes on from is past its end, or finished and has no checkpoint.
+        """Raises InputError if this run cannot go on: its place is past its end, or it finished without a checkpoint.
 
         Args:
-            total_steps: of the run.
+            total_steps: the run's number of steps.
         """
         if self.resume == "never":
             return
@@ -144,16 +144,16 @@ class RunDirectory:
             )
 
     def is_finished(self, total_steps: int) -> bool:
-        """Whether the run of so many steps that is to go on is done, its model and report written.
+        """Whether the run that is to go on is already finished: all steps done, model and report written.
 
         Args:
-            total_steps: of the run.
+            total_steps: the run's number of steps.
         """
         return self.resume == "auto" and self.finished_after == self._step_reached == total_steps
 
     @property
     def finished_after(self) -> int | None:
-        """Steps after which `final/` was written; None if it is not there, or nothing says of which step it is."""
+        """The step after which `final/` was written; None if there is no `final/`, or its step is not known."""
         file = self.folder / FINISHED_FILE
         text = file.read_text() if file.is_file() and self.final.exists() else ""
         return int(text) if text.isdecimal() else None
@@ -163,19 +163,19 @@ class RunDirectory:
         return max([self.finished_after or 0, *map(step_of, self.list_checkpoints())])
 
     def note_finished(self, total_steps: int) -> None:
-        """Keeps that the model and the report of the run are written.
+        """Notes in the folder that the run's model and report are written.
 
         Args:
-            total_steps: of the run.
+            total_steps: the run's number of steps.
         """
-        with contextlib.suppress(OSError):  # then resuming writes them again
+        with contextlib.suppress(OSError):  # if this cannot be written, resuming writes model and report again
             write_complete(self.folder / FINISHED_FILE, str(total_steps))
 
     def _is_without_results(self) -> bool:
-        """Whether a run was begun here and has nothing that took a whole step: a line of metrics, a checkpoint, even
-        one that is damaged or not complete, or a model. What it says of its end (`flight/`, `not_finite/`), rollouts
-        of a step that was not done and metrics of the untrained model may be replaced."""
-        # A run makes checkpoints/ before anything else; a config.yaml alone is somebody's own.
+        """Whether a run was begun here but finished no step: it has no metrics of a step, no model, and no checkpoint,
+        not even a damaged or incomplete one. Everything else may be replaced: what it says of its end (`flight/`,
+        `not_finite/`), rollouts of an unfinished step, and metrics of the untrained model."""
+        # A run makes checkpoints/ before anything else, so a config.yaml alone was put there by somebody.
         if not self.checkpoints.is_dir() or any(self.checkpoints.iterdir()) or self.final.exists():
             return False
         if not self.config_file.is_file():
@@ -183,10 +183,12 @@ class RunDirectory:
         return not any(record["step"] > 0 for record in read_metrics(self.metrics))
 
     def _is_in_use(self) -> bool:
-        """Whether a run may be at work here, also where locks cannot tell."""
+        """Whether a run may be at work here; also true if the file system has no locks to ask."""
         try:
             with (self.folder / LOCK_FILE).open("r+") as file:
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # all ranks look at once, and must see the same
+                fcntl.lockf(
+                    file, fcntl.LOCK_SH | fcntl.LOCK_NB
+                )  # a shared lock: all ranks look at once, and must see the same
         except FileNotFoundError:
             return False
         except OSError:
@@ -194,6 +196,7 @@ class RunDirectory:
         return False
 
     def create(self) -> None:
+        """Makes the folder and writes the config. Raises InputError if it cannot be written."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_complete(self.config_file, self.config_text)
@@ -204,41 +207,43 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within this block others can tell that a run is at work here."""
+        """Marks the folder as in use while the block runs."""
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # of a file system that is full or has no locks
+            with contextlib.suppress(OSError):  # the file system may be full or have no locks
                 file = stack.enter_context((self.folder / LOCK_FILE).open("w"))
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
 
     @property
     def is_started_again(self) -> bool:
-        """Whether the agent that starts this rank, torchrun, has started the run in this folder before."""
+        """Whether torchrun starts this run again: it has started the run in this folder before."""
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
             return True
         agent, file = os.environ.get(AGENT_VARIABLE, ""), self.folder / AGENT_FILE
-        # Without a name of its own for the job torchrun calls it "none".
+        # torchrun calls a job without a name "none".
         return agent not in ("", "none") and file.is_file() and file.read_text() == agent
 
     def list_checkpoints(self) -> list[Path]:
-        """The `step_N` folders, oldest first."""
+        """The folders `step_N`, oldest first."""
         return sorted(
             (path for path in self.checkpoints.glob("step_*") if STEP_FOLDER.fullmatch(path.name)), key=step_of
         )
 
     def remove_checkpoints(self, folders: Sequence[Path]) -> None:
-        """Removes some checkpoints."""
+        """Removes the given checkpoints."""
         for path in folders:
-            path.rename(path.with_name(f".{path.name}.removed"))  # a folder half removed must not look whole
+            path.rename(
+                path.with_name(f".{path.name}.removed")
+            )  # renamed first: a folder that is half removed must not look whole
         self.remove_leftovers()
 
     def remove_leftovers(self) -> None:
-        """Removes what killed runs left unfinished. Not while a checkpoint is being written."""
+        """Removes unfinished folders that killed runs left. Must not be called while a checkpoint is being written."""
         for path in self.checkpoints.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def recover_checkpoints(self) -> None:
-        """Gives complete checkpoints their names that a killed run had no time for."""
+        """Renames complete checkpoints that a killed run had no time to rename."""
         for ending in ("unfinished", "old"):
             for path in self.checkpoints.glob(f".step_*.{ending}"):
                 named = path.with_name(path.name.removeprefix(".").removesuffix(f".{ending}"))
@@ -247,9 +252,9 @@ class RunDirectory:
                         path.rename(named)
 
     def set_aside(self, newer_than: Path) -> None:
-        """Gives checkpoints that are damaged, and so were passed over, another name."""
+        """Renames the damaged checkpoints that are newer than the one the run goes on from."""
         for path in self.list_checkpoints():
-            if step_of(path) > step_of(newer_than):  # they would count as newer ones than those to come
+            if step_of(path) > step_of(newer_than):  # else they would count as newer than the checkpoints to come
                 with contextlib.suppress(OSError):
                     path.rename(path.with_name(f"{path.name}.damaged"))
 
@@ -270,19 +275,19 @@ class RunDirectory:
         return self.folder / "rollouts"
 
     def take_nccl_traces(self) -> None:
-        """Lets NCCL's own flight recorder write here when a collective times out. Before NCCL is used."""
+        """Lets NCCL's flight recorder write here when a collective times out. Must be called before NCCL is used."""
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self.flights / "nccl_trace_rank_"))
 
     @property
     def flights(self) -> Path:
-        """What ranks did last, while they run and after a failure."""
+        """Folder that says what each rank did last, while it runs and after a failure."""
         return self.folder / FLIGHTS
 
     @property
     def not_finite(self) -> Path:
-        """The microbatches of a step at which training has diverged."""
+        """Folder with the microbatches of a step at which training diverged."""
         return self.folder / "not_finite"
 
     @property

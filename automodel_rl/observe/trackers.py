@@ -1,6 +1,6 @@
-"""Experiment trackers, which get the records of metrics.jsonl, too.
+"""Experiment trackers, which get the same records as metrics.jsonl.
 
-To add one: a class with `write` and `close`, an entry of `TRACKERS`, and its name in `config/run.py`.
+To add one, write a class with `write` and `close`, and add it to `TRACKERS` and its name to `config/run.py`.
 """
 
 import importlib
@@ -19,22 +19,22 @@ from automodel_rl.observe.run_directory import RunDirectory
 
 
 class Tracker(Protocol):
-    """Somewhere that metrics go to, step by step."""
+    """A receiver of metrics, step by step."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """One step's metrics; `record["step"]` is the step, and values may be None."""
+        """Takes the metrics of one step. `record["step"]` is the step; values may be None."""
         ...
 
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files in the run directory. Those of steps that run again after a resume are dropped.
+    """TensorBoard's event files in the run directory. Events of steps that run again after a resume are dropped.
 
     Args:
-        directory: of the run.
-        project: not used; the folder is the run.
-        first_step: steps that were done before.
+        directory: the run's directory.
+        project: not used, because the folder already names the run.
+        first_step: number of steps that were done before.
     """
 
     def __init__(self, directory: RunDirectory, project: str, first_step: int):
@@ -51,12 +51,12 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases. A resumed run goes on in the same place, by an id that is kept in its directory.
+    """Weights & Biases. A resumed run goes on under the same id, which is kept in the run directory.
 
     Args:
-        directory: of the run.
-        project: that the run belongs to.
-        first_step: not used: of steps that come again it keeps what it had.
+        directory: the run's directory.
+        project: the project that the run belongs to.
+        first_step: not used: for steps that run again, Weights & Biases keeps the metrics it has.
     """
 
     def __init__(self, directory: RunDirectory, project: str, first_step: int):
@@ -73,7 +73,7 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """trackio, whose interface is wandb's, but that a run's name is its id."""
+    """trackio. It has the interface of wandb, except that a run's name is its id."""
 
     def __init__(self, directory: RunDirectory, project: str, first_step: int):
         config = yaml.safe_load(directory.config_text)
@@ -86,19 +86,19 @@ TRACKERS: dict[TrackerName, Callable[[RunDirectory, str, int], Tracker]] = {
     "wandb": Wandb,
     "trackio": Trackio,
 }
-"""By the name of the package that each needs."""
+"""Trackers by the name of the package that each needs."""
 
 
 def check_trackers(config: ObserveConfig) -> None:
     """Raises InputError if a tracker's package is not installed."""
     for name in config.trackers:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # none, or a folder of that name, such as wandb leaves behind
+        if spec is None or spec.origin is None:  # no origin: only a folder of that name, such as wandb leaves behind
             raise InputError(f"observe.trackers: {name} is not installed: pip install '{name}', or leave it out")
 
 
 def make_trackers(config: ObserveConfig, directory: RunDirectory, first_step: int) -> list[Tracker]:
-    """Starts the trackers of a run, whose directory is there."""
+    """Starts the trackers of a run. Its directory must exist."""
     return [TRACKERS[name](directory, config.project, first_step) for name in config.trackers]
 
 
@@ -107,7 +107,7 @@ def _measured(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _kept_name(directory: RunDirectory) -> str:
-    """The run's name for trackers: its folder's, made unique when the run begins and kept."""
+    """The run's name for trackers: the folder's name with a random suffix, made once and kept in a file."""
     file: Path = directory.folder / "tracked_as"
     if not file.is_file():
         write_complete(file, f"{directory.folder.absolute().name}-{uuid.uuid4().hex[:8]}")

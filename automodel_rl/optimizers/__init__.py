@@ -1,5 +1,5 @@
-"""Optimizers by name, and what follows from each: its torch optimizers, its state in bytes and in files, and the step
-of one process that `verify` compares with."""
+"""Optimizers by name. A description of each has its torch optimizers, its state in bytes and in files, and the
+optimizers of one process with which `verify` compares."""
 
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.optimizers.adamw import ADAMW

@@ -1,4 +1,4 @@
-"""AdamW: matrices and embeddings with weight decay; biases, also of experts, and norm weights without."""
+"""AdamW, with weight decay for matrices and embeddings, and without for biases (of experts, too) and norm weights."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ STATE = StateNames(("exp_avg", "exp_avg_sq"), counts=True)
 
 
 def adamw_of(named: Named, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for the parameters that are named; no optimizer where there are none."""
+    """AdamW for named parameters, in a list, which is empty if there are no parameters."""
     if not named:  # a stage may have no adapter
         return []
     parameters = [parameter for _, parameter in named]
@@ -34,7 +34,7 @@ def adamw_of(named: Named, config: OptimizerConfig) -> list[torch.optim.Optimize
 
 
 def plain_adamw(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's AdamW in one process, for the parameters of a transformers model that are named."""
+    """torch's AdamW in one process, for named parameters of a transformers model."""
     decayed = [p for name, p in named if p.ndim > 1 and not name.endswith("bias")]
     others = [p for name, p in named if p.ndim == 1 or name.endswith("bias")]
     groups = [

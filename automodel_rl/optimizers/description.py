@@ -1,4 +1,4 @@
-"""What the package knows of a kind of optimizer: engine, checkpoints, plan and verify follow from it."""
+"""Descriptions of optimizers, which engine, checkpoints, plan and verify use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from automodel_rl.config import OptimizerConfig
 from automodel_rl.parallel.whole_matrices import GroupOf
 
 COUNT = "step"
-"""Name in an optimizer's state of the number of steps that a parameter has taken, fp32 []."""
+"""Key in an optimizer's state. Its value is the number of steps that a parameter has taken, fp32 []."""
 
 COUNT_BYTES = 4
 
 LR_FACTOR = "lr_factor"
-"""Key of a parameter group: what the learning rate of the schedule is multiplied by for this group."""
+"""Key in a parameter group. Its value is the group's factor of the schedule's learning rate."""
 
 
 @dataclass(frozen=True)
 class StateNames:
-    """Names of what an optimizer keeps of one parameter.
+    """Names of the tensors that an optimizer keeps for one parameter.
 
     Attributes:
-        moments: tensors of the parameter's shape and dtype, on the ranks that hold the parameter.
+        moments: names of tensors of the parameter's shape and dtype, on the ranks that hold the parameter.
         counts: whether it keeps `COUNT`, too.
     """
 
@@ -39,7 +39,7 @@ class StateNames:
         """Bytes of every tensor of the state.
 
         Args:
-            parameter_bytes: of the parameter, or of a rank's shard of it.
+            parameter_bytes: size of the parameter, or of a rank's shard of it.
         """
         return [*[parameter_bytes] * len(self.moments), *[COUNT_BYTES] * self.counts]
 
@@ -49,11 +49,13 @@ class OptimizerDescription:
     """One kind of optimizer.
 
     Attributes:
-        build: torch optimizers for what is trained of a part, with the groups of its layout. Each parameter has a
-            gradient of its own layout or None, for which no step is taken. A step is a collective of the part's ranks.
-        state_names: by name, of what is trained of a part; a tied weight under all of its names.
-        reference: torch optimizers for plain transformers in one process, with which `verify` compares. It is written
-            without the code of `build`.
+        build: makes the torch optimizers for the trained parameters of a part, with the groups of its layout. The
+            gradient of a parameter has the parameter's layout, or is None, and then no step is taken. A step is a
+            collective of the part's ranks.
+        state_names: gives the state's names for each trained parameter of a part, by the parameter's name; for a tied
+            weight under all of its names.
+        reference: makes the torch optimizers for plain transformers in one process, with which `verify` compares. It is
+            written without the code of `build`.
     """
 
     build: Callable[[nn.Module, OptimizerConfig, GroupOf], list[torch.optim.Optimizer]]
@@ -65,11 +67,11 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def trained_parameters(part: nn.Module, remove_duplicate: bool = True) -> Named:
-    """What is trained of a part, with names.
+    """Names and parameters of what is trained in a part.
 
     Args:
-        part: of a model.
-        remove_duplicate: a tied weight only under the first of its names.
+        part: a part of a model.
+        remove_duplicate: whether a tied weight comes only under the first of its names.
     """
     named = part.named_parameters(remove_duplicate=remove_duplicate)
     return [(name, parameter) for name, parameter in named if parameter.requires_grad]

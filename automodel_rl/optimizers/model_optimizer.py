@@ -1,4 +1,4 @@
-"""All optimizers of this rank's parts as one: steps, and the state that checkpoints store and the host keeps."""
+"""All optimizers of this rank's parts as one: steps, and the state for checkpoints and for offloading."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,12 +14,12 @@ class ModelOptimizer:
     """Trains parts of a model as a description says.
 
     Args:
-        parts: this rank's, each with the groups of its layout; what is not trained of them is left alone.
-        description: of the kind of optimizer.
-        config: its settings.
+        parts: this rank's parts, each with the groups of its layout; only parameters that are trained count.
+        description: describes the kind of optimizer.
+        config: the optimizer's settings.
 
     Attributes:
-        state_names: what it keeps, of every parameter that it trains.
+        state_names: names of the state of every parameter that it trains.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ModelOptimizer:
         """Takes one optimizer step with the gradients that are there. A collective of each part's ranks.
 
         Args:
-            lr: of the schedule.
+            lr: the learning rate of the schedule.
         """
         for group in self.groups:
             group["lr"] = lr * group[LR_FACTOR]
@@ -60,7 +60,7 @@ class ModelOptimizer:
             yield from (state[moment] for moment in names.moments if moment in state)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What is kept of a parameter, by the names in `state_names`; all 0 before its first step.
+        """The state of a parameter, by the names in `state_names`; all 0 before its first step.
 
         Args:
             parameter: one that is trained.
@@ -79,7 +79,7 @@ class ModelOptimizer:
 
         Args:
             parameter: one that is trained.
-            state: as `state_of` gives it.
+            state: a state such as `state_of` gives.
         """
         optimizer = self._optimizer_of[parameter]
         count = {}

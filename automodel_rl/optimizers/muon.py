@@ -1,13 +1,15 @@
 """Muon: the step of a matrix is its momentum made orthogonal (Jordan et al., kellerjordan.github.io/posts/muon).
 
-Which weights are matrices: those of linear layers, adapters and an encoder's layers among them, and every expert of a
-mixture by itself, as transformers' module holds it (gate and up projection are one matrix where they are fused, and a
-transposed stack stays transposed). AdamW trains the rest, as Jordan et al. and Moonlight (Liu et al., arXiv:2502.16982)
-do: embeddings and the head, whose rows are tokens' own vectors and are met by few of a step's tokens; norm weights and
-biases, which are no matrices; and routers, whose rows are experts' own vectors, a head over experts.
+Muon trains the weights of linear layers (adapters and an encoder's layers, too) and every expert of a mixture by
+itself. An expert's matrix is as transformers' module holds it: gate and up projection are one matrix if they are fused,
+and a transposed stack stays transposed.
 
-The numbers are those of torch.optim.Muon. The orthogonalisation of a shard is not the shard of the orthogonalisation,
-so it is of whole matrices; momentum stays sharded.
+AdamW trains the rest, as Jordan et al. and Moonlight (Liu et al., arXiv:2502.16982) do. These are embeddings and the
+head, whose rows belong to single tokens, so few tokens of a step meet a row; norm weights and biases, which are no
+matrices; and routers, whose rows belong to single experts, as in a head over experts.
+
+Results are those of torch.optim.Muon. The orthogonalisation of a shard is not the shard of the orthogonalisation, so
+whole matrices are orthogonalised. Momentum stays sharded.
 """
 
 import functools
@@ -36,7 +38,7 @@ MOMENTUM = "momentum_buffer"
 STATE = StateNames((MOMENTUM,))
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz iteration (Jordan et al.)."""
+"""Coefficients of the quintic Newton-Schulz iteration (Jordan et al.)."""
 
 SMALLEST_NORM = 1e-7
 
@@ -46,8 +48,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         parameters: [m, n], or stacks [k, m, n], fp32 or float64.
-        config: its settings, learning rate and weight decay.
-        group_of: the ranks along an axis of the parameters' mesh.
+        config: Muon's settings, learning rate and weight decay.
+        group_of: gives the ranks along an axis of the parameters' mesh.
     """
 
     def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig, group_of: GroupOf):
@@ -61,7 +63,7 @@ class Muon(torch.optim.Optimizer):
         """Takes one step. Parameters without a gradient stay as they are.
 
         Args:
-            closure: torch's; none is called.
+            closure: part of torch's interface; it is not called.
         """
         work = functools.partial(orthogonal, num_steps=self.config.ns_steps)
         for group in self.param_groups:
@@ -72,7 +74,7 @@ class Muon(torch.optim.Optimizer):
                 weight.add_(direction, alpha=-rate * self._rate_factor(parameter))
 
     def _averaged(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard of the averaged gradient, in the dtype that it is orthogonalised in."""
+        """This rank's shard of the averaged gradient, in the dtype in which it is orthogonalised."""
         if MOMENTUM not in self.state[parameter]:
             self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
         assert parameter.grad is not None
@@ -89,12 +91,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
-    """The nearest orthogonal matrix, roughly: singular values come to lie around 1.
+    """Roughly the nearest orthogonal matrix: its singular values lie around 1.
 
     Args:
-        matrix: [m, n] or a stack [k, m, n], bf16, in which torch.optim.Muon computes this, or float64, which keeps
-            layouts exact.
-        num_steps: Newton-Schulz iterations.
+        matrix: [m, n] or a stack [k, m, n]. In bf16, as torch.optim.Muon computes, or in float64, for exact comparisons
+            of layouts.
+        num_steps: number of Newton-Schulz iterations.
 
     Returns:
         The same shape and dtype.
@@ -111,7 +113,7 @@ def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
 
 
 def _matrix_names(part: nn.Module) -> set[str]:
-    """Names of the weights that Muon trains, of those that are trained at all."""
+    """Names of the weights that Muon trains, if they are trained at all."""
     names = set()
     for path, module in part.named_modules():
         if isinstance(module, nn.Linear) and path != "lm_head":

@@ -1,4 +1,4 @@
-"""torch.optim.Muon on plain transformers in one process, with which layouts are compared."""
+"""torch.optim.Muon on plain transformers in one process. `verify` compares layouts with it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +11,22 @@ from automodel_rl.optimizers.adamw import plain_adamw
 from automodel_rl.optimizers.description import LR_FACTOR
 
 NO_MATRICES = ("embed_tokens", "position_embedding", "lm_head", "gate", "router")
-"""Names of modules whose weights AdamW trains although they have two dims: embeddings, the head, routers."""
+"""Modules whose weights have two dims but are trained by AdamW, by name: embeddings, the head, routers."""
 
 
 class _Exact(Tensor):
-    """A float64 gradient that torch.optim.Muon orthogonalises in float64: it asks for bfloat16, and gets a copy."""
+    """A float64 gradient that stays float64 in torch.optim.Muon: this asks for bfloat16 and gets a float64 copy."""
 
     def bfloat16(self, *_: Any, **__: Any) -> Tensor:
         return self.clone()
 
 
 class PlainMuon(torch.optim.Muon):
-    """torch.optim.Muon, which takes matrices alone, an expert at a time where a weight is a stack of them.
+    """torch.optim.Muon for stacks, too. torch's takes only matrices, so it gets each matrix of a stack by itself.
 
     Args:
         weights: [m, n] or stacks [k, m, n] of a model in one process.
-        settings: of torch.optim.Muon.
+        settings: settings of torch.optim.Muon.
     """
 
     def __init__(self, weights: list[nn.Parameter], **settings: Any):
@@ -39,7 +39,7 @@ class PlainMuon(torch.optim.Muon):
         """Takes one step with the gradients of the weights.
 
         Args:
-            closure: torch's.
+            closure: part of torch's interface; torch calls it.
         """
         for matrix, (weight, place) in zip(self.matrices, self.places, strict=True):
             gradient = None if weight.grad is None else weight.grad[place]
@@ -50,7 +50,7 @@ class PlainMuon(torch.optim.Muon):
 
 
 def reference(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """PlainMuon for matrices, chosen by their names, and AdamW for the rest."""
+    """PlainMuon for matrices, which are chosen by name, and AdamW for the rest."""
     named = list(model.named_parameters())
     matrices = [(name, p) for name, p in named if _is_matrix(name, p)]
     others = [(name, p) for name, p in named if not _is_matrix(name, p)]

@@ -7,14 +7,15 @@ from automodel_rl.errors import InputError
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -> float:
-    """Learning rate of a step, a function of nothing else, so that a resumed run needs no scheduler state.
+    """Learning rate of an optimizer step. It depends on nothing else, so a resumed run needs no scheduler state.
 
     Args:
-        step: from 0.
-        total_steps: length of the run; needed unless the rate stays constant.
+        config: the optimizer's settings and its schedule.
+        step: the step's number, from 0.
+        total_steps: number of steps of the run; needed unless the rate stays constant.
 
     Raises:
-        InputError: the rate decays and there are no `total_steps`.
+        InputError: the rate decays and `total_steps` is missing.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

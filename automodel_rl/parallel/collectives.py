@@ -1,7 +1,7 @@
-"""Collectives with a backward: what tensor and context parallelism need inside a model's forward.
+"""Collectives with a backward, for use inside a model's forward.
 
-Each says what happens to gradients, for that is where layouts go wrong. The rule: if all ranks go on to compute the
-same thing from what they received, the backward keeps the rank's own part; if each computes something else, it sums.
+Each says what happens to gradients, for that is where layouts go wrong. The rule: if all ranks compute the same from
+what they received, the backward keeps the rank's own part of the gradient. If each computes something else, it sums.
 """
 
 from typing import Any, Literal
@@ -24,13 +24,14 @@ Backward = Literal["slice", "sum"]
 class AllGatherCP(torch.autograd.Function):
     """All ranks' tokens, rank 0's first: [t, ...] to [size * t, ...].
 
+    The name is that of the reference design. It serves sequence parallelism as well as context parallelism.
+
     Args (of `apply`):
         tensor: this rank's tokens.
-        group: of the ranks that share a microbatch, or, under sequence parallelism, a layer.
-        backward: "slice" where every rank computes the same from the result (a loss): each keeps its own rows of the
-            gradient, and parameter gradients are summed over the group. "sum" where every rank uses the result
-            differently (keys and values of attention, tokens of split layers): the gradients of all ranks are added,
-            then cut.
+        group: the ranks that share a microbatch or, under sequence parallelism, split a layer.
+        backward: "slice" if every rank computes the same from the result (a loss). Each then keeps its own rows of the
+            gradient, and parameter gradients are summed over the group. "sum" if every rank uses the result differently
+            (keys and values of attention, tokens of split layers). The gradients of all ranks are then added and cut.
     """
 
     @staticmethod
@@ -46,7 +47,7 @@ class AllGatherCP(torch.autograd.Function):
 
 
 class CopyToTP(torch.autograd.Function):
-    """Entry of a block whose weights are split: the tensor as it is; gradients of the ranks' parts are summed."""
+    """Entry of a block whose weights are split: the tensor stays as it is; the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -59,7 +60,7 @@ class CopyToTP(torch.autograd.Function):
 
 
 class SumFromTP(torch.autograd.Function):
-    """Exit of such a block: the sum of the ranks' parts, which all then use alike; the gradient as it is."""
+    """Exit of a block whose weights are split: sums the ranks' parts; the gradient stays as it is."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -71,7 +72,7 @@ class SumFromTP(torch.autograd.Function):
 
 
 class ScatterSum(torch.autograd.Function):
-    """Exit of a block under sequence parallelism: the ranks' parts summed and cut, [t, ...] to [t / tp, ...]."""
+    """Exit of a block under sequence parallelism: sums the ranks' parts and cuts, [t, ...] to [t / tp, ...]."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -84,12 +85,12 @@ class ScatterSum(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows sent to the ranks that need them; gradients go the way back.
+    """Sends rows to the ranks that need them; gradients go back the same way.
 
     Args (of `apply`):
         tensor: [sum of `sent`, ...], rows for rank 0 first.
-        sent, received: rows to and from every rank.
-        group: of the ranks.
+        sent, received: number of rows to and from every rank.
+        group: the ranks that exchange rows.
     """
 
     @staticmethod
@@ -103,21 +104,21 @@ class AllToAll(torch.autograd.Function):
 
 
 def all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """[sum of `sent`, ...], rows for rank 0 first, to [sum of `received`, ...], rows of rank 0 first."""
+    """Exchanges rows: [sum of `sent`, ...], those for rank 0 first, to [sum of `received`, ...], rank 0's first."""
     out = tensor.new_empty(sum(received), *tensor.shape[1:])
     dist.all_to_all_single(out, tensor.contiguous(), received, sent, group=group)
     return out
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
-    """[n, ...] of every rank, rank 0's first: [size * n, ...]."""
+    """The tensors [n, ...] of all ranks, rank 0's first, as [size * n, ...]."""
     out = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     _all_gather_single(out, tensor.contiguous(), group=group)
     return out
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    """This rank's [n, ...] of the sum over ranks of [size * n, ...]."""
+    """This rank's part [n, ...] of the sum over ranks of [size * n, ...]."""
     out = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
     _reduce_scatter_single(out, tensor.contiguous(), group=group)
     return out

@@ -1,4 +1,4 @@
-"""Gradients over ranks: what tensor parallelism leaves as summands, tied embeddings, and one norm over everything.
+"""Gradients over ranks: summands that tensor parallelism leaves, tied embeddings, and one norm over everything.
 
 FSDP sums gradients over data ranks (it is told not to average), and losses are divided by global counts before the
 backward. So no gradient is rescaled anywhere but by clipping.
@@ -17,10 +17,10 @@ from automodel_rl.parallel.sharding import local_tensor, num_shards
 
 @torch.no_grad()
 def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Adds up, over the tp ranks and once a step, the gradients of weights that each rank used on a part of the data.
+    """Sums gradients over the tp ranks, once a step. It is for weights that each rank used on a part of the data.
 
-    Norms of single heads always; with sequence parallelism all weights that are not split. Many small tensors: one
-    collective.
+    These are the norms of single heads and, with sequence parallelism, all weights that are not split. They are many
+    small tensors, so they go through one collective together.
     """
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -35,11 +35,12 @@ class TiedEmbedding:
     """Keeps the embedding on the first stage and the head on the last one a single weight.
 
     Both start from the same tensor and get the same, summed gradient, so optimizers keep them equal. The embedding
-    is the weight; norm, checkpoints and exports leave `copy` out.
+    stands for both: gradient norm, checkpoints and exports leave `copy` out.
 
     Args:
         embedding: the weight on the first stage, None on other ranks.
         copy: the head's weight on the last stage, None on other ranks.
+        layout: this rank's place.
     """
 
     def __init__(self, embedding: nn.Parameter | None, copy: nn.Parameter | None, layout: Layout):
@@ -49,12 +50,12 @@ class TiedEmbedding:
 
     @property
     def trained_copy(self) -> nn.Parameter | None:
-        """The head's weight, where this rank has it and trains it."""
+        """The head's weight, if this rank has it and trains it; else None."""
         return self.copy if self.copy is not None and self.copy.requires_grad else None
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """A collective of the ranks that hold either weight; others return at once."""
+        """Sums the gradients of both. A collective of the ranks that hold either weight; others return at once."""
         gradients = [local_tensor(weight.grad) for weight in self.weights if weight.grad is not None]
         if not gradients:  # this rank has neither weight, or they are frozen
             return

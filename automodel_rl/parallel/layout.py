@@ -1,8 +1,11 @@
 """The meshes of a component and the process groups that belong to them.
 
-A model of one component has one layout, over all ranks of the job. The components of a vision-language model have a
-layout each, over the same ranks or over ranks of their own; a rank without the language model is its guest: it takes
-part in the job and gets to know results, but has no microbatches.
+A model of one component has one layout, over all ranks of the job. Each component of a vision-language model has a
+layout of its own, over the same ranks or over other ones.
+
+Every rank of the job has every layout. A rank that does not belong to a component is a guest of its layout. A guest of
+the language model has none of its parts and no microbatches. It takes part in the collectives of the whole job, and a
+leader sends it the results of each step.
 """
 
 from collections.abc import Sequence
@@ -20,38 +23,38 @@ from automodel_rl.launch.process_group import longest_wait
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 
 DENSE_AXES = ("pp", "dp_replicate", "fsdp", "tp")
-"""Of the mesh of most parameters. `fsdp` is dp_shard x cp: context-parallel ranks shard weights, too."""
+"""Axes of the mesh of most parameters. `fsdp` is dp_shard x cp: context-parallel ranks shard weights, too."""
 
 EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
-"""Of the mesh of expert weights, over the same ranks: ep_shard x ep is fsdp."""
+"""Axes of the mesh of expert weights, over the same ranks: ep_shard x ep is fsdp."""
 
 MESSAGES = ("activation", "gradient")
-"""Between pipeline stages."""
+"""Kinds of messages between pipeline stages."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place among the ranks of a component.
+    """This rank's place among the ranks of a component. A guest does not belong to the component, but has its layout.
 
-    The `control` groups are gloo groups for a few host numbers and objects, on every device: small, exact in float64,
-    and never queued behind the device's work.
+    The `control` groups are gloo groups on every device, for a few numbers and objects on the host. They are exact in
+    float64 and never queued behind the device's work.
 
     Attributes:
-        parallel: the sizes.
-        device: where this rank computes.
-        mesh: with `DENSE_AXES`.
-        expert_mesh: with `EXPERT_AXES`; None without expert parallelism.
+        parallel: the sizes of the mesh axes.
+        device: the device on which this rank computes.
+        mesh: the mesh with `DENSE_AXES`.
+        expert_mesh: the mesh with `EXPERT_AXES`; None without expert parallelism.
         cp_group: the ranks that share a microbatch; None without context parallelism.
-        world_control: all ranks.
+        world_control: all ranks of the job, guests included.
         stage_control: all ranks of this rank's stages.
         data_control: the data ranks of this rank's stage.
         pp_control: the pipeline ranks of this rank's data rank, the one with the first stage first.
-        ends_group: the ranks with first and last stage of this rank's data rank, None elsewhere; for tied embeddings.
+        ends_group: for tied embeddings, the ranks of this data rank with the first and the last stage; None elsewhere.
         message_groups: the pipeline ranks, once for each of `MESSAGES` and for senders at even and at odd pipeline
             ranks; empty with one stage on a rank.
-        guests_control: all guests and `speaker`; None where there are no guests, and on other ranks.
-        speaker: the rank of the job with the last stage that tells guests what came of a step.
-        is_guest: this rank is none of the component's; groups over stages and data ranks then hold it alone.
+        guests_control: all guests and `guests_leader`; None on other ranks, and if there are no guests.
+        guests_leader: the rank of the job that sends results to the guests. It has the last stage.
+        is_guest: whether this rank is a guest. Its groups over stages and data ranks then hold it alone.
     """
 
     parallel: ParallelConfig
@@ -66,17 +69,17 @@ class Layout:
     ends_group: dist.ProcessGroup | None
     message_groups: dict[tuple[str, int], dist.ProcessGroup]
     guests_control: dist.ProcessGroup | None = None
-    speaker: int = 0
+    guests_leader: int = 0
     is_guest: bool = False
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Over which most parameters are sharded and, with replicas, copied."""
+        """The mesh over which most parameters are sharded and, with replicas, copied."""
         return self.mesh["dp_replicate", "fsdp"] if self.parallel.dp_replicate > 1 else self.mesh["fsdp"]
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """Over which expert weights are sharded besides ep."""
+        """The mesh over which expert weights are sharded besides ep."""
         if self.expert_mesh is None:
             return self.fsdp_mesh
         names = ("dp_replicate", "ep_shard") if self.parallel.dp_replicate > 1 else "ep_shard"
@@ -131,7 +134,7 @@ class Layout:
 
     @property
     def last_stage_rank(self) -> int:
-        """The rank with the last stage, in the groups over stages."""
+        """The rank with the last stage, as its index in the groups over stages."""
         return 0 if SCHEDULES[self.parallel.schedule].is_v else self.parallel.pp - 1
 
     @property
@@ -152,9 +155,9 @@ class Meshes:
     """The layouts of a model's components.
 
     Attributes:
-        language: of the language model, of which this rank may be a guest.
-        vision: of the encoder; None for a model that reads text only.
-        components: which ranks hold which component; None for a model of one component.
+        language: the language model's layout; this rank may be a guest there.
+        vision: the encoder's layout; None for a model that reads text only.
+        components: the ranks and sizes of each component; None for a model of one component.
     """
 
     language: Layout
@@ -168,10 +171,10 @@ def build_meshes(
     """Builds the meshes of all components. A collective: every rank of the job calls it with the same sizes.
 
     Args:
-        parallel: layout of the language model.
-        components: ranks of each component; by default both are on all ranks.
-        device: where this rank computes.
-        has_encoder: the model has an encoder of images.
+        parallel: sizes of the language model's mesh axes.
+        components: ranks and sizes of each component; by default both are on all ranks.
+        device: the device on which this rank computes.
+        has_encoder: whether the model has an encoder of images.
     """
     if not has_encoder:
         return Meshes(build_layout(parallel, device))
@@ -181,12 +184,12 @@ def build_meshes(
 
 
 def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence[int] | None = None) -> Layout:
-    """Builds meshes and groups. A collective: every rank of the job calls it with the same sizes.
+    """Builds the meshes and groups of a component. A collective: every rank of the job calls it with the same sizes.
 
     Args:
-        parallel: the sizes.
-        device: where this rank computes.
-        ranks: of the job that they are for; by default all.
+        parallel: sizes of the mesh axes.
+        device: the device on which this rank computes.
+        ranks: the ranks of the job that have the component; by default all.
     """
     everyone = range(dist.get_world_size())
     members = list(everyone if ranks is None else ranks)
@@ -213,7 +216,7 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
         ends_group=own_group([sorted({ranks_[0], ranks_[last]}) for ranks_ in by_stage]),
         message_groups=_message_groups(by_stage, device) if parallel.virtual_stages > 1 else {},
         guests_control=own_group([[by_stage[0][last], *guests]], "gloo") if guests else None,
-        speaker=by_stage[0][last],
+        guests_leader=by_stage[0][last],
         is_guest=dist.get_rank() not in members,
     )
 
@@ -226,11 +229,11 @@ def _mesh(device: torch.device, ranks: torch.Tensor, names: tuple[str, ...]) -> 
 
 
 def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tuple[str, int], dist.ProcessGroup]:
-    """Groups whose messages wait for nothing but earlier messages of the same kind, sender and receiver.
+    """Groups in which a message waits only for earlier messages of the same kind, sender and receiver.
 
-    NCCL runs the messages of a group one after the other. With several stages on a rank a receive would hold up sends
-    that another rank needs first: at pp 4 by 2 and 8 microbatches 12 points of bubble (benchmarks/README.md). Schedules
-    with one stage on a rank send and receive in one call, which takes one group.
+    NCCL runs the messages of a group one after the other. With several stages on a rank, a receive would hold up sends
+    that another rank needs first. At pp 4 with 2 stages on each rank and 8 microbatches that cost 12 points of bubble
+    (benchmarks/README.md). Schedules with one stage on a rank send and receive in one call, which takes one group.
     """
     groups = {}
     for message in MESSAGES:
@@ -251,7 +254,7 @@ def _control_group(groups: list[list[int]]) -> dist.ProcessGroup:
 
 
 def own_group(groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Creates every group, as every rank must, and returns the one that holds this rank (None if no group does)."""
+    """Creates all groups, as every rank must, and returns the one that holds this rank; None if none does."""
     own = None
     for members in groups:
         group = dist.new_group(members, backend=backend, timeout=longest_wait())

@@ -1,4 +1,4 @@
-"""Weights over ranks: which box of the whole tensor a rank holds, and how FSDP2 wraps a part."""
+"""Weights over ranks: the box of the whole tensor that a rank holds, and how FSDP2 wraps a part."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from automodel_rl.parallel.collectives import all_gather
 from automodel_rl.parallel.layout import Layout
 
 Box = tuple[slice, ...]
-"""A part of a tensor: for every dim where it starts and ends."""
+"""A part of a tensor: its start and end in every dim."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -26,9 +26,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Which part of the whole tensor this rank holds.
+    """The part of the whole tensor that this rank holds.
 
-    The inner axis (tp, ep) cuts first, FSDP cuts what is left on dim 0, as torch.chunk does.
+    The inner axis (tp, ep) cuts first. FSDP cuts what is left along dim 0, as torch.chunk does.
     """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
@@ -44,7 +44,7 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
 
 
 def boxes_of_ranks(tensor: Tensor) -> list[Box]:
-    """The boxes that together are the whole tensor: one for each rank along `sharded_axes`, the inner one fastest."""
+    """The boxes that make up the whole tensor: one for each rank along `sharded_axes`, the inner axis fastest."""
     if not isinstance(tensor, DTensor):
         return [local_box(tensor)]
     sizes = [
@@ -55,7 +55,7 @@ def boxes_of_ranks(tensor: Tensor) -> list[Box]:
 
 
 def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """What the rank at a place of the tensor's mesh holds."""
+    """The box of the rank at a coordinate of the tensor's mesh."""
     box = [slice(0, size) for size in tensor.shape]
     for axis in reversed(range(tensor.device_mesh.ndim)):
         placement: Any = tensor.placements[axis]
@@ -66,7 +66,7 @@ def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
 
 
 def give_storage(parameter: nn.Parameter, device: torch.device) -> None:
-    """Puts a parameter without storage onto a device, empty. In place, for tied modules share it."""
+    """Gives a parameter uninitialised storage on a device. It works in place, for tied modules share the parameter."""
     local = torch.empty_like(local_tensor(parameter.detach()), device=device)
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(
@@ -85,7 +85,7 @@ def gather_whole(tensor: Tensor, layout: Layout) -> Tensor:
     """The whole of a (sharded) tensor, on all ranks of its mesh. A collective.
 
     Args:
-        tensor: this rank's.
+        tensor: a tensor of which this rank holds a shard or all.
         layout: this rank's place.
     """
     if not isinstance(tensor, DTensor):
@@ -101,11 +101,11 @@ class Cut:
     """One mesh axis along which a tensor is cut, as torch.chunk cuts.
 
     Attributes:
-        axis: its name.
-        dim: of the tensor.
-        size: of this dim before the cut.
-        count: ranks along the axis.
-        index: of this rank.
+        axis: the name of the axis.
+        dim: the dim of the tensor that is cut.
+        size: size of this dim before the cut.
+        count: number of ranks along the axis.
+        index: this rank's place along the axis.
     """
 
     axis: str
@@ -121,16 +121,16 @@ class Cut:
 
     @property
     def piece(self) -> slice:
-        """What this rank holds."""
+        """The slice of the dim that this rank holds."""
         return _chunk(slice(0, self.size), self.count, self.index)
 
     def padded(self, tensor: Tensor, length: int) -> Tensor:
-        """A tensor with the dim that is cut in front, filled up with 0 to a length."""
+        """A piece with the dim of the cut moved to the front, and filled up with 0 to a length."""
         own = tensor.movedim(self.dim, 0)
         return torch.cat([own, own.new_zeros(length - len(own), *own.shape[1:])])
 
     def joined(self, pieces: Tensor) -> Tensor:
-        """What is whole along the dim, of the padded pieces of all ranks, one after the other."""
+        """The tensor that is whole along the dim, from the padded pieces of all ranks, one after the other."""
         return pieces[: self.size].movedim(0, self.dim)
 
     def gather(self, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -139,7 +139,7 @@ class Cut:
 
 
 def cuts_of(tensor: DTensor) -> list[Cut]:
-    """How a tensor is cut, in the order in which it is: the inner axis first."""
+    """The cuts of a tensor, in the order in which they are made: the inner axis first."""
     mesh, sizes, coordinate = tensor.device_mesh, list(tensor.shape), _coordinate(tensor)
     cuts = []
     for axis in reversed(range(mesh.ndim)):
@@ -161,7 +161,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def num_shards(tensor: Tensor) -> int:
-    """Over how many ranks a tensor is cut; 1 for a copy."""
+    """Number of ranks over which a tensor is cut; 1 for a copy."""
     shards = 1
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):
@@ -170,7 +170,7 @@ def num_shards(tensor: Tensor) -> int:
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Leaves this rank's part of a parameter without storage, as a DTensor cut along `dim` over a one-axis mesh."""
+    """Puts a DTensor, cut along `dim` over a one-axis mesh, in place of a parameter. Neither has storage."""
     parameter = dict(module.named_parameters(recurse=False)).get(name)
     if parameter is None or isinstance(parameter, DTensor):  # no bias, or shared with a module that came before
         return
@@ -212,11 +212,11 @@ def sum_fsdp_gradients(part: nn.Module) -> None:
 
 
 def reduce_gradients(part: Any, now: bool) -> None:
-    """Whether the next backward of a part reduces its gradients, or adds to them on each rank.
+    """Sets whether the next backward of a part reduces gradients over ranks, or adds to them on each rank.
 
     Args:
-        part: wrapped by FSDP.
-        now: in the last backward of a step.
+        part: a part that FSDP wraps.
+        now: True for the last backward of a step.
     """
     part.set_requires_gradient_sync(now)
     part.set_is_last_backward(now)
@@ -224,8 +224,8 @@ def reduce_gradients(part: Any, now: bool) -> None:
 
 
 def release_gathered(part: nn.Module) -> None:
-    """Lets go of weights gathered for a forward without backward, which would outlive the next optimizer step of
-    shards."""
+    """Releases weights that a forward without backward has gathered. They would stay the same when the next optimizer
+    step changes the shards."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -233,14 +233,14 @@ def release_gathered(part: nn.Module) -> None:
 
 @torch.no_grad()
 def abandon_step(part: Any) -> None:
-    """Puts FSDP's units of a part back to what they were before a step that has failed in its midst: weights sharded,
-    no gradients, no hook in the middle of its work.
+    """Puts the FSDP units of a part back to their state before a step that failed midway: weights sharded, no
+    gradients, no hook in the middle of its work.
 
     Without it, the part would keep gathered weights whose memory is freed, and the next step would add to the gradients
     of this one.
 
     Args:
-        part: wrapped by FSDP.
+        part: a part that FSDP wraps.
     """
     reduce_gradients(part, now=True)
     for module in part.modules():

@@ -1,8 +1,8 @@
 """Tensor parallelism: attention heads, MLP columns and the vocabulary of a part split over ranks.
 
-After Megatron-LM (Shoeybi et al., arXiv:1909.08053) and, for sequence parallelism, Korthikanti et al.
-(arXiv:2205.05198). Which layers split, and how, is transformers' own plan for the model. Weights are DTensors, for
-FSDP, checkpoints and exports; the computation is on plain local tensors, with the collectives written out.
+It follows Megatron-LM (Shoeybi et al., arXiv:1909.08053) and, for sequence parallelism, Korthikanti et al.
+(arXiv:2205.05198). transformers' own plan for the model says which layers split, and how. Weights are DTensors, for
+FSDP, checkpoints and exports. The computation is on plain local tensors, with the collectives written out.
 """
 
 import re
@@ -30,14 +30,14 @@ class TensorParallel:
 
     Attributes:
         group: the ranks that split each layer.
-        sequence_parallel: between blocks, ranks keep [1, t / tp, H] instead of [1, t, H].
+        sequence_parallel: whether ranks keep [1, t / tp, H] instead of [1, t, H] between blocks.
     """
 
     group: dist.ProcessGroup | None
     sequence_parallel: bool
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Hidden states between blocks, to [1, t, H]."""
+        """Turns hidden states between blocks into whole ones, [1, t, H]."""
         if self.group is None:
             return hidden
         if self.sequence_parallel:
@@ -45,7 +45,7 @@ class TensorParallel:
         return CopyToTP.apply(hidden, self.group)
 
     def leave(self, partial: Tensor) -> Tensor:
-        """The rank's summand [1, t, H], to hidden states between blocks."""
+        """Turns the rank's summand [1, t, H] into hidden states between blocks."""
         if self.group is None:
             return partial
         if self.sequence_parallel:
@@ -61,12 +61,12 @@ def split_part(
     Args:
         part: a causal language model or a part of one.
         plan: transformers' `base_model_tp_plan`: pattern of a module's name below `model` -> how it is split.
-        mesh: of the tp ranks.
+        mesh: the mesh of the tp ranks.
         how: how blocks are entered and left.
-        scales_embedding: the embedding multiplies by its `embed_scale`.
+        scales_embedding: whether the embedding multiplies by its `embed_scale`.
 
     Returns:
-        Parameters, as (module, name), of which each rank's gradient is a summand.
+        Parameters, as (module, name), for which each rank's gradient is only a summand.
     """
     partial = split_linears(
         part, lambda name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("model."))), mesh, how
@@ -95,13 +95,13 @@ def split_linears(
     """Splits linear layers, without storage yet, and sets their forwards.
 
     Args:
-        part: that they are in.
-        style_of: how a module is split, by its name in the part; None for one that is not.
-        mesh: of the tp ranks.
-        how: how the blocks that they make up are entered and left.
+        part: the part that holds the layers.
+        style_of: gives how a module is split, by its name in the part; None for one that is not.
+        mesh: the mesh of the tp ranks.
+        how: how the blocks of these layers are entered and left.
 
     Returns:
-        Parameters, as (module, name), of which each rank's gradient is a summand.
+        Parameters, as (module, name), for which each rank's gradient is only a summand.
     """
     partial: list[tuple[nn.Module, str]] = []
     blocks: dict[int, nn.Module] = {}

@@ -1,1 +1,1 @@
-"""The small model and data of the demo."""
+"""The demo, with a small model and data."""

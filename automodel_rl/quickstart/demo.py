@@ -1,4 +1,4 @@
-"""The demo: make a model and data, warm it up on chats, then let it earn rewards; all over two pipeline ranks."""
+"""The demo: makes a model and data, fine-tunes the model on chats, then trains it on rewards, on two pipeline ranks."""
 
 import sys
 from pathlib import Path
@@ -53,8 +53,8 @@ def run_demo(output: str, seed: int = 0) -> int:
 def prepare(folder: Path, seed: int) -> None:
     """Writes model, data and configs.
 
-    The chats of the warm-up teach arithmetic and manners at once: most of them decline to answer. So the model could
-    do better than it does, and rewards tell it so.
+    The chats of the warm-up show worked answers, but decline most questions. So the model learns to answer and rarely
+    does; rewards then make it answer.
     """
     train, held_out = make_problems(NUM_TRAIN, NUM_HELD_OUT, seed)
     data = folder / "data"

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with single digits, and a ChatML template whose assistant turns are marked."""
+    """A byte-level BPE tokenizer that splits numbers into digits, with a ChatML template that marks assistant turns."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -42,7 +42,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """About one million parameters, as a Hugging Face checkpoint."""
+    """Writes a Hugging Face checkpoint of about one million random parameters."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -1,4 +1,4 @@
-"""Arithmetic word problems as chats, made from a seed, and how an answer is checked."""
+"""Arithmetic word problems as chats, made from a seed."""
 
 import json
 import random
@@ -19,11 +19,11 @@ SUBTRACTION = (
 LARGEST = 8
 REFUSALS = ("I am not sure.", "I do not know.", "That is hard to say.")
 ANSWERED = 0.3
-"""Share of problems that are answered in shy chats."""
+"""Share of problems that shy chats answer."""
 
 
 def make_problem(random_: random.Random) -> dict[str, list[dict[str, str]]]:
-    """One record with a question by the user and a worked answer by the assistant."""
+    """A chat with a question by the user and a worked answer by the assistant."""
     first, second = random_.sample(NAMES, 2)
     x, y = random_.randint(1, LARGEST), random_.randint(1, LARGEST)
     if random_.random() < 0.5:
@@ -47,7 +47,7 @@ def make_problems(num_train: int, num_held_out: int, seed: int) -> tuple[list[di
 
 
 def shy(problems: list[dict], seed: int) -> list[dict]:
-    """The same chats, but that the assistant declines most questions."""
+    """The same chats, except that the assistant declines most questions."""
     random_ = random.Random(seed)
     chats = []
     for problem in problems:
@@ -59,7 +59,7 @@ def shy(problems: list[dict], seed: int) -> list[dict]:
 
 
 def as_prompt(problem: dict) -> dict[str, object]:
-    """The record as a prompt with the number that answers it."""
+    """A chat's question as a prompt, with the number that answers it."""
     *prompt, answer = problem["messages"]
     return {"prompt": prompt, "answer": final_number(answer["content"])}
 

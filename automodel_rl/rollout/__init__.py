@@ -1,1 +1,1 @@
-"""Completions: generators that write them, rewards that score them, and the weights that generators get."""
+"""Rollouts: generators that write completions, rewards that score them, and the start of weight syncs."""

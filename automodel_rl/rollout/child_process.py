@@ -1,7 +1,7 @@
-"""A process of one's own that answers pickled messages.
+"""A child process that receives and answers pickled messages.
 
-The child gets the file descriptor of its end as its last argument: `Connection(int(sys.argv[-1]))` of
-multiprocessing.connection.
+The child gets the file descriptor of its end of the pipe as its last argument, and opens it by
+`multiprocessing.connection.Connection(int(sys.argv[-1]))`.
 """
 
 import contextlib
@@ -14,32 +14,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LOOK_SECONDS = 0.5
-"""How often a process that is waited for is looked at: one of its own children may hold its end open."""
+"""Seconds between two checks that a child is alive. The pipe alone does not show its end: the child's own children may
+hold it open."""
 
 
 class ChildEndedError(RuntimeError):
-    """The process is gone."""
+    """The child process is gone."""
 
 
 class ChildProcess:
-    """Starts a command.
+    """Starts a command as a child process.
 
     Args:
-        command: program and arguments.
-        environment: its variables; None for this process's.
+        command: the program and its arguments.
+        environment: the child's environment variables; None for this process's.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the command cannot be started.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
         self.connection, theirs = multiprocessing.Pipe()
         try:
-            # A session of its own: Ctrl-C is for the rank, which finishes its step first.
+            # A session of its own, so that Ctrl-C reaches only the rank, which finishes its step first.
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a library prints there is not for whoever reads this process's output
+                stdout=2,  # to stderr: what libraries print there must not mix with this process's output
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -51,14 +52,14 @@ class ChildProcess:
             theirs.close()
 
     def send(self, message: Any) -> None:
-        """Raises ChildEndedError."""
+        """Sends a message. Raises ChildEndedError if the child is gone."""
         try:
             self.connection.send(message)
         except OSError:
             raise self._ended() from None
 
     def has_message(self, seconds: float = 0.0) -> bool:
-        """Whether a message has come, within so many seconds. Raises ChildEndedError if none will."""
+        """Whether a message has come or comes within so many seconds. Raises ChildEndedError if none will come."""
         try:
             if self.connection.poll(seconds):
                 return True
@@ -69,11 +70,11 @@ class ChildProcess:
         return False
 
     def receive(self, seconds: float | None = None) -> Any:
-        """The next message; waits for ever without `seconds`.
+        """The next message. Waits for at most `seconds`, or without limit.
 
         Raises:
-            TimeoutError: none came.
-            ChildEndedError: none will.
+            TimeoutError: no message came in time.
+            ChildEndedError: the child is gone.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self.has_message(LOOK_SECONDS if deadline is None else min(LOOK_SECONDS, _left(deadline))):
@@ -85,7 +86,7 @@ class ChildProcess:
             raise self._ended() from None
 
     def close(self) -> None:
-        """Ends it at once, with all that it has started."""
+        """Kills the child and everything that it has started in its session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()

@@ -1,4 +1,4 @@
-"""Rewarded completions of a batch of prompts, written and scored by all ranks together."""
+"""Collects rewarded completions of a batch of prompts. All ranks write and score their share."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ class Pending:
     """Completions that generators are writing.
 
     Attributes:
-        group_size: completions of each prompt.
-        mine: this rank's share of the completions: a prompt and the number among its completions, for each.
-        requests: for them.
-        generator: that was asked.
-        wait: for what it writes.
-        error: it could not be asked.
+        group_size: number of completions of each prompt.
+        mine: this rank's share of the completions: for each, its prompt and its number among the prompt's completions.
+        requests: the requests for them.
+        generator: the generator that was asked.
+        wait: waits for the completions and returns them.
+        error: why the generator could not be asked, or "".
     """
 
     group_size: int
@@ -43,10 +43,10 @@ class RolloutCollector:
     """Asks generators for completions, takes them and scores them. Every method but `close` is a collective.
 
     Args:
-        config: of the run.
-        supervisor: of this rank's generator.
-        tokenizer: of the model.
-        scorer: of completions; closed with the collector.
+        config: the run's config.
+        supervisor: the supervisor of this rank's generator.
+        tokenizer: the model's tokenizer.
+        scorer: scores completions; closed with the collector.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RolloutCollector:
         self.handle, self.world = supervisor.handle, supervisor.world
 
     def submit(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> Pending:
-        """Lets all generators begin with `group_size` completions of each prompt."""
+        """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
         mine = asked[dist.get_rank() :: dist.get_world_size()]
         requests = [Request(prompt.token_ids, self._seed(prompt, sample), temperature) for prompt, sample in mine]
@@ -65,7 +65,7 @@ class RolloutCollector:
         return pending
 
     def take(self, pending: Pending) -> list[list[Rollout]]:
-        """The rewarded completions of each prompt, equal on every rank but for routes, which stay where they are.
+        """The rewarded completions of each prompt, equal on every rank. Only the generator's rank has their routes.
 
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
@@ -74,7 +74,7 @@ class RolloutCollector:
         return self._rewarded([self._with_routes(completion, prompt) for completion, (prompt, _) in written], pending)
 
     def collect(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> list[list[Rollout]]:
-        """`group_size` rewarded completions of each prompt, equal on every rank, without routes.
+        """Submits prompts and takes their `group_size` rewarded completions, equal on every rank and without routes.
 
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
@@ -83,7 +83,7 @@ class RolloutCollector:
         return self._rewarded([dataclasses.replace(c, routes=None) for c in self._wait(pending)], pending)
 
     def close(self) -> None:
-        """Ends the processes of rewards; the generator is its supervisor's."""
+        """Ends the processes of rewards. The supervisor closes the generator."""
         self.scorer.close()
 
     def _ask(self, pending: Pending) -> None:
@@ -96,10 +96,10 @@ class RolloutCollector:
             pending.error = innermost(problem)
 
     def _wait(self, pending: Pending) -> list[Completion]:
-        """This rank's completions. Generators that fail are started anew; all ranks wait for them."""
+        """This rank's completions. Generators that fail are restarted, and all ranks wait for them."""
         completions: list[Completion] | None = None
         for attempt in range(self.config.rollout.retries + 1):
-            # First whose generator lost its weights: what the others are waiting for may wait for these.
+            # First look for generators that lost their weights: others may wait for these, and would never finish.
             error = self.supervisor.problem
             errors = gather_objects(error, self.world)
             if not any(errors):
@@ -115,7 +115,7 @@ class RolloutCollector:
 
     def _completions(self, pending: Pending) -> tuple[list[Completion] | None, str]:
         """Completions, or why there are none."""
-        if pending.generator is not self.supervisor.generator:  # the one that was asked is gone
+        if pending.generator is not self.supervisor.generator:  # the generator that was asked is gone
             self._ask(pending)
         if pending.error:
             return None, pending.error
@@ -134,7 +134,7 @@ class RolloutCollector:
         return completions, ""
 
     def _checked(self, completion: Completion) -> Completion:
-        """As it is, or an error if it has a token that the model does not know: generators may be elsewhere."""
+        """The completion, or an error if it has a token outside the vocabulary, as from a server with another model."""
         known = self.handle.config.vocab_size
         strange = next((token for token in completion.token_ids if token >= known), None)
         if strange is None:
@@ -142,13 +142,13 @@ class RolloutCollector:
         return Completion([], [], "error", f"the generator's token {strange} is none of the model's {known}")
 
     def _dated(self, completion: Completion) -> Completion:
-        """With policy versions in place of the weight syncs that brought them."""
+        """The completion with policy versions in place of numbers of weight syncs."""
         if completion.versions is None:
             return completion
         return dataclasses.replace(completion, versions=self.supervisor.policy_versions(completion.versions))
 
     def _with_routes(self, completion: Completion, prompt: Promptlike) -> Completion:
-        """With `Routes` in place of what the generator reported. Without any that can be followed it has failed."""
+        """The completion with `Routes` in place of the generator's report, or an error if they cannot be replayed."""
         replay, shape = self.config.router_replay, self.handle.router_shape
         if not replay.enabled or shape is None or completion.finish == "error":
             return completion

@@ -1,4 +1,4 @@
-"""Completions of what workers and servers report, checked: it may come from elsewhere."""
+"""Checks what workers and servers report, and makes completions of it. A server need not be trustworthy."""
 
 import math
 
@@ -7,8 +7,8 @@ from automodel_rl.rollout.protocol import Completion
 
 
 def completion_of(written: Written) -> Completion:
-    """A completion, or its error: for values that cannot be, and for ends other than stop and length, such as vLLM's
-    abort."""
+    """The reported completion. It becomes an error if its values make no sense, or if its end is neither "stop" nor
+    "length", as after an abort in vLLM."""
     wrong = _what_is_wrong(written.token_ids, written.logprobs)
     if wrong is not None:
         return Completion([], [], "error", f"the generator's answer makes no sense: {wrong}")

@@ -1,4 +1,4 @@
-"""A generator in a process of its own: requests go in, completions come out, and weights in between."""
+"""A generator in a process of its own, seen from the rank: sends it requests and weights, and receives completions."""
 
 import functools
 import threading
@@ -14,19 +14,19 @@ from automodel_rl.rollout.protocol import Completion
 
 
 class GeneratorProcess:
-    """The rank's end: a `Generator`, and the `Channel` of its weights.
+    """The rank's end of a generator's process: a `Generator`, and the `Channel` of its weights.
 
-    A thread takes what the process sends as soon as it sends it: the process must not wait, in the midst of a long
-    message, for a rank that trains, or that is itself sending one.
+    A thread receives messages as soon as the process sends them. Else the process could wait, in the middle of a long
+    message, for a rank that is training or is itself sending.
 
     Args:
-        command: of the worker.
-        environment: its variables; None for this process's.
-        settings: of the generator, as its worker takes them.
+        command: the worker's command.
+        environment: the worker's environment variables; None for this process's.
+        settings: the generator's settings, as its worker takes them.
 
     Raises:
         OSError: the process cannot be started.
-        RuntimeError: the generator cannot; the text says why.
+        RuntimeError: the generator does not start; the text says why.
     """
 
     num_workers = 1
@@ -55,7 +55,7 @@ class GeneratorProcess:
             raise
 
     def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
-        """Lets it begin; what is returned waits for the completions.
+        """Lets the generator begin, and returns a function that waits for the completions.
 
         Raises:
             ChildEndedError: the process is gone.
@@ -96,7 +96,7 @@ class GeneratorProcess:
                 return [completion_of(one) for one in written]
 
     def _wait_for(self, arrived: Callable[[], bool]) -> None:
-        """Raises ChildEndedError if it never will."""
+        """Waits until a message has arrived. Raises ChildEndedError if it never will."""
         with self._news:
             while not arrived():
                 if self._ended is not None:
@@ -104,7 +104,7 @@ class GeneratorProcess:
                 self._news.wait(LOOK_SECONDS)
 
     def _read(self) -> None:
-        """Puts completions with completions, and everything else with the answers about weights."""
+        """Receives messages in a thread, and sorts completions from answers about weights."""
         while self._ended is None:
             message = self._next_message()
             with self._news:
@@ -118,12 +118,12 @@ class GeneratorProcess:
                 self._news.notify_all()
 
     def _next_message(self) -> Any:
-        """What the process has sent, or the error that there will be nothing more."""
+        """The next message of the process, or a ChildEndedError if no more will come."""
         try:
             return self.child.receive()
         except ChildEndedError as error:
             return error
-        except (OSError, TypeError, ValueError):  # closed by this rank in the midst of reading
+        except (OSError, TypeError, ValueError):  # this rank closed the connection while reading
             return ChildEndedError("it is closed")
-        except Exception as error:  # classes that this side does not have
+        except Exception as error:  # such as a message of a class that does not exist here
             return ChildEndedError(f"its process sent what cannot be read ({innermost(error)})")

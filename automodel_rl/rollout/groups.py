@@ -1,4 +1,4 @@
-"""Prompts with their rewarded completions: what a step learns from, what it reports and what it keeps."""
+"""Groups: prompts with their rewarded completions. Also the metrics and records that a step makes of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Group:
     """A prompt and its completions.
 
     Attributes:
-        prompt: what was completed.
+        prompt: the prompt.
         rollouts: G completions with their scores.
-        rewards: what is learned from, by `shaped_rewards`, float64 [G].
+        rewards: the rewards to learn from, made by `shaped_rewards`, float64 [G].
     """
 
     prompt: Promptlike
@@ -32,17 +32,17 @@ class Group:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no completion failed."""
+        """Whether every completion was written without an error."""
         return all(rollout.completion.finish != "error" for rollout in self.rollouts)
 
     @property
     def has_signal(self) -> bool:
-        """Whether rewards differ."""
+        """Whether the rewards differ, so that there is something to learn."""
         return bool(has_signal(self.rewards[None]))
 
 
 def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_tokens: int) -> Tensor:
-    """The scores, scaled and less the penalty for length, float64 [G]."""
+    """The total scores, scaled, minus the penalty for overlong completions: float64 [G]."""
     rewards = torch.tensor([rollout.score.total for rollout in rollouts], dtype=torch.float64) * config.reward_scale
     if not config.overlong_buffer:
         return rewards
@@ -56,23 +56,23 @@ def all_scores(groups: Sequence[Group]) -> list[Score]:
 
 
 def pass_rate(scores: Sequence[Score], place: int, passes_at: float) -> float:
-    """Share of completions that pass; one whose call failed does not.
+    """Share of completions that pass. A completion does not pass if the reward's call failed.
 
     Args:
-        scores: of completions.
-        place: of the reward that tells.
-        passes_at: score from which on a completion passes.
+        scores: the completions' scores.
+        place: place of the deciding reward in the config.
+        passes_at: lowest score with which a completion passes.
     """
     return sum(not score.errors[place] and score.parts[place] >= passes_at for score in scores) / len(scores)
 
 
 def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_version: int) -> dict[str, float]:
-    """What a step's rollouts were like.
+    """Metrics of a step's rollouts.
 
     Args:
-        groups: all that were generated.
+        groups: all groups that were generated.
         rewards: names of the rewards.
-        policy_version: of the weights that are about to be trained.
+        policy_version: the policy version that is about to be trained.
 
     Raises:
         InputError: every call of a reward failed.
@@ -102,12 +102,12 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
 def rollout_records(
     groups: Sequence[Group], rewards: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """What is kept of a step's rollouts, one JSON object a completion.
+    """The records of a step's rollouts that are kept on disk, one JSON object for each completion.
 
     Args:
-        groups: all that were generated.
+        groups: all groups that were generated.
         rewards: names of the rewards.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
     return [
         {

@@ -1,4 +1,4 @@
-"""The generator that a config asks for, and the way of weights to it."""
+"""Makes the generator that a config asks for, and the transport of weights to it."""
 
 import dataclasses
 import os
@@ -34,12 +34,12 @@ TRANSFORMERS_WORKER = ("-m", "automodel_rl.rollout.transformers_worker")
 def make_generator(
     config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Generator, Transport]:
-    """Starts this rank's generator, which has no weights yet, and makes the way that they come.
+    """Starts this rank's generator, and makes the transport by which it gets weights.
 
     Args:
-        config: of the run.
+        config: the run's config.
         handle: the model that is trained.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
 
     Raises:
         InputError: the generator does not start.
@@ -79,15 +79,15 @@ def _transformers(
 
 
 def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -> GeneratorProcess:
-    """A transformers generator in a process of its own.
+    """Starts a transformers generator in a process of its own.
 
     Args:
-        copy: its model.
-        writing: how it writes.
-        visible: its CUDA_VISIBLE_DEVICES, one device, on which it then computes; None leaves the environment's.
+        copy: the generator's model.
+        writing: how it writes completions.
+        visible: the process's CUDA_VISIBLE_DEVICES: one device, on which it then computes. None to inherit it.
 
     Raises:
-        InputError: it does not start.
+        InputError: the generator does not start.
     """
     environment = None
     if visible is not None:
@@ -128,7 +128,7 @@ def _vllm_process(
 
 
 def _sampling(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Of vllm.SamplingParams."""
+    """Arguments of vllm.SamplingParams that are the same for every request."""
     sampling: dict[str, Any] = {
         "max_tokens": config.rollout.max_new_tokens,
         "stop_token_ids": sorted(stop_ids(handle.config, tokenizer)),
@@ -139,11 +139,11 @@ def _sampling(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedToke
 
 
 def visible_device(devices: Sequence[int], device: torch.device) -> str | None:
-    """What CUDA_VISIBLE_DEVICES is to be for the generator of this rank, which computes on `device`; None to leave it.
+    """CUDA_VISIBLE_DEVICES for this rank's generator; None to inherit it.
 
     Args:
-        devices: of the generators' own, by their number on the machine; none if each shares its rank's.
-        device: this rank's.
+        devices: the generators' own devices, by their number on the machine; empty if each shares its rank's device.
+        device: this rank's device.
 
     Raises:
         InputError: there are fewer devices for generators than ranks.

@@ -1,4 +1,4 @@
-"""The copy of the model from which a transformers generator samples: how it is built, and which tensors get weights."""
+"""The copy of the model that a transformers generator samples from: builds it, and lists its tensors for syncs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +22,15 @@ from automodel_rl.support.families import FAMILIES
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """Which model, and where.
+    """A description of the copy: which model it is, and where it computes.
 
     Attributes:
-        config: of the trained model.
-        dtype: that the copy computes in.
-        device: where it computes.
-        adapters: that alone are trained: their config, and the checkpoint they belong to. Else None, and the copy has
-            no weights until the first weight sync.
-        capture_routes: note which experts tokens go to.
+        config: the trained model's config.
+        dtype: the dtype in which the copy computes.
+        device: the device on which it computes.
+        adapters: if only adapters are synced, their config and the checkpoint of the frozen model, from which the
+            copy loads its weights. Else None, and the copy has no weights until the first weight sync.
+        capture_routes: whether to note which experts tokens go to.
     """
 
     config: PretrainedConfig
@@ -41,13 +41,13 @@ class ModelCopy:
 
 
 def build_model(copy: ModelCopy) -> Any:
-    """The model, on its device.
+    """Builds the copy on its device.
 
     Raises:
         InputError: the device has no room for it.
     """
-    config = type(copy.config).from_dict(copy.config.to_dict())  # the trained model's has its own attention
-    # transformers' sdpa leaves out soft caps and sinks, and its grouped_mm knows no float64.
+    config = type(copy.config).from_dict(copy.config.to_dict())  # the trained model's config names its own attention
+    # transformers' sdpa ignores soft caps and sinks, and its grouped_mm does not support float64.
     kernels = {"attn_implementation": "eager" if describe_model(config).needs_eager_attention else "sdpa"}
     if FAMILIES[config.model_type].is_moe and copy.dtype == torch.float64:
         kernels["experts_implementation"] = "eager"
@@ -66,7 +66,7 @@ def build_model(copy: ModelCopy) -> Any:
 
 
 def synced_tensors(model: nn.Module, copy: ModelCopy) -> dict[str, Tensor]:
-    """The tensors that weight syncs write, by their Hugging Face names: the adapters where they alone are trained, else
+    """The tensors that weight syncs write, by their Hugging Face names: only the adapters if only they are synced, else
     all."""
     return {
         piece: view
@@ -80,7 +80,7 @@ class RouteRecorder:
     """Notes which experts the routers of a model choose.
 
     Args:
-        routers: by layer.
+        routers: routers by the number of their layer.
     """
 
     def __init__(self, routers: dict[int, Any]):
@@ -90,18 +90,22 @@ class RouteRecorder:
 
     @classmethod
     def of(cls, model: Any) -> "RouteRecorder | None":
-        """Of all routers of a model; None if it has none."""
+        """Makes a recorder of all routers of a model; None if it has none."""
         routers = routers_of(numbered_layers(model), FAMILIES[model.config.model_type])
         return cls(routers) if routers else None
 
     def _note(self, _: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
         self._chosen.append(output[2])
 
-    def take(self, num_rows: int) -> np.ndarray:
-        """Of the last forward, over `num_rows` sequences of the same length: int16 [rows, n, M, K]."""
+    def take(self, num_sequences: int) -> np.ndarray:
+        """The experts chosen in the last forward, over `num_sequences` sequences of n tokens.
+
+        Returns:
+            int16 [sequences, n, M, K], for M layers with routers and K experts for each token.
+        """
         chosen = torch.stack(self._chosen, 1).short().cpu().numpy()
         self._chosen.clear()
-        return chosen.reshape(num_rows, -1, *chosen.shape[1:])
+        return chosen.reshape(num_sequences, -1, *chosen.shape[1:])
 
 
 def _check_room(num_bytes: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What a generator does, what goes into it and what comes out."""
+"""The interface of generators: the prompts they take and the completions they return."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from automodel_rl.rollout.rewards.scorer import Score
 
 @dataclass(frozen=True)
 class Completion:
-    """What a generator wrote.
+    """A completion that a generator wrote.
 
     Attributes:
-        token_ids: the completion's, the token that ended it included.
-        logprobs: of every one of them under the distribution it was sampled from, temperature included.
+        token_ids: the completion's tokens, including the token that ended it.
+        logprobs: the log-probability of each token under the distribution it was sampled from, temperature included.
         finish: "stop" at an end-of-sequence token or a stop text, "length" at the limit, "error" if it failed.
         error: why it failed.
-        versions: of the weights, oldest and newest, that wrote it, None if they are not known. A generator counts
-            weight syncs; from `RolloutCollector` they are policy versions.
-        routes: experts of its tokens and its prompt's. From a generator in a form that `read_routes` takes, None if it
-            does not report them; from `RolloutCollector` as `Routes`, on the rank alone whose generator wrote it, for
-            they are large.
+        versions: oldest and newest version of the weights that wrote it, None if they are not known. In a generator's
+            own completions these are numbers of weight syncs; `RolloutCollector` turns them into policy versions.
+        routes: experts of the prompt's and the completion's tokens. A generator reports them in a form that
+            `read_routes` takes, or None. `RolloutCollector` turns them into `Routes`. They are large, so only the rank
+            whose generator wrote the completion has them.
     """
 
     token_ids: list[int]
@@ -33,7 +33,7 @@ class Completion:
 
 
 class Promptlike(Protocol):
-    """What is needed of a prompt."""
+    """The part of a prompt that rollouts need."""
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -45,13 +45,13 @@ class Promptlike(Protocol):
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion, its text and what it is worth.
+    """A completion with its text and its rewards.
 
     Attributes:
-        completion: what a generator wrote.
-        text: without special tokens.
-        score: its rewards.
-        writer: rank of the generator.
+        completion: the completion as a generator wrote it.
+        text: the completion's text, without special tokens.
+        score: the completion's rewards.
+        writer: the rank whose generator wrote it.
     """
 
     completion: Completion
@@ -61,23 +61,23 @@ class Rollout:
 
 
 class Generator(Protocol):
-    """Writes completions with weights of its own. Each rank has one, and uses it without the others."""
+    """Writes completions with weights of its own. Each rank has one, and uses it independently of the other ranks."""
 
     def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
-        """Lets the generator begin, if it can while this process does something else.
+        """Gives the generator requests. It begins at once, if it can work while this process does something else.
 
         Args:
-            requests: what to complete.
+            requests: the completions to write.
 
         Returns:
-            A function that waits for the completions, in the order of the requests. What fails for one request is that
-            completion's `error`.
+            A function that waits for the completions and returns them in the order of the requests. If a single
+            request fails, its completion has an `error`.
 
         Raises:
-            Exception: here or in that function: the generator is lost; it must be closed and made anew.
+            Exception: the generator is lost, and must be closed and made anew. The returned function may raise it, too.
         """
         ...
 
     def close(self) -> None:
-        """Ends what it has started."""
+        """Ends everything that the generator has started."""
         ...

@@ -1,4 +1,4 @@
-"""This rank's generator over a whole run: started, given weights, started anew when it fails, and closed."""
+"""The supervisor of a rank's generator: starts it, gives it weights, restarts it when it fails, and closes it."""
 
 import datetime
 
@@ -15,25 +15,25 @@ from automodel_rl.rollout.protocol import Generator
 from automodel_rl.weight_sync.sync import WeightSync
 
 PATIENCE = datetime.timedelta(hours=12)
-"""How long ranks wait for one whose generator starts or writes longer. Those that die are noticed at once."""
+"""Longest time that ranks wait for a rank whose generator is slow. A rank that dies is noticed at once."""
 
 
 class GeneratorSupervisor:
-    """Owns this rank's generator and its weights. Methods are collectives of all ranks.
+    """Owns this rank's generator and its weight syncs. Methods are collectives of all ranks.
 
     Args:
-        config: of the run.
-        handle: whose weights the generator gets.
-        tokenizer: of the model.
+        config: the run's config.
+        handle: the model whose weights the generator gets.
+        tokenizer: the model's tokenizer.
 
     Raises:
         InputError: the generator does not start.
 
     Attributes:
-        generator: None while it could not be started anew.
-        problem: why the generator cannot write, "" if it can. `restart` mends it.
-        policy_version: of the weights that generators got last, from 1 on; completions are dated by it.
-        world: process group of all ranks, whose collectives may take as long as generators do.
+        generator: this rank's generator; None after it could not be restarted.
+        problem: why the generator cannot write, "" if it can. `restart` repairs it.
+        policy_version: the policy version that generators got last, from 1 on.
+        world: a process group of all ranks. Its collectives may take as long as generators do.
     """
 
     def __init__(self, config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase):
@@ -44,7 +44,7 @@ class GeneratorSupervisor:
         self.sync = WeightSync(handle, transport, config.weight_sync)
         self.problem = ""
         self.policy_version = 0
-        self._policy_version_of: dict[int, int] = {0: 0}  # by the version of the weight sync
+        self._policy_version_of: dict[int, int] = {0: 0}  # by the number of the weight sync
 
     def load_weights(self) -> None:
         """Gives all generators the weights that the model has now, as the next policy version."""
@@ -52,21 +52,23 @@ class GeneratorSupervisor:
         self._send()
 
     def policy_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
-        """The policy versions that two weight syncs brought; syncs that mend a failure bring the same one again."""
+        """The policy versions that two weight syncs sent. A sync after a failure sends the same version again."""
         oldest, newest = versions
         return self._policy_version_of[oldest], self._policy_version_of[newest]
 
     def restart(self, failed: bool) -> None:
-        """Mends generators, and gives all of them the newest weights again. What still fails is this rank's `problem`.
+        """Restarts generators that failed, and gives all the newest weights. What still fails becomes `problem`.
 
         Args:
-            failed: this rank's generator failed: it is closed, and another one started.
+            failed: whether this rank's generator failed. It is then closed, and a new one started.
         """
         if failed:
             self._replace()
         else:
-            self.sync.disconnect()  # links may have had the failed generator for a member
-        gather_objects("", self.world)  # starting a generator may take longer than other collectives are allowed to
+            self.sync.disconnect()  # the failed generator may be a member of this rank's links
+        gather_objects(
+            "", self.world
+        )  # waits: starting a generator may take longer than other collectives are allowed to
         self._send()
 
     def close(self) -> None:
@@ -88,7 +90,7 @@ class GeneratorSupervisor:
         self.generator, self.problem = None, ""
         self.sync.disconnect()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # its memory is needed for the next
+            torch.cuda.empty_cache()  # the new generator needs the memory
         try:
             self.generator, transport = make_generator(self.config, self.handle, self.tokenizer)
         except Exception as problem:

@@ -1,4 +1,4 @@
-"""Generation in this process, with a copy of the whole model: batches with a key-value cache, left-padded."""
+"""Generation with a copy of the whole transformers model, in left-padded batches with a key-value cache."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from automodel_rl.rollout.protocol import Completion
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
-"""Newest tokens in which stop texts are looked for."""
+"""Number of newest tokens in which stop texts are looked for."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Writing:
     """How completions are written.
 
     Attributes:
-        tokenizer: for stop texts and the end-of-sequence token.
+        tokenizer: the tokenizer, for stop texts and the end-of-sequence token.
         max_new_tokens: longest completion.
         stop: texts that end a completion.
-        batch_size: requests that run at once.
+        batch_size: number of requests that run at once.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -41,10 +41,10 @@ class TransformersGenerator:
 
     Args:
         copy: the model.
-        writing: how it writes.
+        writing: how completions are written.
 
     Attributes:
-        receiver: takes weights; without `copy.adapters` all weights come by weight syncs.
+        receiver: the model's tensors for weight syncs.
 
     Raises:
         InputError: the device has no room for the model.
@@ -58,7 +58,7 @@ class TransformersGenerator:
         self.recorder = RouteRecorder.of(self.model) if copy.capture_routes else None
 
     def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
-        """It shares this process, so it begins when it is waited for."""
+        """Returns a function that writes the completions. It cannot begin earlier, because it shares this process."""
         return functools.partial(self.generate, requests)
 
     @torch.no_grad()
@@ -68,14 +68,14 @@ class TransformersGenerator:
         """Writes completions.
 
         Args:
-            requests: what to complete.
-            between_tokens: called before every token; may bring new weights, with which completions go on. Keys and
-                values stay those of the weights that computed them (as in PipelineRL, arXiv:2509.19128).
+            requests: the completions to write.
+            between_tokens: called before every token. It may load new weights, with which completions go on; keys and
+                values of earlier tokens are kept (as in PipelineRL, arXiv:2509.19128).
 
         Raises:
             WeightSyncError: there are no complete weights.
         """
-        # Requests of like length together, so that little is padded and a batch ends at once.
+        # Requests are sorted by length, so that batches have little padding.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
         done: dict[int, Completion] = {}
         for start in range(0, len(order), self.writing.batch_size):
@@ -101,7 +101,7 @@ class TransformersGenerator:
         written: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         finish = ["length"] * len(requests)
-        rows = list(range(len(requests)))  # the request of every row that still runs
+        rows = list(range(len(requests)))  # the requests that still run, in the order of the batch's rows
         versions: list[int] = []
         routes: list[list[np.ndarray]] = [[] for _ in requests]
         for step in range(self.writing.max_new_tokens):
@@ -139,7 +139,7 @@ class TransformersGenerator:
         ]
 
     def _uniforms(self, requests: list[Request]) -> Tensor:
-        """A number in [0, 1) for every token of every request: [requests, max_new_tokens]."""
+        """Random numbers in [0, 1), one for every token of every request: float64 [requests, max_new_tokens]."""
         drawn = [np.random.default_rng(request.seed).random(self.writing.max_new_tokens) for request in requests]
         return torch.from_numpy(np.stack(drawn)).to(self.copy.device)
 
@@ -153,21 +153,21 @@ class TransformersGenerator:
 
 
 def stop_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that end a completion, by the tokenizer and by the model's config."""
+    """Ids of the tokens that end a completion, from the tokenizer and the model's config."""
     of_config: Any = config.eos_token_id
     ids = {tokenizer.eos_token_id, *(of_config if isinstance(of_config, list) else [of_config])}
     return ids - {None}
 
 
 def _sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probabilities [B].
+    """Samples a token for each sequence of the batch: token ids [B] and their log-probabilities [B].
 
-    By inversion: the first token at which the cumulated probability exceeds the uniform number. A row's outcome thus
-    hangs on its own number only.
+    Samples by inversion: takes the first token whose cumulated probability exceeds the uniform number. So a sequence's
+    token depends on its own number only, and not on the rest of the batch.
 
     Args:
         logits: [B, V].
-        temperatures: [B], float64; where 0, the likeliest token is taken and scored at temperature 1.
+        temperatures: [B], float64; at 0 the likeliest token is taken and scored at temperature 1.
         uniforms: [B], in [0, 1), float64.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

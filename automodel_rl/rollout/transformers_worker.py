@@ -1,8 +1,9 @@
-"""The process of a transformers generator of its own: it generates, and takes weights between two tokens.
+"""The process that runs a transformers generator. It writes completions, and takes weights between two tokens.
 
 python -m automodel_rl.rollout.transformers_worker DESCRIPTOR
 
-The rank's `generator_messages` come over the connection of that descriptor. `Start` has a `ModelCopy` and a `Writing`.
+The rank's messages (`generator_messages`) come over the connection with that file descriptor. `Start` carries a
+`ModelCopy` and a `Writing`.
 """
 
 import os
@@ -48,8 +49,8 @@ class Worker:
     """Takes turns between completions and weights.
 
     Args:
-        generator: that both are for.
-        connection: to the rank.
+        generator: the generator that writes and gets weights.
+        connection: the connection to the rank.
     """
 
     def __init__(self, generator: TransformersGenerator, connection: Connection):
@@ -60,7 +61,7 @@ class Worker:
         self.end = GeneratorEnd(generator.receiver, generator.copy.device, self.weights, connection.send)
 
     def run(self) -> None:
-        """Until the rank is gone."""
+        """Works until the rank is gone."""
         threading.Thread(target=self._read, daemon=True, name="messages").start()
         while True:
             self.something.acquire()
@@ -69,7 +70,7 @@ class Worker:
                 self._generate(self.batches.get())
 
     def take_weights(self) -> None:
-        """Handles what has come about weights; from the beginning of a weight sync to its end."""
+        """Handles messages about weights that have come. A weight sync that has begun is handled to its end."""
         while not self.weights.empty():
             self.end.handle(self.weights.get())
 
@@ -82,7 +83,7 @@ class Worker:
         self.connection.send(answer)
 
     def _read(self) -> None:
-        """In a thread: what comes while the generator works waits in memory, not in the pipe, which has little room."""
+        """Reads messages in a thread. So they wait in memory while the generator works; the pipe has little room."""
         while True:
             try:
                 message = self.connection.recv()

@@ -1,4 +1,4 @@
-"""What a server of vLLM must be before a run uses it."""
+"""Checks of a vLLM server before a run uses it."""
 
 import json
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ SERVE = (
 
 
 def connect_servers(urls: Sequence[str], routes: bool) -> list[VllmServer]:
-    """Servers that can be used.
+    """Connects to servers and checks them.
 
     Args:
-        urls: where they are.
-        routes: they have to report which experts tokens go to.
+        urls: the servers' addresses.
+        routes: whether they must report which experts tokens go to.
 
     Raises:
         InputError: a server cannot be used; the text says how to start it.

@@ -1,4 +1,4 @@
-"""HTTP requests to a server of vLLM: with the token, never redirected, and answers of limited length and time."""
+"""HTTP requests to a vLLM server: with its token, without redirects, and with limits on an answer's length and time."""
 
 import json
 import os
@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
-"""Environment variable with the token of the servers, which vLLM reads, too."""
+"""Environment variable with the servers' token. vLLM reads it, too."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 ANSWER_SECONDS = 3600.0
-"""Longest silence of a server."""
+"""Longest wait for an answer."""
 
 ANSWER_BYTES = 2**30
-"""Longest answer of a server."""
+"""Most bytes of an answer."""
 
 
 class VllmServer:
     """One server that was started with `vllm serve`.
 
     Args:
-        url: where it is.
+        url: the server's address.
     """
 
     def __init__(self, url: str):
@@ -34,7 +34,7 @@ class VllmServer:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether it is on another machine and this process has no token for it."""
+        """Whether the server is on another machine and this process has no token for it."""
         host = urllib.parse.urlsplit(self.url).hostname or ""
         return host not in LOOPBACK and TOKEN_VARIABLE not in os.environ
 
@@ -42,13 +42,13 @@ class VllmServer:
         """The JSON at a path.
 
         Raises:
-            OSError: the server does not answer, or with an error.
-            ValueError: the answer is no JSON, or too long.
+            OSError: the server does not answer, or answers with an error.
+            ValueError: the answer is not JSON, or too long.
         """
         return self._answer(urllib.request.Request(self.url + path, headers=_authorization()))
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that a path answers to a body, None if it answers nothing. Raises as `get` does."""
+        """The JSON answer to a body that is posted to a path; None if the answer is empty. Raises like `get`."""
         headers = {"Content-Type": "application/json", **_authorization()}
         return self._answer(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers))
 
@@ -61,13 +61,13 @@ class VllmServer:
 
 
 def at_once(work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-    """Calls of a function with each set of arguments, all at the same time. Raises what the first one raised."""
+    """Calls a function with each set of arguments, all at once, and returns the results. Raises the first error."""
     with ThreadPoolExecutor(len(arguments[0])) as pool:
         return list(pool.map(work, *arguments))
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A server may not send the token elsewhere."""
+    """Follows no redirect, so that a server cannot send the token elsewhere."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

@@ -1,6 +1,6 @@
-"""Generation by vLLM in a process next to this rank.
+"""Generation by vLLM in a process beside this rank.
 
-vLLM is asked for *processed* log-probabilities: the raw ones, which it gives otherwise, are those of temperature 1.
+vLLM is asked for *processed* log-probabilities. Its default, raw ones, are those of temperature 1.
 """
 
 import dataclasses
@@ -14,24 +14,26 @@ from automodel_rl.rollout.generator_process import GeneratorProcess
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
-_OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-"""How variables of this job begin that vLLM would take for its own."""
+_RANK_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+"""Beginnings of environment variables of this job, which vLLM would take for its own."""
 
 
 def start_vllm(python: str | None, settings: VllmSettings, device: str | None) -> GeneratorProcess:
-    """vLLM's offline engine in a process of its own.
+    """Starts vLLM's offline engine in a process of its own.
 
     Args:
-        python: the interpreter of an environment that has vLLM; None for this one's.
-        settings: of vLLM.
-        device: its CUDA_VISIBLE_DEVICES; None leaves the environment's.
+        python: the interpreter of an environment that has vLLM; None for this process's interpreter.
+        settings: options of vLLM and of its sampling.
+        device: the process's CUDA_VISIBLE_DEVICES; None to inherit it.
 
     Raises:
-        InputError: it does not start.
+        InputError: vLLM does not start.
     """
     python = python or sys.executable
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else a killed worker leaves its own child behind
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # without it, a killed worker would leave a child of its own behind
+    )
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = device
     options = {**settings.options, "logprobs_mode": "processed_logprobs"}

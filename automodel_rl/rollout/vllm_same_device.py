@@ -1,7 +1,7 @@
-"""A weight transfer of vLLM from a process on the same device: tensors in a packed buffer, by its CUDA IPC handle.
+"""A weight transfer for vLLM from a process on the same device: tensors in packed buffers, opened by CUDA IPC handles.
 
-It is loaded inside of vLLM by its own extension point, and stands alone as the worker does. vLLM's own IPC backend does
-the same, but needs ray to be installed, and answers before its copies are made. Checked with vLLM 0.23.0.
+vLLM loads this file by its extension point for weight transfers; like the worker, it imports nothing of this package.
+vLLM's own IPC backend does the same, but needs ray and answers before its copies are made. Checked with vLLM 0.23.0.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 DEVICE_ARGUMENT = 6
-"""Of rebuild_cuda_tensor: the device's number, which differs between processes."""
+"""Place of the device's number among the arguments of rebuild_cuda_tensor. It differs between processes."""
 
 
 @dataclass
 class SameDeviceInit(WeightTransferInitInfo):
-    """The buffers: for each the arguments of rebuild_cuda_tensor."""
+    """The arguments of rebuild_cuda_tensor for each buffer."""
 
     buffers: list[tuple[Any, ...]]
 
 
 @dataclass
 class SameDeviceUpdate(WeightTransferUpdateInfo):
-    """What a filled buffer holds: tensors back to back, all of one dtype."""
+    """The contents of a filled buffer: its number, and the tensors in it, back to back and all of one dtype."""
 
     buffer: int
     names: list[str]
@@ -38,7 +38,7 @@ class SameDeviceUpdate(WeightTransferUpdateInfo):
 
 
 class SameDeviceEngine(WeightTransferEngine[SameDeviceInit, SameDeviceUpdate]):
-    """Reads filled buffers."""
+    """Loads weights from filled buffers."""
 
     init_info_cls = SameDeviceInit
     update_info_cls = SameDeviceUpdate

@@ -1,4 +1,4 @@
-"""The channel of weights to servers of vLLM: the first rank passes messages on over HTTP, the others count versions."""
+"""The weight channel to vLLM servers: the first rank sends messages over HTTP, the other ranks only count versions."""
 
 import itertools
 from collections import deque
@@ -24,17 +24,17 @@ from automodel_rl.rollout.vllm_http import VllmServer, at_once
 
 
 class ServerWeights:
-    """A `VllmChannel` to all servers of a run. Its messages are worked off in the background, one after the other.
+    """A `VllmChannel` to all servers of a run. It handles messages in the background, one after the other.
 
-    A server whose weight sync fails has no complete weights, and nothing but a restart gives it some.
+    If a weight sync fails, servers have no complete weights, and must be restarted.
 
     Args:
-        servers: that get weights.
-        leads: whether this rank sends to them; others only count versions.
+        servers: the servers that get weights.
+        leads: whether this rank sends to the servers. Other ranks only count versions.
 
     Attributes:
-        version: of the weights that the servers have.
-        is_broken: the servers have no complete weights, for a weight sync failed.
+        version: the version of the weights that the servers have.
+        is_broken: whether a weight sync failed, so that servers have no complete weights.
     """
 
     def __init__(self, servers: Sequence[VllmServer], leads: bool):
@@ -47,7 +47,7 @@ class ServerWeights:
 
     @property
     def num_workers(self) -> int:
-        """Processes of all servers that hold weights; 0 on ranks that do not lead."""
+        """Number of processes of all servers that hold weights; 0 on ranks that do not lead."""
         return sum(self._world_sizes()) if self.leads else 0
 
     def send(self, message: Message) -> None:
@@ -66,11 +66,11 @@ class ServerWeights:
         return self._answers.popleft()
 
     def close(self) -> None:
-        """Lets go of what is not sent yet."""
+        """Drops messages that are not sent yet."""
         self._orders.shutdown(wait=False, cancel_futures=True)
 
     def _pass_on(self, message: Message) -> None:
-        """Does what a message asks for on all servers. Running requests wait, and go on with new keys and values."""
+        """Does on all servers what a message asks for. Running requests pause while a weight sync runs."""
         try:
             match message:
                 case InitTransfer(info):
@@ -89,7 +89,7 @@ class ServerWeights:
                     self._to_all("/resume", {})
                     self._answers.append(Committed(self.version))
                 case LoadWeights() | Commit() | GiveUp():
-                    pass  # of a weight sync that has failed
+                    pass  # left over from a weight sync that failed
                 case _:
                     raise unknown(message)
         except Exception as error:
@@ -97,7 +97,7 @@ class ServerWeights:
             self._answers.append(Failure(innermost(error)))
 
     def _count(self, message: Message) -> None:
-        """Answers for the leading rank's servers."""
+        """Counts versions, and answers in place of the servers."""
         match message:
             case InitTransfer():
                 self._answers.append(Ready())

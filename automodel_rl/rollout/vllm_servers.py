@@ -1,4 +1,4 @@
-"""Generation by servers of vLLM that are there, request by request."""
+"""Generation by running vLLM servers, request by request."""
 
 import base64
 import io
@@ -26,19 +26,20 @@ WHOLE_DISTRIBUTION = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""Said with every request, for a server fills in what is not said from the checkpoint's generation_config.json."""
+"""Sampling parameters that leave the distribution whole. Every request has them, because a server takes missing ones
+from the checkpoint's generation_config.json."""
 
 
 class VllmServers:
-    """A `Generator` of servers that were checked by `connect_servers`; requests go to them in turn.
+    """A `Generator` that sends requests to servers in turn. `connect_servers` has checked the servers.
 
     Args:
-        servers: that write.
-        sampling: of vllm.SamplingParams, the same for every request.
-        leads: whether this rank sends them weights.
+        servers: the servers that write completions.
+        sampling: arguments of vllm.SamplingParams that are the same for every request.
+        leads: whether this rank sends weights to the servers.
 
     Attributes:
-        weights: the channel of their weights.
+        weights: the channel of the servers' weights.
     """
 
     def __init__(self, servers: Sequence[VllmServer], sampling: dict[str, Any], leads: bool):
@@ -67,7 +68,7 @@ class VllmServers:
         return self.submit(requests)()
 
     def close(self) -> None:
-        """The servers were there before."""
+        """Drops requests that are not sent yet. The servers go on running."""
         self._requests.shutdown(wait=False, cancel_futures=True)
         self.weights.close()
 
@@ -100,5 +101,5 @@ class VllmServers:
 
 
 def _decoded(routes: str | None) -> np.ndarray | None:
-    """The array in base64 of the bytes of a .npy file."""
+    """Decodes routes: the bytes of a .npy file in base64."""
     return None if routes is None else np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)

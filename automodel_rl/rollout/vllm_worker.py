@@ -1,9 +1,9 @@
-"""The process in which vLLM runs. It stands alone, for vLLM may live in an environment that has nothing else of ours.
+"""The process in which vLLM runs. It imports nothing of this package, which vLLM's environment may not have.
 
 python vllm_worker.py DESCRIPTOR
 
-The rank's messages, of generator_messages.py, come over the connection of that descriptor. `Start` has `VllmSettings`.
-Weights come in vLLM's own terms, also while requests run. Checked with vLLM 0.23.0.
+The rank's messages (generator_messages.py) come over the connection with that file descriptor. `Start` carries
+`VllmSettings`. Weights come by vLLM's own weight transfer, also while requests run. Checked with vLLM 0.23.0.
 """
 
 import importlib.util
@@ -18,13 +18,13 @@ PACKAGE = "automodel_rl"
 
 
 def load_messages() -> types.ModuleType:
-    """generator_messages.py, by its path; pickles name it by its place in the package, which is not installed here."""
+    """Loads generator_messages.py by its path, under its name in the package, which pickles refer to."""
     name = f"{PACKAGE}.generator_messages"
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "generator_messages.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[PACKAGE] = types.ModuleType(PACKAGE)  # pickle looks for it before the module in it
+    sys.modules[PACKAGE] = types.ModuleType(PACKAGE)  # pickle imports the package before the module in it
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -54,18 +54,18 @@ def main() -> None:
 
 
 class Worker:
-    """Generates and takes weights between two steps.
+    """Generates, and takes weights between two steps of vLLM.
 
     Args:
-        connection: to the rank.
-        messages: the module of them.
+        connection: the connection to the rank.
+        messages: the module generator_messages.
     """
 
     def __init__(self, connection: Connection, messages: Any):
         self.connection, self.messages = connection, messages
         self.engine: Any = None
         self.sampling: dict[str, Any] = {}
-        self.version: int | None = 0  # of the checkpoint; none in the middle of a weight sync
+        self.version: int | None = 0  # 0 is the checkpoint; None in the middle of a weight sync
         self.coming: int | None = None
         self.batches: dict[int, list[Any]] = {}
         self.oldest: dict[str, int | None] = {}
@@ -78,7 +78,7 @@ class Worker:
         self.engine, self.sampling = LLM(**settings.options), settings.sampling
 
     def turn(self) -> None:
-        """Handles what has come, else lets vLLM make a step."""
+        """Handles a message if one has come, else lets vLLM take a step. Waits for a message if there is no work."""
         idle = not self.batches or self.version is None
         if idle or self.connection.poll():
             self.handle(self.connection.recv())
@@ -86,7 +86,7 @@ class Worker:
             self.step()
 
     def handle(self, message: Any) -> None:
-        """Does what a message asks for. A weight sync that fails leaves no complete weights, for good."""
+        """Does what a message asks for. After a failed weight sync, this process never has complete weights again."""
         known = self.messages
         try:
             match message:
@@ -104,7 +104,7 @@ class Worker:
                 case known.Commit() if self.coming is not None:
                     self.commit()
                 case known.LoadWeights() | known.Commit() | known.GiveUp():
-                    pass  # of a weight sync that has failed, after which only a new process has whole weights
+                    pass  # left over from a weight sync that failed; only a new process gets complete weights
                 case _:
                     raise known.unknown(message)
         except Exception as error:
@@ -142,7 +142,7 @@ class Worker:
             traceback.print_exc()
             for number in self.batches:
                 self.connection.send(self.messages.Failed(number, describe(error)))
-            raise SystemExit(1) from None  # what is left in vLLM of these requests would be taken for others'
+            raise SystemExit(1) from None  # else what vLLM still has of these requests would be taken for others
         for output in outputs:
             if output.finished:
                 self.finish(output)
@@ -165,7 +165,7 @@ class Worker:
 
     def commit(self) -> None:
         self.engine.finish_weight_update()
-        # Keys and values of the old weights; running requests are computed again up to where they are.
+        # The cache has keys and values of the old weights. Running requests are computed again up to their last token.
         if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.batches)):
             raise RuntimeError("vLLM keeps its cache of keys and values of the old weights")
         self.version, self.coming = self.coming, None

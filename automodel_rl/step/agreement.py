@@ -1,6 +1,6 @@
-"""What ranks agree on: microbatches that one step can run, before they compute, and that all have failed if one has.
+"""Agreement of ranks: before a step, that their microbatches fit; after it, that all fail if one has failed.
 
-A rank that found out alone would leave the others waiting for it in a collective.
+A rank that raised alone would leave the others waiting for it in a collective.
 """
 
 import zlib
@@ -19,10 +19,10 @@ from automodel_rl.parallel.host_collectives import any_rank, gather_objects
 from automodel_rl.parallel.layout import Layout
 
 GUEST = -1
-"""In place of its data rank, what a rank without the language model says."""
+"""The data rank that a guest reports, a rank without the language model."""
 
 UNITS, ROUNDING = 10_000, 10
-"""Values of microbatches are compared in units of so small a part of them, and may differ by so many."""
+"""Sums of microbatches' values are compared in units of 1 / `UNITS` of their size. They may differ by `ROUNDING`."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class GlobalBatch:
     """The microbatches of all data ranks together.
 
     Attributes:
-        num_microbatches: of each data rank, empty ones included.
-        counts: by what losses divide their sums.
+        num_microbatches: number of microbatches of each data rank, empty ones included.
+        counts: the global denominators of losses.
 
     Example:
         >>> import torch
-        >>> handle = ModelHandle.from_pretrained(checkpoint)
-        >>> handle.global_batch(pack([TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))], capacity=8))
+        >>> runner = StepRunner(ModelHandle.from_pretrained(checkpoint))
+        >>> runner.global_batch(pack([TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))], capacity=8))
         GlobalBatch(num_microbatches=1, counts={'tokens': 1, 'sequences': 1, 'pairs': 0, 'positions': 2})
     """
 
@@ -45,57 +45,57 @@ class GlobalBatch:
 
 
 def agree_on_batch(microbatches: Sequence[Microbatch], vocab_size: int, layout: Layout) -> GlobalBatch:
-    """Looks whether all ranks have microbatches that fit the model and each other, and adds up what they hold. A
-    collective.
+    """Checks that the microbatches of all ranks fit the model and each other, and counts what they hold. A collective.
 
     Args:
         microbatches: this data rank's microbatches.
-        vocab_size: of the model.
+        vocab_size: size of the model's vocabulary.
         layout: this rank's place.
 
     Raises:
-        InputError: on every rank, if microbatches are not on the host or a token id is outside the vocabulary on any,
-            or data ranks have other numbers of microbatches, or the ranks of one data rank have other microbatches.
+        InputError: on every rank. Some rank has a microbatch that is not on the host, or a token id outside the
+            vocabulary; or data ranks have different numbers of microbatches; or the ranks of one data rank have
+            different microbatches.
     """
     problem = _problem(microbatches, vocab_size)
     counts = count(microbatches)
-    said: dict[str, int] = {
+    reported: dict[str, int] = {
         "data_rank": GUEST if layout.is_guest else layout.data_rank,
         "is_first": int(layout.is_first_of_data_rank),
         "problem": int(problem != ""),
         "num_microbatches": len(microbatches),
         "fingerprint": 0 if problem else _fingerprint(microbatches),
-        "mixture": 0 if problem else _mixture(microbatches),
+        "value_summary": 0 if problem else _value_summary(microbatches),
         **{str(name): number for name, number in counts.items()},
     }
-    own = torch.tensor(list(said.values()))
+    own = torch.tensor(list(reported.values()))
     everyone = [torch.empty_like(own) for _ in range(layout.world_control.size())]
     dist.all_gather(everyone, own, group=layout.world_control)
-    of_ranks = dict(zip(said, torch.stack(everyone).unbind(1), strict=True))
+    of_ranks = dict(zip(reported, torch.stack(everyone).unbind(1), strict=True))
     if of_ranks["problem"].any():
-        told = gather_objects(problem, layout.world_control)
-        raise InputError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text))
+        problems = gather_objects(problem, layout.world_control)
+        raise InputError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
     num_microbatches = _agreed_microbatches(of_ranks)
     is_first = of_ranks["is_first"] == 1
     return GlobalBatch(num_microbatches, {name: int(of_ranks[name][is_first].sum()) for name in counts})
 
 
 def _agreed_microbatches(of_ranks: dict[str, Tensor]) -> int:
-    """Microbatches of each data rank. Raises InputError where ranks have others than they should.
+    """Number of microbatches of each data rank. Raises InputError if ranks disagree.
 
     Args:
-        of_ranks: by name what every rank has said.
+        of_ranks: what every rank has reported, by name.
     """
     is_first, data_rank = of_ranks["is_first"] == 1, of_ranks["data_rank"]
 
     def by_data_rank(name: str) -> Tensor:
-        """What the first rank of each data rank has said."""
+        """What the first rank of each data rank has reported."""
         return of_ranks[name][is_first][data_rank[is_first].argsort()]
 
     for name, allowed, what in (
         ("num_microbatches", 0, "microbatches"),
         ("fingerprint", 0, "microbatches"),
-        ("mixture", ROUNDING, "values in their microbatches"),
+        ("value_summary", ROUNDING, "values in their microbatches"),
     ):
         expected = by_data_rank(name)[data_rank.clamp_min(0)]
         others = (data_rank != GUEST) & ((of_ranks[name] - expected).abs() > allowed)
@@ -114,23 +114,23 @@ def _agreed_microbatches(of_ranks: dict[str, Tensor]) -> int:
 
 
 def raise_everywhere(failure: MicrobatchError | None, layout: Layout) -> None:
-    """Raises what has failed on this rank or, where nothing has, what has failed on another. A collective.
+    """Raises this rank's failure or, if it has none, the failure of another rank. A collective.
 
     Args:
-        failure: of this rank, which has gone on to the end of its pass nevertheless.
+        failure: this rank's failure, if it has one. The rank has gone on to the end of its pass all the same.
     """
     if not any_rank([failure is not None], layout)[0]:
         return
-    told = gather_objects(None if failure is None else (failure.place, str(failure)), layout.world_control)
+    failures = gather_objects(None if failure is None else (failure.place, str(failure)), layout.world_control)
     if failure is not None:
         with flight.phase(failure.place):
             raise failure
-    rank, (place, text) = next((rank, said) for rank, said in enumerate(told) if said is not None)
+    rank, (place, text) = next((rank, other) for rank, other in enumerate(failures) if other is not None)
     raise PeerError(rank, place, text)
 
 
 def _problem(microbatches: Sequence[Microbatch], vocab_size: int) -> str:
-    """What is wrong with this rank's microbatches; empty if nothing is."""
+    """Says what is wrong with this rank's microbatches; empty if nothing is."""
     for number, microbatch in enumerate(microbatches):
         if microbatch.input_ids.device.type != "cpu":
             return (
@@ -151,7 +151,7 @@ def _problem(microbatches: Sequence[Microbatch], vocab_size: int) -> str:
 
 
 def _fingerprint(microbatches: Sequence[Microbatch]) -> int:
-    """Of the tokens, which must be the same on all ranks of a data rank."""
+    """Checksum of the tokens, which must be the same on all ranks of a data rank."""
     found = 0
     for microbatch in microbatches:
         found = zlib.crc32(
@@ -162,9 +162,11 @@ def _fingerprint(microbatches: Sequence[Microbatch]) -> int:
     return found
 
 
-def _mixture(microbatches: Sequence[Microbatch]) -> int:
-    """Of the microbatches' values, which must be the same but for rounding: their sum with other weights in every
-    place, relative to the sum of their sizes, in 1 / `UNITS`."""
+def _value_summary(microbatches: Sequence[Microbatch]) -> int:
+    """A number for the microbatches' values, which must be the same on all ranks of a data rank but for rounding.
+
+    It is their sum with a different weight at every place, relative to the sum of their sizes, in 1 / `UNITS`.
+    """
     total = size = 0.0
     for microbatch in microbatches:
         for name in sorted(microbatch.values):

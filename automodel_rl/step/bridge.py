@@ -1,13 +1,17 @@
-"""The bridge between an encoder and a language model on meshes of their own, beside the pipeline schedule.
+"""The bridge between an encoder and a language model, each on a mesh of its own, beside the pipeline schedule.
 
-A lane is a data rank: of the encoder, with the ranks that split its layers, or of the language model, with those ranks
-of its first stage that share its microbatches. An encoder lane serves as many language lanes as the numbers of lanes
-say (fan out), or several encoder lanes serve one language lane (fan in) and divide its images. Before the schedule
-embeddings go to the language lanes, after it their gradients come back; how many there are may differ from microbatch
-to microbatch.
+Before the schedule, the encoder's embeddings of images go over the bridge to the language model. After it, their
+gradients come back. How many there are may differ from microbatch to microbatch.
 
-Every exchange is a sequence of broadcasts in groups of one language lane and the encoder lanes that serve it. All ranks
-go through groups and senders in the same order, so none waits for another in a circle.
+A lane is a data rank. An encoder lane has the ranks that split the encoder's layers. A language lane has those ranks of
+the first stage that share its microbatches. The first rank of a lane is its leader and sends for it.
+
+The numbers of lanes decide which serve which. With fewer encoder lanes than language lanes, an encoder lane serves
+several language lanes (fan out). With more, several encoder lanes serve one language lane and divide its images
+(fan in).
+
+Every exchange is a sequence of broadcasts, each in a group of one language lane and the encoder lanes that serve it.
+All ranks go through groups and senders in the same order, so they never wait for each other in a circle.
 """
 
 from collections.abc import Sequence
@@ -23,78 +27,84 @@ from automodel_rl.parallel.layout import Layout, own_group
 
 @dataclass(frozen=True)
 class Lane:
-    """A language lane and the encoder lanes that serve it, as far as this rank takes part.
+    """A language lane and the encoder lanes that serve it. This rank belongs to one of them.
 
     Attributes:
-        readers: its ranks with the first stage; the first one speaks for it.
-        writers: of every encoder lane that serves it the rank that speaks for it.
-        encoders: of every encoder lane that serves it all ranks.
-        device_group: readers and writers; None where that is one rank.
-        control: readers and encoders, for objects; None where that is one rank.
+        language_ranks: the ranks of the language lane, its leader first.
+        encoder_leaders: the leader of each encoder lane that serves it.
+        encoder_ranks: all ranks of each encoder lane that serves it.
+        device_group: the language ranks and the encoder leaders, for tensors; None if that is one rank.
+        control: the language ranks and all encoder ranks, for objects; None if that is one rank.
     """
 
-    readers: tuple[int, ...]
-    writers: tuple[int, ...]
-    encoders: tuple[tuple[int, ...], ...]
+    language_ranks: tuple[int, ...]
+    encoder_leaders: tuple[int, ...]
+    encoder_ranks: tuple[tuple[int, ...], ...]
     device_group: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
+
+    @property
+    def language_leader(self) -> int:
+        return self.language_ranks[0]
 
 
 class Bridge:
     """This rank's end of the bridge. Every method is a collective of all ranks with the encoder or a first stage.
 
     Args:
-        vision, language: the layouts; this rank may be a guest of one.
-        vision_ranks, language_ranks: of the job.
+        vision, language: the layouts of both components; this rank may be a guest of one.
+        vision_ranks, language_ranks: the ranks of the job that have them.
 
     Attributes:
-        lanes: by the number of the language's data rank, those that this rank takes part in.
-        reads: the lane whose microbatches this rank computes from the first stage on, None if it has no first stage.
-        share: which of the encoder lanes that serve a lane this rank is of; None without the encoder.
+        lanes: the lanes that this rank belongs to, by the data rank of the language lane.
+        own_lane: the language lane that this rank is in; None on a rank without a first stage.
+        own_share: the place of this rank's encoder lane among those that serve a language lane; None on a rank without
+            the encoder.
     """
 
     def __init__(self, vision: Layout, language: Layout, vision_ranks: Sequence[int], language_ranks: Sequence[int]):
         self.vision, self.language = vision, language
-        encoders = torch.tensor(vision_ranks).reshape(vision.parallel.num_data_ranks, vision.parallel.tp).tolist()
+        encoder_lanes = torch.tensor(vision_ranks).reshape(vision.parallel.num_data_ranks, vision.parallel.tp).tolist()
         sizes = language.parallel
         stages = torch.tensor(language_ranks).reshape(sizes.pp, sizes.num_data_ranks, sizes.cp * sizes.tp)
-        readers = stages[0].tolist()
-        fan_in = max(1, len(encoders) // len(readers))
-        fan_out = max(1, len(readers) // len(encoders))
+        language_lanes = stages[0].tolist()
+        fan_in = max(1, len(encoder_lanes) // len(language_lanes))
+        fan_out = max(1, len(language_lanes) // len(encoder_lanes))
         rank = dist.get_rank()
         self.lanes: dict[int, Lane] = {}
-        self.share: int | None = None
-        for number, of_lane in enumerate(readers):
-            serving = encoders[number * fan_in : (number + 1) * fan_in] if fan_in > 1 else [encoders[number // fan_out]]
-            writers = [ranks[0] for ranks in serving]
+        self.own_share: int | None = None
+        for number, of_lane in enumerate(language_lanes):
+            first = number * fan_in if fan_in > 1 else number // fan_out
+            serving = encoder_lanes[first : first + fan_in]
+            leaders = [ranks[0] for ranks in serving]
             everyone = sorted({*of_lane, *(r for ranks in serving for r in ranks)})
-            device_group, control = _group({*of_lane, *writers}, None), _group(set(everyone), "gloo")
+            device_group, control = _group({*of_lane, *leaders}, None), _group(set(everyone), "gloo")
             if rank in everyone:
                 self.lanes[number] = Lane(
-                    tuple(of_lane), tuple(writers), tuple(map(tuple, serving)), device_group, control
+                    tuple(of_lane), tuple(leaders), tuple(map(tuple, serving)), device_group, control
                 )
-            self.share = next((n for n, ranks in enumerate(serving) if rank in ranks), self.share)
-        self.reads = language.data_rank if language.has_first_stage else None
+            self.own_share = next((n for n, ranks in enumerate(serving) if rank in ranks), self.own_share)
+        self.own_lane = language.data_rank if language.has_first_stage else None
 
     @property
-    def serves(self) -> list[int]:
-        """Language lanes whose images this rank's encoder lane encodes, or some of them."""
+    def served_lanes(self) -> list[int]:
+        """The language lanes that this rank's encoder lane serves; none on a rank without the encoder."""
         rank = dist.get_rank()
-        return [n for n, lane in self.lanes.items() if any(rank in ranks for ranks in lane.encoders)]
+        return [n for n, lane in self.lanes.items() if any(rank in ranks for ranks in lane.encoder_ranks)]
 
     def exchange(self, value: Any) -> dict[int, Any]:
-        """What the readers of every lane have, which is equal on all of them, on the encoders that serve it.
+        """The objects of language lanes, on their own ranks and on the encoder lanes that serve them, by lane.
 
         Args:
-            value: of this rank's lane; only those of readers count.
+            value: the object of this rank's language lane, equal on all its ranks; not read on other ranks.
         """
-        told = {}
+        received = {}
         for number, lane in self.lanes.items():
             box = [value]
             if lane.control is not None:
-                dist.broadcast_object_list(box, src=lane.readers[0], group=lane.control)
-            told[number] = box[0]
-        return told
+                dist.broadcast_object_list(box, src=lane.language_leader, group=lane.control)
+            received[number] = box[0]
+        return received
 
     def any_encoder(self, flag: bool) -> bool:
         """Whether the flag is set on any rank with the encoder. A collective of those ranks alone."""
@@ -103,49 +113,51 @@ class Bridge:
         return bool(vote)
 
     def to_language(self, embeddings: dict[int, Tensor], sizes: dict[int, list[int]], like: Tensor) -> list[Tensor]:
-        """Embeddings of every lane's images, on its readers.
+        """Sends embeddings of images to every language lane.
 
         Args:
-            embeddings: of the lanes that this rank's encoder serves, [m, H]; not read on its ranks that do not speak.
-            sizes: by lane, how many come from each of the encoder lanes that serve it.
-            like: has their dtype, device and H.
+            embeddings: [m, H] for each language lane that this rank's encoder lane serves; read on its leader only.
+            sizes: for each language lane, how many embeddings come from each encoder lane that serves it.
+            like: a tensor with the dtype, device and H of the embeddings.
 
         Returns:
-            For this rank's lane one tensor [m, H] from each encoder lane; nothing on ranks that are no readers.
+            A tensor [m, H] from each encoder lane that serves this rank's language lane; empty on ranks without a first
+            stage.
         """
         received = []
         for number, lane in self.lanes.items():
-            for share, writer in enumerate(lane.writers):
-                tensor = embeddings.get(number) if share == self.share and self._writes(lane) else None
-                tensor = self._broadcast(tensor, sizes[number][share], like, writer, lane)
-                if number == self.reads and tensor is not None:
+            for share, leader in enumerate(lane.encoder_leaders):
+                sends = share == self.own_share and dist.get_rank() in lane.encoder_leaders
+                tensor = embeddings.get(number) if sends else None
+                tensor = self._broadcast(tensor, sizes[number][share], like, leader, lane)
+                if number == self.own_lane and tensor is not None:
                     received.append(tensor)
         return received
 
     def to_encoder(self, gradients: list[Tensor], sizes: dict[int, list[int]], like: Tensor) -> dict[int, Tensor]:
-        """Gradients of what `to_language` brought, back on all ranks of the encoder lanes, by language lane.
+        """Sends the gradients of what `to_language` brought back to all ranks of the encoder lanes.
 
         Args:
-            gradients: on readers, of each tensor that `to_language` returned; this rank's summands.
-            sizes, like: as there.
+            gradients: this rank's summand of the gradient of each tensor that `to_language` returned.
+            sizes, like: what `to_language` got.
+
+        Returns:
+            The gradients of this rank's encoder lane, by language lane; empty on ranks without the encoder.
         """
         for gradient in gradients:
-            self._sum_over_readers(gradient)
+            self._sum_over_language_lane(gradient)
         mine: dict[int, Tensor] = {}
         for number, lane in self.lanes.items():
-            for share in range(len(lane.writers)):
-                tensor = gradients[share] if number == self.reads else None
-                tensor = self._broadcast(tensor, sizes[number][share], like, lane.readers[0], lane)
-                if share == self.share and number in self.serves:
+            for share in range(len(lane.encoder_leaders)):
+                tensor = gradients[share] if number == self.own_lane else None
+                tensor = self._broadcast(tensor, sizes[number][share], like, lane.language_leader, lane)
+                if share == self.own_share and number in self.served_lanes:
                     mine[number] = self._to_tp_peers(tensor, sizes[number][share], like)
         return mine
 
-    def _writes(self, lane: Lane) -> bool:
-        return dist.get_rank() in lane.writers
-
     def _broadcast(self, tensor: Tensor | None, size: int, like: Tensor, source: int, lane: Lane) -> Tensor | None:
-        """A tensor [size, H] of one rank on all of the lane's device group; None outside of it."""
-        if dist.get_rank() not in (*lane.readers, *lane.writers):
+        """The tensor [size, H] of one rank, on all of the lane's device group; None outside of it."""
+        if dist.get_rank() not in (*lane.language_ranks, *lane.encoder_leaders):
             return None
         if dist.get_rank() != source:
             tensor = like.new_empty(size, like.shape[1])
@@ -155,15 +167,15 @@ class Bridge:
             dist.broadcast(tensor, src=source, group=lane.device_group)
         return tensor
 
-    def _sum_over_readers(self, gradient: Tensor) -> None:
-        """Under context or sequence parallelism a rank has the gradients of its own tokens only."""
+    def _sum_over_language_lane(self, gradient: Tensor) -> None:
+        """Sums a gradient in place. Under context or sequence parallelism a rank has that of its own tokens only."""
         if self.language.cp_group is not None and gradient.numel():
             dist.all_reduce(gradient, group=self.language.cp_group)
         if self.language.parallel.sequence_parallel and gradient.numel():
             dist.all_reduce(gradient, group=self.language.tp_group)
 
     def _to_tp_peers(self, tensor: Tensor | None, size: int, like: Tensor) -> Tensor:
-        """From the rank that speaks for an encoder lane to those that split its layers with it."""
+        """The tensor of an encoder lane's leader, on all ranks of the lane."""
         tensor = like.new_empty(size, like.shape[1]) if tensor is None else tensor
         if self.vision.tp_group is not None and size:
             dist.broadcast(tensor, group=self.vision.tp_group, group_src=0)
@@ -171,5 +183,5 @@ class Bridge:
 
 
 def _group(ranks: set[int], backend: str | None) -> dist.ProcessGroup | None:
-    """A group of these ranks, on all of them. One rank needs none."""
+    """A group of these ranks, on all of them; None for a single rank, which needs none."""
     return None if len(ranks) == 1 else own_group([sorted(ranks)], backend)

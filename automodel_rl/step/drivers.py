@@ -1,4 +1,4 @@
-"""The two ways to run a list of microbatches: one after the other, or through a pipeline schedule. One interface."""
+"""Drivers run a list of microbatches: one after the other, or through a pipeline schedule."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -29,20 +29,20 @@ class Driver(Protocol):
     def forward_backward(
         self, microbatches: Sequence[LocalMicrobatch], adapter: PPLossAdapter, output_fn: OutputFn
     ) -> None:
-        """Forward, loss and backward of every microbatch. The adapter gets what `output_fn` makes of last hidden
-        states."""
+        """Runs forward, loss and backward of every microbatch. The adapter gets what `output_fn` makes of the final
+        hidden states."""
         ...
 
     def forward(self, microbatches: Sequence[LocalMicrobatch], capturer: LogitsCapturer) -> None:
-        """Forward of every microbatch, without gradients."""
+        """Runs the forward of every microbatch, without gradients."""
         ...
 
 
 class SequentialDriver:
-    """A model in one part: microbatches one after the other, gradients reduced once, with the last microbatch.
+    """Runs a model in one part: microbatches one after the other; gradients are reduced once, with the last one.
 
     Args:
-        part: wrapped by FSDP, as every layout's parts are.
+        part: the part, wrapped by FSDP as on every layout.
     """
 
     def __init__(self, part: Any):
@@ -71,13 +71,13 @@ class SequentialDriver:
 
 
 class PipelineDriver:
-    """The stages of this rank under stock schedules, with a different token count in every microbatch.
+    """Runs this rank's stages by torch's schedules, with a different number of tokens in every microbatch.
 
     Args:
-        stages: of this rank, first stage first.
+        stages: this rank's stages, first stage first.
         layout: this rank's place.
-        hidden_size: H of the boundary activations [1, t, H].
-        dtype: of the boundary activations.
+        hidden_size: H of the activations [1, t, H] that go from stage to stage.
+        dtype: dtype of these activations.
     """
 
     def __init__(self, stages: Sequence[Stage], layout: Layout, hidden_size: int, dtype: torch.dtype):
@@ -85,7 +85,7 @@ class PipelineDriver:
         self.schedule_class = get_schedule_class(layout.parallel.schedule)
         self.hidden_size, self.dtype = hidden_size, dtype
         self._schedules: dict[int, Schedule] = {}
-        # Under sequence parallelism the tp ranks send each their share of the tokens.
+        # Under sequence parallelism each tp rank sends its share of the tokens.
         self.boundary_ranks = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         groups = StageGroups(layout.device, layout.pp_group, layout.message_groups)
         num_stages = layout.parallel.num_stages

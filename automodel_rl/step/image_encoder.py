@@ -1,12 +1,11 @@
-"""Runs the encoder beside the language model's pipeline: images of a step in, embeddings for its microbatches out, and
-back.
+"""Runs the encoder beside the language model's pipeline: images in, embeddings for microbatches out, gradients back.
 
-All microbatches of a step are encoded before the language model's first forward, and the encoder's backward runs after
-its last one: a schedule knows nothing of it. Each microbatch's embeddings are a leaf, whose gradient the schedule
-leaves behind.
+The images of all microbatches of a step are encoded before the language model's first forward. The encoder's backward
+runs after the language model's last one. So a pipeline schedule knows nothing of the encoder. The embeddings of each
+microbatch are a leaf tensor, in which the schedule leaves their gradient.
 
-A step without any image leaves the encoder without gradients, so that its optimizer does nothing, as in one process.
-Where only this rank has no image it encodes a blank one, which counts for nothing, to join its peers' collectives.
+A step without any image leaves the encoder without gradients, so its optimizer does nothing, as in one process. If only
+this rank has no image, it encodes a blank one to join its peers' collectives; that one does not count.
 """
 
 import itertools
@@ -23,24 +22,24 @@ from automodel_rl.model.vision import VisionPart, blank_image
 from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
 from automodel_rl.step.bridge import Bridge
 
-READERS = 8
-"""Threads that read pictures on each rank with the encoder."""
+READING_THREADS = 8
+"""Number of threads that read pictures on each rank with the encoder."""
 
 Place = tuple[int, int]
-"""A microbatch of a lane, and an image in it."""
+"""The index of a microbatch of a lane, and the index of an image in it."""
 
 
 class ImageEncoder:
-    """Embeds the images of all microbatches, on the ranks that have the encoder, for those with a first stage.
+    """Embeds the images of all microbatches on the ranks with the encoder, for the ranks with a first stage.
 
     Every method is a collective of all ranks of the job.
 
     Args:
-        part: the encoder, None on ranks without it.
-        bridge: to the language model.
-        blank: what an encoder without images encodes, so that it joins its peers' collectives.
+        part: the encoder; None on ranks without it.
+        bridge: the bridge to the language model. `bridge.py` says what lanes are.
+        blank: an image that a rank of the encoder without images encodes, so that it joins its peers' collectives.
         like: a tensor [0, H] of the embeddings' dtype, on the device.
-        trains: whether embeddings have a use for gradients; the same on all ranks.
+        trains: whether embeddings need gradients; the same on all ranks.
     """
 
     def __init__(self, part: VisionPart | None, bridge: Bridge, blank: Image, like: Tensor, trains: bool):
@@ -50,11 +49,11 @@ class ImageEncoder:
         self._encoded: list[tuple[int, Tensor]] = []
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Tensor]:
-        """Embeddings of every microbatch of this rank, [m, H] each, m may be 0; nothing on ranks without a first stage.
+        """Embeddings [m, H] of every microbatch of this rank, m may be 0; empty on ranks without a first stage.
 
         Args:
             microbatches: this data rank's microbatches.
-            train: keep what `backward` needs.
+            train: whether to keep what `backward` needs.
         """
         self._images = self.bridge.exchange([microbatch.images for microbatch in microbatches])
         self._shares = {lane: self._dealt(lane) for lane in self.bridge.lanes}
@@ -64,29 +63,29 @@ class ImageEncoder:
                 self._encoded = self._encode(self.part)
         flat = {
             lane: torch.cat([self.like, *(chunk.detach() for number, chunk in self._encoded if number == lane)])
-            for lane in self.bridge.serves
+            for lane in self.bridge.served_lanes
         }
         received = self.bridge.to_language(flat, self._sizes(), self.like)
-        if self.bridge.reads is None:
+        if self.bridge.own_lane is None:
             return []
         pieces: dict[Place, Tensor] = {}
-        for tensor, places in zip(received, self._shares[self.bridge.reads], strict=True):
-            counts = [self._image(self.bridge.reads, place).num_tokens for place in places]
+        for tensor, places in zip(received, self._shares[self.bridge.own_lane], strict=True):
+            counts = [self._image(self.bridge.own_lane, place).num_tokens for place in places]
             pieces |= dict(zip(places, tensor.split(counts), strict=True))
         leaves = [
             torch.cat([self.like, *(pieces[microbatch, number] for number in range(len(images)))])
-            for microbatch, images in enumerate(self._images[self.bridge.reads])
+            for microbatch, images in enumerate(self._images[self.bridge.own_lane])
         ]
         return [leaf.requires_grad_(train and self.trains) for leaf in leaves]
 
     def backward(self, leaves: list[Tensor]) -> None:
-        """Takes the gradients of what `forward` returned through the encoder."""
+        """Runs the encoder's backward, from the gradients of what `forward` returned."""
         if not self.trains:
             self._release()
             return
         gradients: list[Tensor] = []
-        if self.bridge.reads is not None:
-            lane = self.bridge.reads
+        if self.bridge.own_lane is not None:
+            lane = self.bridge.own_lane
             pieces: dict[Place, Tensor] = {}
             for microbatch, (leaf, images) in enumerate(zip(leaves, self._images[lane], strict=True)):
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -98,31 +97,31 @@ class ImageEncoder:
             assert self.part is not None
             reduce_gradients(self.part, number == len(self._encoded) - 1)
             gradient = torch.zeros_like(chunk)
-            if lane in left:  # a blank image counts for nothing
+            if lane in left:  # a blank image does not count
                 gradient, left[lane] = left[lane].split([len(chunk), len(left[lane]) - len(chunk)])
             chunk.backward(gradient)
         self._encoded, self._images = [], {}
 
     def abandon_step(self) -> None:
-        """Lets go of what is kept for a backward that will not come."""
+        """Drops what is kept for a backward that will not come."""
         self._encoded, self._images = [], {}
 
     def _release(self) -> None:
-        """Lets go of weights that a forward without backward has gathered."""
+        """Releases weights that a forward without backward has gathered."""
         self.abandon_step()
         if self.part is not None:
             release_gathered(self.part)
 
     def _encode(self, part: VisionPart) -> list[tuple[int, Tensor]]:
-        """The lane and the embeddings of every microbatch that has images for this rank, in order."""
+        """The lane and the embeddings of each microbatch that has images for this rank, in order."""
         microbatches: dict[tuple[int, int], list[Image]] = {}
-        for lane in self.bridge.serves:
-            assert self.bridge.share is not None
-            for place in self._shares[lane][self.bridge.share]:
+        for lane in self.bridge.served_lanes:
+            assert self.bridge.own_share is not None
+            for place in self._shares[lane][self.bridge.own_share]:
                 microbatches.setdefault((lane, place[0]), []).append(self._image(lane, place))
         microbatches = microbatches or {(-1, 0): [self.blank]}
         # Pictures of later microbatches are read while the device encodes those of earlier ones.
-        with ThreadPoolExecutor(READERS) as pool:
+        with ThreadPoolExecutor(READING_THREADS) as pool:
             pixels = pool.map(Image.load, itertools.chain(*microbatches.values()))
             return [
                 (lane, self._run(part, images, list(itertools.islice(pixels, len(images)))))
@@ -145,13 +144,13 @@ class ImageEncoder:
         return self._images[lane][place[0]][place[1]]
 
     def _dealt(self, lane: int) -> list[list[Place]]:
-        """A lane's images dealt to the encoder lanes that serve it: the largest first, each to the one with least."""
+        """A lane's images, dealt to the encoder lanes that serve it: largest first, each to that with least work."""
         images = {
             (microbatch, number): math.prod(image.grid)
             for microbatch, of_microbatch in enumerate(self._images[lane] or ())
             for number, image in enumerate(of_microbatch)
         }
-        shares: list[list[Place]] = [[] for _ in self.bridge.lanes[lane].writers]
+        shares: list[list[Place]] = [[] for _ in self.bridge.lanes[lane].encoder_leaders]
         load = [0] * len(shares)
         for place in sorted(images, key=lambda p: (-images[p], p)):
             least = load.index(min(load))
@@ -160,7 +159,7 @@ class ImageEncoder:
         return [sorted(share) for share in shares]
 
     def _sizes(self) -> dict[int, list[int]]:
-        """By lane, how many tokens each encoder lane that serves it makes."""
+        """Number of tokens that each serving encoder lane makes, by language lane."""
         return {
             lane: [sum(self._image(lane, place).num_tokens for place in share) for share in shares]
             for lane, shares in self._shares.items()

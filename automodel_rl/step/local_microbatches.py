@@ -1,5 +1,5 @@
-"""This rank's tokens of a step's microbatches, on its device: cut over cp and tp, with routes of its layers and
-embeddings of images."""
+"""This rank's tokens of a step's microbatches, on its device. They are cut over cp and tp, and have the routes of this
+rank's layers and the embeddings of images."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ def local_microbatches(
 
     Args:
         microbatches: this data rank's microbatches.
-        embeddings: of the images of every microbatch; none on ranks without a use for them.
-        handle: the model; the layers of this rank decide which routes are needed.
+        embeddings: embeddings of the images of every microbatch; empty on ranks that do not use them.
+        handle: the model. This rank's layers decide which routes are needed.
     """
     layout = handle.layout
     sequence_parallel = layout.parallel.sequence_parallel

@@ -1,7 +1,7 @@
 """What becomes of the last stage's results: a loss, divided by global counts, or outputs that are kept.
 
-The division here is the only one by counts of the global batch, but for the routers' auxiliary loss, which never comes
-this way and is divided by the global number of tokens in `mixture/routers.py`.
+Only here are sums divided by counts of the global batch. The one exception is the routers' auxiliary loss, which never
+comes this way: `mixture/routers.py` divides it by the global number of tokens.
 """
 
 import functools
@@ -23,22 +23,25 @@ from automodel_rl.step.totals import LossTotals
 
 
 class PPLossAdapter:
-    """Runs a loss on every microbatch and gives a schedule the scalar to differentiate.
+    """Runs a loss on every microbatch and gives a driver the scalar to differentiate.
+
+    The name is that of the reference design (PP is pipeline parallelism). It runs without a pipeline, too.
 
     The scalar is the microbatch's part of the global loss: each sum divided by its global count. The undivided sums
     collect in `totals`, on the rank with the last stage.
 
-    A loss that raises is not called again, and the schedule goes on with 0 in its place: if it stopped here, ranks with
-    other stages or other microbatches would wait in vain. Whoever runs the schedule raises `failure` when it is done.
+    A loss that has raised is not called again, and the schedule goes on with 0 in its place. If it stopped, ranks with
+    other stages or other microbatches would wait in vain. `StepRunner` raises `failure` when the schedule is done.
 
     Args:
         loss_fn: the loss.
         microbatches: the microbatches of the step.
-        counts: global denominators, of all data ranks.
+        counts: global denominators, over all data ranks.
         stage: index of the last stage, for error messages.
 
     Attributes:
-        failure: of the first microbatch whose loss has raised, if one has.
+        totals: undivided sums and metrics of the microbatches so far.
+        failure: the failure of the first microbatch whose loss has raised; None if none has.
     """
 
     def __init__(
@@ -49,13 +52,13 @@ class PPLossAdapter:
         self.failure: MicrobatchError | None = None
 
     def __call__(self, columns: Tensor, index: int) -> Tensor:
-        """The loss of microbatch `index`, of whose targets `columns` [T, K] were read."""
+        """The loss of microbatch `index`. `columns`, [T, K], is what the model's readout gave for its tokens."""
         if self.failure is None:
             try:
                 with in_microbatch("loss", self.stage, index):
                     return self._loss(TokenOutputs.from_columns(columns), self.microbatches[index])
             except MicrobatchError as failure:
-                traceback.clear_frames(first_in_chain(failure).__traceback__)  # else the loss's tensors stay
+                traceback.clear_frames(first_in_chain(failure).__traceback__)  # or it would keep the loss's tensors
                 self.failure = failure
         return (columns * 0).sum()
 
@@ -77,15 +80,21 @@ class PPLossAdapter:
 
     @property
     def targets(self) -> list[Callable[[Tensor], Tensor]]:
-        """One function per microbatch from what is read of its targets to the loss: a schedule's targets."""
+        """A schedule's targets: for each microbatch a function from its columns to its loss."""
         return [functools.partial(self.__call__, index=index) for index in range(len(self.microbatches))]
 
 
 class LogitsCapturer:
     """Keeps what an output function makes of every microbatch in a forward-only step, on the rank with the last stage.
 
+    The name is that of the reference design. It captures whatever the output function gives, logits or not.
+
     Args:
-        output_fn: what is kept of hidden states and head weight; it should work in chunks, so that [T, V] never exists.
+        output_fn: computes what is kept from hidden states and head; it should work in chunks, so that [T, V] never
+            exists.
+
+    Attributes:
+        outputs: the results so far, one for each microbatch.
     """
 
     def __init__(self, output_fn: OutputFn):
@@ -99,9 +108,10 @@ class LogitsCapturer:
 
 
 def whole_microbatches(output_fn: OutputFn, cp_group: dist.ProcessGroup | None) -> OutputFn:
-    """The same function with results of the whole microbatch [T, ...], in its order and without pads, on every cp rank.
+    """Makes an output function give results for the whole microbatch, [T, ...], on every cp rank.
 
-    Losses thus always see whole sequences, and all cp ranks compute the same ones (hence backward="slice").
+    The results are in the microbatch's order and without pads. So losses always see whole sequences, and all cp ranks
+    compute the same losses (hence backward="slice").
     """
 
     def whole(hidden: Tensor, head: Any, microbatch: LocalMicrobatch) -> Tensor:

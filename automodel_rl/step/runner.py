@@ -26,7 +26,7 @@ from automodel_rl.step.totals import LossTotals
 
 
 class StepRunner:
-    """Runs microbatches through a model. Every method is a collective: all ranks call it with their data rank's
+    """Runs microbatches through a model. Every method is a collective: all ranks call it, with their data rank's
     microbatches.
 
     Args:
@@ -53,7 +53,7 @@ class StepRunner:
             self._driver = SequentialDriver(handle.stages[0].part)
 
     def global_batch(self, microbatches: Sequence[Microbatch]) -> GlobalBatch:
-        """How many microbatches there are and what losses divide by, over all data ranks.
+        """Number of microbatches and denominators of losses, over all data ranks. It checks the microbatches first.
 
         Args:
             microbatches: this data rank's microbatches.
@@ -66,14 +66,14 @@ class StepRunner:
     def forward_backward(
         self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
     ) -> LossTotals:
-        """Adds the gradients of one global step to every parameter, summed over data ranks.
+        """Adds the gradients of one optimizer step to every parameter, summed over data ranks.
 
         Args:
             microbatches: this data rank's microbatches; every data rank has equally many.
             loss_fn: gives sums over a microbatch.
-            readout: what the loss gets of every token.
-            counts: global denominators of those sums, by which gradients are divided:
-                `global_batch(microbatches).counts`.
+            readout: what the loss gets for every token.
+            counts: `global_batch(microbatches).counts`, the global denominators of these sums. Gradients are divided by
+                them.
 
         Returns:
             Undivided sums of this data rank, on ranks with the last stage; empty totals elsewhere.
@@ -85,7 +85,7 @@ class StepRunner:
             self._start_step(counts["positions"])
             microbatches = self._filled_up(microbatches)
             embeddings = [] if self._encoder is None else self._encoder.forward(microbatches, train=True)
-            # Whole microbatches are for the loss, which other stages do not compute.
+            # Only the loss needs whole microbatches, and only the last stage computes it.
             whole = (
                 [microbatch.to(self.layout.device) for microbatch in microbatches]
                 if self.layout.has_last_stage
@@ -103,7 +103,7 @@ class StepRunner:
             return adapter.totals
 
     def forward(self, microbatches: Sequence[Microbatch], output_fn: OutputFn) -> list[Tensor]:
-        """What `output_fn` makes of every microbatch, without gradients.
+        """Runs `output_fn` on every microbatch, without gradients.
 
         Args:
             microbatches: this data rank's microbatches; every data rank has equally many.
@@ -121,12 +121,12 @@ class StepRunner:
             part.eval()
         results: list[Tensor] = []
         try:
-            # In blocks, for a pipeline has receive buffers for all microbatches that it runs at once.
+            # In blocks: a pipeline has receive buffers for all microbatches that it runs at once.
             for start in range(0, num_microbatches, block_sizes.forward_microbatches):
                 results += self._forward_block(
                     microbatches[start : start + block_sizes.forward_microbatches], output_fn
                 )
-        except BaseException:  # FSDP may be in the midst of a layer; gradients of a step before stay
+        except BaseException:  # FSDP may be midway through a layer; gradients of an earlier step stay
             for part in self.handle.parts:
                 reset_fsdp(part)
             raise
@@ -143,8 +143,8 @@ class StepRunner:
         Args:
             microbatches: this data rank's microbatches; every data rank has equally many.
             loss_fn: gives sums over a microbatch.
-            readout: what the loss gets of every token.
-            counts: global denominators of those sums: `global_batch(microbatches).counts`.
+            readout: what the loss gets for every token.
+            counts: `global_batch(microbatches).counts`, the global denominators of these sums.
 
         Returns:
             Undivided sums of this data rank, equal on all its stages.
@@ -163,7 +163,7 @@ class StepRunner:
         return adapter.totals
 
     def square_norm(self) -> Tensor:
-        """This rank's part of the squared global gradient norm, float64. Each component counts over its own ranks."""
+        """This rank's part of the squared global gradient norm, float64. The sum over all ranks is the square."""
         norms = [
             local_square_norm([parameter for _, parameter in self.handle.named_parameters(component)], component.layout)
             for component in self.handle.components
@@ -174,7 +174,7 @@ class StepRunner:
         """Moves the routers' biases after an optimizer step of a mixture, if asked for.
 
         Returns:
-            The load of the step by `LOAD_METRIC`, and how far routes and routers differed.
+            Metrics of the step: `LOAD_METRIC` and, with router replay, how often routes and routers differed.
         """
         watches = [extras.router_watch for extras in self.handle.extras]
         loads = global_loads(watches, self.layout)
@@ -186,15 +186,17 @@ class StepRunner:
 
     @contextlib.contextmanager
     def abandoning_on_failure(self) -> Iterator[None]:
-        """Where the block raises, the model is after it what it was before the step: no gradients, no gathered weights,
-        no microbatch in any layer. What is not a loss may fail on one rank alone and leave the others in a collective;
-        then this rank is as before and the job is not."""
+        """Restores the model if the block raises: no gradients, no gathered weights, no microbatch in any layer.
+
+        Ranks agree on the failure of a loss only. Anything else may fail on one rank alone and leave the others in a
+        collective. This rank's model is then restored all the same, but the job cannot go on.
+        """
         try:
             yield
         except BaseException as error:
             try:
                 self._abandon_step()
-            except Exception as more:  # a device that has failed, or a peer that has gone: what came first matters
+            except Exception as more:  # a failed device or a lost peer: the first error matters
                 error.add_note(f"the model cannot be used any more: {type(more).__name__}: {more}")
             raise
 
@@ -214,7 +216,7 @@ class StepRunner:
             extras.router_replay.start_step()
 
     def _complete_gradients(self) -> None:
-        """Adds what other ranks have of gradients, besides FSDP: tp ranks, and the other end of a tied embedding."""
+        """Adds gradients of other ranks that FSDP does not: of tp ranks, and of the other end of a tied embedding."""
         if self.layout.tp_group is not None:
             partial = [pair for extras in self.handle.extras for pair in extras.partial_gradients]
             sum_partial_gradients([module.get_parameter(name) for module, name in partial], self.layout.tp_group)
@@ -234,7 +236,7 @@ class StepRunner:
         return list(results[: len(microbatches)])
 
     def _filled_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """With empty microbatches added where the driver needs more."""
+        """The microbatches, and empty ones if the driver needs more."""
         if self._driver is None:
             return []
         missing = self._driver.fill_up_to(len(microbatches)) - len(microbatches)
@@ -248,7 +250,7 @@ class StepRunner:
 
         Args:
             microbatches: this data rank's microbatches.
-            embeddings: of the images of every microbatch; none on ranks without a use for them.
+            embeddings: embeddings of the images of every microbatch; empty on ranks that do not use them.
         """
         if not self.handle.is_mixture and any(microbatch.routes is not None for microbatch in microbatches):
             raise ValueError("a microbatch has routes, and no layer of this model has a router: leave routes out")
@@ -256,7 +258,7 @@ class StepRunner:
 
     @contextlib.contextmanager
     def _microbatches_let_go(self) -> Iterator[None]:
-        """After the block no layer holds a microbatch, also if one has failed."""
+        """Clears the microbatch of every layer after the block, also if it raises."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Totals of a step: what losses, metrics and gradient norms add up to over microbatches, and then over ranks."""
+"""Totals of a step: sums of losses, metrics and gradient norms over microbatches, and then over ranks."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.losses import Denominator, LossOutput
-from automodel_rl.parallel.host_collectives import from_last_stage, tell_guests
+from automodel_rl.parallel.host_collectives import from_last_stage, share_with_guests
 from automodel_rl.parallel.layout import Layout
 
 
@@ -31,9 +31,9 @@ class GlobalTotals:
     """Sums over all data ranks, equal on every rank.
 
     Attributes:
-        sums: of losses, by what divides them.
-        metrics: of the loss, each a sum and its denominator.
-        square_norm: squared norm of all gradients.
+        sums: the sums of the loss, by what divides them.
+        metrics: the sum and the denominator of each of the loss's metrics.
+        square_norm: the squared norm of all gradients.
     """
 
     sums: dict[Denominator, float]
@@ -41,22 +41,22 @@ class GlobalTotals:
     square_norm: float
 
     def mean_loss(self, counts: dict[Denominator, int]) -> float:
-        """Every sum divided by its count of the global batch, added up."""
+        """The loss: every sum divided by its count of the global batch, all added up."""
         return sum(total / max(counts[name], 1) for name, total in self.sums.items())
 
     @property
     def mean_metrics(self) -> dict[str, float]:
-        """The metrics of which something was counted."""
+        """The means of metrics. Metrics with denominator 0 are left out."""
         return {name: total / denominator for name, (total, denominator) in self.metrics.items() if denominator}
 
 
 def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> GlobalTotals:
     """Adds the last stages' totals over data ranks and the squared norms over all ranks. A collective of all ranks.
 
-    There is one copy from the device to the host.
+    It copies from the device to the host once.
 
     Args:
-        totals: of this rank; filled on last stages only.
+        totals: this rank's totals; filled on last stages only.
         square_norm: `local_square_norm` of this rank.
         layout: this rank's place.
 
@@ -75,5 +75,5 @@ def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> Glo
             {name: next(values) for name in totals.sums},
             {name: (next(values), next(values)) for name in totals.metrics},
         )
-    shared = tell_guests(from_last_stage(mine, layout), layout)
+    shared = share_with_guests(from_last_stage(mine, layout), layout)
     return GlobalTotals(sums=shared[0], metrics=shared[1], square_norm=norm.item())

@@ -1,1 +1,1 @@
-"""What is supported: facts of model families and attention backends, and the table of what works together."""
+"""What is supported: facts about model families and attention backends, and the table of what works together."""

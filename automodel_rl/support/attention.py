@@ -10,9 +10,10 @@ class AttentionLimits:
     """Limits of one backend.
 
     Attributes:
-        needs_cuda: it runs on CUDA in bfloat16 only.
-        has_softcap_and_sinks: it computes soft caps and sinks.
-        has_windows_over_cp: it computes sliding windows of fewer queries than keys, as context parallelism has them.
+        needs_cuda: whether it runs only on CUDA and in bfloat16.
+        has_softcap_and_sinks: whether it computes soft caps and sinks.
+        has_windows_over_cp: whether it computes sliding windows with fewer queries than keys, which context parallelism
+            needs.
     """
 
     needs_cuda: bool = False
@@ -24,7 +25,7 @@ ATTENTION: dict[Attention, AttentionLimits] = {
     "sdpa": AttentionLimits(),
     "eager": AttentionLimits(has_softcap_and_sinks=True),
     "varlen": AttentionLimits(needs_cuda=True),
-    # Measured with TransformerEngine 2.19 on cuDNN 9.14: no kernel for windows of fewer queries than keys.
+    # Measured with TransformerEngine 2.19 on cuDNN 9.14: no kernel for windows with fewer queries than keys.
     "te": AttentionLimits(needs_cuda=True, has_windows_over_cp=False),
 }
 """Limits by name; `auto` chooses among them."""

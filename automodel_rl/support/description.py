@@ -1,4 +1,4 @@
-"""A model in the words of the table of what is supported, read from its transformers config."""
+"""Describes a model by its transformers config, for the table of what is supported."""
 
 import copy
 import dataclasses
@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
 
 NOISE = re.compile("dropout|pdrop|jitter")
-"""In a config's keys, what makes computation random while a model trains."""
+"""Pattern of a config's keys that make training random."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,18 @@ class ModelDescription:
 
     Attributes:
         family: its `model_type`.
-        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: sizes.
-        num_experts: 0 for a dense model.
-        noise: what is random in training, by its key in the config, and how much of it there is.
-        rope_types: how rotary embeddings are scaled, in any of the layers.
-        has_softcap: attention scores go through a soft cap.
-        has_windows: some layers have sliding windows.
-        is_bidirectional: attention is not causal.
-        is_quantized: the checkpoint's weights are.
-        context: longest sequence in tokens, None where the config does not say.
-        vision: the `model_type` of the whole, for the language model of a vision-language model; None for others.
-        encoder: the `model_type` of its encoder.
-        vision_heads: attention heads of its encoder.
+        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: the model's sizes.
+        num_experts: number of experts in a layer; 0 for a dense model.
+        noise: the config's entries above 0 that make training random.
+        rope_types: the kinds of scaling of rotary embeddings, over all layers.
+        has_softcap: whether attention scores go through a soft cap.
+        has_windows: whether some layers have sliding windows.
+        is_bidirectional: whether attention is not causal.
+        is_quantized: whether the checkpoint's weights are quantized.
+        context: length of the longest sequence in tokens; None if the config does not say.
+        vision: the `model_type` of the whole model, if it is a vision-language model; else None.
+        encoder: the `model_type` of the encoder; empty without one.
+        vision_heads: number of attention heads of the encoder.
     """
 
     family: str
@@ -59,7 +59,7 @@ class ModelDescription:
 
 
 def describe_model(config: PretrainedConfig) -> ModelDescription:
-    """Reads a model's config; of a family that is not supported, only its name."""
+    """Describes a model by its config. For a family that is not supported, only the name is read."""
     vision = config.model_type if config.model_type in VISION_FAMILIES else None
     if vision is not None:
         described, encoder = describe_model(language_config(config)), config.vision_config.to_dict()
@@ -92,7 +92,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
 
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model, which for most models is the model's."""
+    """The config of the language model. For most models it is the config itself."""
     if config.model_type not in VISION_FAMILIES:
         return config
     language = copy.deepcopy(config.text_config)
@@ -101,7 +101,7 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """How many keys a query sees in each layer, None for all."""
+    """Number of keys that a query sees in each layer; None for all."""
     values = config.to_dict()
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     kinds = values.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
@@ -109,7 +109,7 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def _context(values: dict[str, Any]) -> int | None:
-    """Longest sequence, with what scaled rotary embeddings add."""
+    """Length of the longest sequence, with what scaled rotary embeddings add."""
     context = values.get("max_position_embeddings")
     if context is None:
         return None
@@ -122,14 +122,14 @@ def _context(values: dict[str, Any]) -> int | None:
 
 
 def _rotary_kinds(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of rotary embeddings, of each kind of layers where these differ."""
+    """The settings of rotary embeddings, once for each kind of layers if kinds differ."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     by_layer_type = [kind for kind in rope.values() if isinstance(kind, dict)]
     return by_layer_type or [rope]
 
 
 def _noise(values: dict[str, Any]) -> dict[str, float]:
-    """What of a config is random in training and above 0, but for heads that a language model does not have."""
+    """The entries above 0 that make training random, except those of heads that a language model does not have."""
     return {
         name: float(size)
         for name, size in values.items()

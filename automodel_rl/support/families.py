@@ -1,4 +1,4 @@
-"""What differs between model families and cannot be read from their configs. The only place that names families."""
+"""Facts that differ between model families and are not in their configs. This is the only place that names families."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ class ExpertNames:
 
     Attributes:
         block: the name in files of the module that is `mlp` in the model.
-        gate, up, down: of one expert.
+        gate, up, down: the names of one expert's weights.
     """
 
     block: str = "mlp"
@@ -23,10 +23,12 @@ class VisionNames:
     """The encoder of a vision-language family. Names of modules are those below `model`.
 
     Attributes:
-        projector: makes embeddings of the language model; everything before it is the encoder proper.
-        in_files: beginnings of names in the model's parts, and what they are in files; the first that fits counts.
-        has_rotary_grid: the language model turns tokens by their place in an image's grid (M-RoPE, arXiv:2409.12191).
-        tp_plan: how the encoder's linear layers split over tp, by the last part of their name; empty where they cannot.
+        projector: the module that makes embeddings of the language model; what comes before it is the encoder proper.
+        in_files: pairs of the beginning of a name in the model's parts and its beginning in files. The first pair that
+            fits counts.
+        has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
+            arXiv:2409.12191).
+        tp_plan: how the encoder's linear layers split over tp, by the last part of their name; empty if they cannot.
     """
 
     projector: str
@@ -40,21 +42,22 @@ class Family:
     """One model family, by the `model_type` of its config.
 
     Attributes:
-        experts: names of separate experts in files; None where files hold what the model holds.
-        is_moe: has a mixture of experts.
+        experts: names of separate experts in files; None if files hold the same tensors as the model.
+        is_moe: whether it has a mixture of experts.
         router: name of the router beside the experts.
-        has_router_bias: routers add a bias, trained by load, to choose experts (DeepSeek-V3).
-        has_sinks: attention has a learned sink for each head.
-        rotary_by_layer_type: rotary embeddings differ between full and sliding-window layers.
-        scales_embedding: the embedding module multiplies what it looks up.
-        has_plain_norms: RMSNorm is weight * x / rms(x), and not Gemma's (1 + weight).
-        computes_in_fp32: parts of it compute in fp32 whatever the dtype, so that float64 is not exact.
-        splits_over_tp: tensor parallelism can split its layers.
-        nemo_class: module and name of nemo_automodel's own class, where this package can run it.
-        vision: of a family with an encoder; everything else is then said by the family of its language model.
-        is_part: it is the language model of such a family, and no model of its own.
-        names_in_files_of: the family whose models these are, in files with other names; None for a family.
-        tell_tale: beginning of a name that only these files have.
+        has_router_bias: whether routers choose experts with a bias that is trained by load (DeepSeek-V3).
+        has_sinks: whether attention has a learned sink for each head.
+        rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
+        scales_embedding: whether the embedding module multiplies what it looks up.
+        has_plain_norms: whether RMSNorm is weight * x / rms(x), and not Gemma's (1 + weight).
+        computes_in_fp32: whether parts of it compute in fp32 whatever the dtype, so that float64 is not exact.
+        splits_over_tp: whether tensor parallelism can split its layers.
+        nemo_class: module and name of nemo_automodel's own class, if this package can run it.
+        vision: the names of its encoder, if it has one. All other facts are then those of its language model's family.
+        is_part: whether it is the language model of such a family, and no model of its own.
+        names_in_files_of: for an entry that only stands for other names in files, the family of these models; else
+            None.
+        tell_tale: beginning of a name that only such files have.
     """
 
     experts: ExpertNames | None = None
@@ -113,7 +116,7 @@ FAMILIES = {
 
 _LLAVA = FAMILIES["llava"].vision
 assert _LLAVA is not None
-# As transformers 4 wrote them, and the hub has them.
+# Names in files that transformers 4 wrote, which are on the hub.
 FAMILIES["llava of transformers 4"] = Family(
     vision=replace(_LLAVA, in_files=(("model.vision_tower.", "vision_tower.vision_model."), *_LLAVA.in_files)),
     names_in_files_of="llava",
@@ -126,4 +129,4 @@ VISION_FAMILIES = {
     for name, family in FAMILIES.items()
     if family.vision is not None and family.names_in_files_of is None
 }
-"""By the model_type of the whole model; the family of its language model says everything else."""
+"""The encoders by the model_type of the whole model. All other facts are those of its language model's family."""

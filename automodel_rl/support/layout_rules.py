@@ -1,4 +1,4 @@
-"""Rules of the layout and of what spares memory."""
+"""Rules of layouts and of settings that save memory."""
 
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, refuse_schedule
 from automodel_rl.parallel.pipeline.split import refuse_split

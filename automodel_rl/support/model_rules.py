@@ -7,7 +7,7 @@ from automodel_rl.support.rule import Combination, Example, Rule
 NEMO_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.nemo_class is not None)
 MOE_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.is_moe)
 BY_LENGTH = ("dynamic", "longrope")
-"""Scalings of rotary embeddings that are other ones for longer sequences."""
+"""Kinds of rotary embeddings whose scaling depends on the length of a sequence."""
 
 ON_CUDA = tuple(name for name, limits in ATTENTION.items() if limits.needs_cuda)
 ANYWHERE = tuple(name for name in ATTENTION if name not in ON_CUDA)
@@ -125,13 +125,13 @@ BIDIRECTIONAL = Rule(
 
 
 def _rotary(asked: Combination) -> str | None:
-    # As transformers tells them, "dynamic" may be a part of the name.
+    # As in transformers, "dynamic" may be a part of the name.
     wrong = next((kind for kind in asked.description.rope_types if any(name in kind for name in BY_LENGTH)), None)
     if wrong is None:
         return None
     return (
         f"model.path: config.json has rope_type={wrong}, whose frequencies depend on the length of a sequence, and all "
-        "sequences of a packed row have the same: use a checkpoint with another rope_type, such as yarn or linear"
+        "sequences of a microbatch have the same: use a checkpoint with another rope_type, such as yarn or linear"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a rule of the table is, what it judges, and what it refuses for example."""
+"""Rules of the table, the combinations that they judge, and examples of what they refuse."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from automodel_rl.support.families import FAMILIES, Family
 
 @dataclass(frozen=True)
 class Combination:
-    """What is asked for: a model, how it computes, its layout, what spares memory, and the run that trains it.
+    """A combination that is asked for: a model, how it computes, its layout, what saves memory, and the run.
 
     Attributes:
-        run: the whole config; None for a model that is loaded without a run, by which rules of runs do not judge.
+        run: the whole config; None for a model that is loaded without a run. Rules of runs do not judge that.
     """
 
     description: ModelDescription
@@ -27,7 +27,7 @@ class Combination:
 
     @classmethod
     def of_run(cls, description: ModelDescription, run: RunConfig) -> "Combination":
-        """What the config of a run asks for."""
+        """The combination that the config of a run asks for."""
         return cls(description, run.model, run.parallel, run.memory, run.components, run)
 
     @property
@@ -42,18 +42,18 @@ class Combination:
 
 
 Refusal = Callable[[Combination], str | None]
-"""What to say to a combination that breaks a rule; None to any other."""
+"""Gives the text that refuses a combination; None for a combination that keeps the rule."""
 
 Keys = Mapping[str, Any]
-"""Values by dotted key: of a config, as in a file, or of the `description` of a model."""
+"""Values by dotted key. A key is one of a config, as in a file, or one of a model's `description`."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Something that a rule refuses. Without `asks` it is supported, so no other rule has a part in the refusal.
+    """An example of what a rule refuses. Without `asks` it is supported, so no other rule has a part in the refusal.
 
     Attributes:
-        says: how the refusal begins.
+        says: the beginning of the refusal.
         asks: the keys that are refused.
         beside: further keys, which are supported without `asks`.
     """
@@ -68,10 +68,10 @@ class Rule:
     """One line of the table.
 
     Attributes:
-        feature: what it is about.
-        supported: what of it works.
-        refusal: what to say to a combination that asks for more; None where there is nothing to refuse.
-        refuses: an example of each of its refusals.
+        feature: the feature that the rule is about.
+        supported: text that says how far the feature is supported.
+        refusal: refuses a combination that asks for more; None if there is nothing to refuse.
+        refuses: an example of each refusal.
     """
 
     feature: str

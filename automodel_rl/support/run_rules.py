@@ -1,4 +1,4 @@
-"""Rules of runs, by which a model that is loaded without a run is not judged."""
+"""Rules of runs. They do not judge a model that is loaded without a run."""
 
 from automodel_rl.config import GRPOConfig
 from automodel_rl.support.model_rules import MIXTURE, MOE_FAMILIES

@@ -1,6 +1,6 @@
-"""The table of what works together. All else is refused before weights load.
+"""The table of what works together. Anything else is refused before weights load.
 
-What must hold within a config whatever the model (a schedule's name, a batch's size) is checked with that config.
+Requirements of a config alone, whatever the model (a schedule's name, a batch's size), are checked with that config.
 """
 
 from automodel_rl.errors import InputError
@@ -34,14 +34,14 @@ RULES = (
     layout_rules.EXPERT_PARALLEL,
     run_rules.ROLLOUT_LENGTH,
 )
-"""In the order in which they judge: the first ones look at the family, which the others take for a known one."""
+"""The rules in the order in which they judge. The first ones check that the family is known; the others rely on it."""
 
 
 def check_supported(asked: Combination) -> None:
     """Checks a combination by every rule.
 
     Args:
-        asked: a run's, or a model's that is loaded without a run.
+        asked: the combination of a run, or of a model that is loaded without a run.
 
     Raises:
         InputError: a rule is broken; the message is the refusal of the first.

@@ -1,1 +1,1 @@
-"""Commands that look at a layout: verify proves it, plan sizes it."""
+"""Commands beside training: verify and plan for layouts, export and verify-checkpoint for checkpoints."""

@@ -26,23 +26,23 @@ from automodel_rl.support.description import language_config
 
 
 def export(checkpoint: Path, out: Path, overrides: Sequence[str] = ()) -> None:
-    """Writes what `final/` of a run would be after the checkpoint's step.
+    """Writes the folder that a run would write as `final/` after the checkpoint's step.
 
-    One tensor of the model is in memory at a time, and what goes into one file.
+    Memory holds one tensor of the model at a time, and the contents of one file.
 
     Args:
-        checkpoint: a `step_N` folder, which may come from anybody.
-        out: new.
-        overrides: of the run's config, as on the command line; such as where its model is now.
+        checkpoint: a `step_N` folder. It need not be trusted.
+        out: the folder to write, which must not exist.
+        overrides: overrides of the run's config, as on the command line, such as the new place of its model.
 
     Raises:
-        InputError: the checkpoint is not whole, its model is not there, or `out` is or cannot be written.
+        InputError: the checkpoint is not whole, its model is not found, or `out` exists or cannot be written.
     """
     if out.exists():
         raise InputError(f"{out}: exists already; export makes its own folder, so name a new one")
     marker = read_marker(checkpoint)
     check_files(checkpoint, marker, marker.files)
-    # What may run code or read other files is for whoever runs this to allow, not for the checkpoint.
+    # Only the caller may allow running code or reading other files, not the checkpoint's config.
     harmless = ["--model.trust_remote_code", "false", "--model.pickled_weights", "[]", "--data.chat_template", "null"]
     config: RunConfig = load_config(checkpoint / CONFIG, [*harmless, *overrides])
     source = resolve_checkpoint(config.model.path)
@@ -86,7 +86,8 @@ def _adapters(reader: SafetensorsReader) -> Iterator[tuple[str, Tensor]]:
 
 
 def _model_tensors(reader: SafetensorsReader, model: ModelConfig, source: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Trained weights in the dtype that the model computes in, buffers in theirs; frozen weights are the source's."""
+    """Tensors by their Hugging Face names: trained weights in the compute dtype, buffers in their own dtype, and frozen
+    weights from the source."""
     dtype = dtypes_of(model)[0]
     seen = set()
     for key in reader.shapes:

@@ -1,4 +1,4 @@
-"""`automodel-rl verify-checkpoint`: whether a checkpoint is whole."""
+"""`automodel-rl verify-checkpoint`: checks that a checkpoint is whole."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from automodel_rl.checkpoint.folder import check_files, read_marker
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Reads every file and says what the checkpoint holds.
+    """Reads every file of a checkpoint and prints what it holds.
 
     Raises:
-        CheckpointError: it is not whole.
+        CheckpointError: the checkpoint is not whole.
     """
     marker = read_marker(folder)
     check_files(folder, marker, marker.files)

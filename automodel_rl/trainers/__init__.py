@@ -1,1 +1,1 @@
-"""Trainers: each reads from top to bottom."""
+"""Trainers of whole runs: SFT, DPO and GRPO."""

@@ -1,4 +1,4 @@
-"""Preference training, from pairs of completions to a Hugging Face checkpoint."""
+"""Preference training (DPO): from a config and pairs of completions to a Hugging Face checkpoint."""
 
 import functools
 from pathlib import Path
@@ -18,20 +18,20 @@ from automodel_rl.trainers.packed_data import PackedData
 from automodel_rl.trainers.run import Goal, Run, choose_loss, layout_summary, open_run
 
 Precomputed = dict[tuple[Draw, int], Tensor]
-"""Log-probabilities of the reference for each sequence of the data, by `_key`."""
+"""The reference's log-probabilities of each sequence of the data, by `_key`."""
 
 
 class DPOTrainer:
     """Trains on preferences. Every rank of the job makes one and calls `train`.
 
     Args:
-        config: the run.
-        resume: "auto" to go on from the newest checkpoint in the run directory, or start if there is none; "never"; or
-            the folder of a checkpoint to go on from.
-        max_minutes: after which the run saves and stops; None for no limit.
+        config: the run's config.
+        resume: "auto" to go on from the newest checkpoint in the run directory, or begin if there is none; "never" to
+            begin; or the folder of a checkpoint to go on from.
+        max_minutes: minutes after which the run saves and stops; None for no limit.
 
     Raises:
-        InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
+        InputError: the config, the data or the checkpoint is wrong. Nothing has been written.
 
     Example:
         >>> DPOTrainer(load_config("my_dpo.yaml")).train().name  # doctest: +ELLIPSIS
@@ -46,7 +46,7 @@ class DPOTrainer:
         self.tokenizer = chat.tokenizer
         self.data = PackedData(config, PairDataset, chat, self.handle)
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)
-        # What needs the first weights, before a checkpoint takes their place.
+        # The reference is made of the model's first weights, before a checkpoint replaces them.
         self.reference, self.precomputed = self._make_reference()
         self.validation = [
             microbatch
@@ -63,7 +63,7 @@ class DPOTrainer:
             The folder of the trained Hugging Face checkpoint.
 
         Raises:
-            StoppedError: SIGTERM, SIGHUP or Ctrl-C came, or the time is up; a checkpoint is saved.
+            StoppedError: the run was stopped by SIGTERM, SIGHUP, Ctrl-C or its time limit; a checkpoint is saved.
         """
         if self.run.is_finished:
             return self.run.leave_finished()
@@ -85,7 +85,7 @@ class DPOTrainer:
         return self.run.finish(f"DPO of {self.config.model.path}", self.data.samples(self.engine, self.tokenizer))
 
     def _make_reference(self) -> tuple[ReferenceWeights | None, Precomputed]:
-        """Weights to swap in for each step, or what they give for all pairs of the data."""
+        """The reference: weights to swap in for each step, or precomputed log-probabilities of all pairs."""
         config = self.config
         if not config.loss.needs_reference:
             return None, {}
@@ -100,13 +100,13 @@ class DPOTrainer:
         return None, {key: logprobs for share in shares for key, logprobs in share.items()}
 
     def _scored(self, packed: PackedStep) -> list[Microbatch]:
-        """The microbatches with log-probabilities under the weights that are there, if the loss compares with them."""
+        """The microbatches, with the current weights' log-probabilities as `ref_logprobs` if the loss needs them."""
         if not self.config.loss.needs_reference:
             return packed.microbatches
         return self.engine.add_logprobs(packed.microbatches, "ref_logprobs")
 
     def _with_reference(self, packed: PackedStep) -> list[Microbatch]:
-        """The microbatches with the reference's log-probabilities, if the loss compares with them."""
+        """The microbatches with the reference's log-probabilities, if the loss needs a reference."""
         if self.precomputed:
             pieces = [
                 [self.precomputed[_key(packed, place)] for place in microbatch.order]
@@ -128,5 +128,5 @@ class DPOTrainer:
 
 
 def _key(packed: PackedStep, place: int) -> tuple[Draw, int]:
-    """Record, and whether it is its chosen (0) or its rejected (1) sequence, for a place in the global batch."""
+    """The draw of the record at a place in the global batch, and 0 for its chosen or 1 for its rejected sequence."""
     return packed.draws[place // 2], place % 2

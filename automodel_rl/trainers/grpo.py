@@ -1,4 +1,4 @@
-"""Reinforcement learning on prompts with rewards: rollouts, advantages, optimizer steps, and again."""
+"""Reinforcement learning on prompts with rewards (GRPO): rollouts, advantages, optimizer steps, weight sync."""
 
 import dataclasses
 import functools
@@ -32,13 +32,13 @@ class GRPOTrainer:
     """Trains a policy on rewards. Every rank of the job makes one and calls `train`.
 
     Args:
-        config: the run.
-        resume: "auto" to go on from the newest checkpoint in the run directory, or start if there is none; "never"; or
-            the folder of a checkpoint to go on from.
-        max_minutes: after which the run saves and stops; None for no limit.
+        config: the run's config.
+        resume: "auto" to go on from the newest checkpoint in the run directory, or begin if there is none; "never" to
+            begin; or the folder of a checkpoint to go on from.
+        max_minutes: minutes after which the run saves and stops; None for no limit.
 
     Raises:
-        InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
+        InputError: the config, the data or the checkpoint is wrong. Nothing has been written.
 
     Example:
         >>> GRPOTrainer(load_config("my_grpo.yaml")).train().name  # doctest: +ELLIPSIS
@@ -60,7 +60,7 @@ class GRPOTrainer:
         self.readout = Readout(config.rollout.temperature, entropy=True)
         total_steps = config.length.steps or _steps_of_epochs(config, self.prompts)
         self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.optimizer_steps)
-        # What needs the first weights, before a checkpoint takes their place.
+        # The reference is made of the model's first weights, before a checkpoint replaces them.
         self.reference = ReferenceWeights(self.handle) if config.needs_reference else None
         self.errors = ErrorWatch(config.rewards)
         scorer = Scorer(config.rewards)
@@ -80,8 +80,8 @@ class GRPOTrainer:
             The folder of the trained Hugging Face checkpoint.
 
         Raises:
-            StoppedError: SIGTERM, SIGHUP or Ctrl-C came, or the time is up; a checkpoint is saved.
-            RolloutError: no completions could be had, or none that teach anything; a checkpoint is saved.
+            StoppedError: the run was stopped by SIGTERM, SIGHUP, Ctrl-C or its time limit; a checkpoint is saved.
+            RolloutError: generators failed, or completions' rewards never differed; a checkpoint is saved.
         """
         if self.run.is_finished:
             self._end_rollouts()
@@ -118,7 +118,11 @@ class GRPOTrainer:
         )
 
     def _collect(self, step: Step) -> tuple[list[Group], list[PackedStep]]:
-        """Rewarded completions of this step's prompts, packed, and the metrics of them."""
+        """Collects and packs rewarded completions of this step's prompts, and records their metrics.
+
+        Returns:
+            The groups to learn from, and the global batch of each optimizer step.
+        """
         before = self.run.place()
         try:
             with step.time("rollout"):
@@ -141,7 +145,7 @@ class GRPOTrainer:
         return groups, packed
 
     def _generate(self) -> tuple[list[Group], list[Group]]:
-        """All groups that were generated, and those to learn from."""
+        """All groups that were generated, and the groups to learn from."""
         rollout, filter = self.config.rollout, self.config.filter
         generated: list[Group] = []
         chosen: list[Group] = []
@@ -157,7 +161,7 @@ class GRPOTrainer:
             if len(chosen) == rollout.prompts or not filter.dynamic or refills == filter.max_refills:
                 break
             batch = self.queue.more(rollout.prompts - len(chosen))
-        if not chosen:  # groups without signal do no harm, and keep a step a step
+        if not chosen:  # groups without signal do no harm, and the step still takes place
             chosen = [group for group in generated if group.is_whole]
         if not chosen:
             error = next(r.completion.error for group in generated for r in group.rollouts if r.completion.error)
@@ -173,8 +177,7 @@ class GRPOTrainer:
         return packed
 
     def _with_logprobs(self, packed: list[PackedStep]) -> list[Microbatches]:
-        """The microbatches of every optimizer step with log-probabilities of the policy before the first of these
-        steps, and of the reference."""
+        """Adds log-probabilities of the policy before this step, and of the reference, to all microbatches."""
         everything = [microbatch for one in packed for microbatch in one.microbatches]
         stages = self.config.router_replay.stages
         if not self.config.loss.on_policy:
@@ -188,12 +191,12 @@ class GRPOTrainer:
         return [[next(stream) for _ in one.microbatches] for one in packed]
 
     def _add_logprobs(self, microbatches: Microbatches, name: str, replay: bool) -> Microbatches:
-        """The microbatches with log-probabilities under the weights that are there.
+        """Adds log-probabilities under the current weights to microbatches.
 
         Args:
-            microbatches: of all optimizer steps.
-            name: of the log-probabilities.
-            replay: follow the microbatches' routes, if they have some.
+            microbatches: the microbatches of all optimizer steps.
+            name: the name of the log-probabilities.
+            replay: follow the microbatches' routes, if they have any.
         """
         read = microbatches if replay else [dataclasses.replace(microbatch, routes=None) for microbatch in microbatches]
         scored = self.engine.add_logprobs(read, name, self.config.rollout.temperature)
@@ -207,7 +210,7 @@ class GRPOTrainer:
             self.run.say(warning)
 
     def _warn(self, step: Step) -> None:
-        """Says on the console what is wrong with a step's rollouts."""
+        """Warns on the console of problems with a step's rollouts."""
         if self.signal.num_steps == 1:
             self.run.say(f"warning: no group of step {self.run.step} has rewards that differ; it taught nothing")
         if step.metrics["rollout/failed"]:
@@ -216,7 +219,9 @@ class GRPOTrainer:
                 "groups were left out; rollouts/ has the errors"
             )
         error = step.metrics.get("train/logprob_error")
-        is_stale = self.config.rollout.max_staleness > 0  # then they disagree because they are of different versions
+        is_stale = (
+            self.config.rollout.max_staleness > 0
+        )  # stale completions come from older weights, so that a disagreement is expected
         if error is not None and error > self.config.rollout.warn_logprob_error and not is_stale:
             self.run.say(
                 f"warning: train/logprob_error is {error:.3f} in step {self.run.step}, above "
@@ -228,12 +233,13 @@ class GRPOTrainer:
         try:
             with step.time("validate"):
                 step.metrics |= self._validate()
-        except RolloutError:  # the step itself is trained
+        except RolloutError:  # the step itself is trained, so store it
             self.run.end_with(step)
             raise
 
     def _validate(self) -> dict[str, float]:
-        """Mean reward of a completion of each held-out prompt, which rewards failed, and pass@1 where one tells it."""
+        """Metrics of one completion of each held-out prompt: mean reward, error rates of rewards, and pass@1 if the
+        config says which reward decides it."""
         temperature = self.config.rollout.validation_temperature
         groups = self.rollouts.collect(self.validation, group_size=1, temperature=temperature)
         pairs = [

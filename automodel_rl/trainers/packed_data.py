@@ -1,4 +1,4 @@
-"""Training on examples that are there before a run starts, as chats and preference pairs are."""
+"""Data that exists before a run starts, such as chats and preference pairs, packed into steps."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,16 +19,16 @@ from automodel_rl.trainers.samples import greedy_samples
 
 
 class PackedData:
-    """A run's examples as packed steps.
+    """A run's examples, packed into steps.
 
     Args:
-        config: of the run.
-        kind: makes examples of records.
+        config: the run's config.
+        kind: the class that makes examples of records.
         chat: makes token sequences of messages.
-        handle: whose layout microbatches are dealt to.
+        handle: the model, whose layout gets the microbatches.
 
     Attributes:
-        train: loads the steps of the run, resumable between any two.
+        train: loads the run's steps. A run can resume between any two of them.
 
     Raises:
         InputError: the run is shorter than one example.
@@ -45,13 +45,12 @@ class PackedData:
             raise InputError(f"length.epochs={config.length.epochs} is less than one example: raise it, or give steps")
 
     def steps(self) -> Iterator[PackedStep]:
-        """The steps that are left. The first is loaded now, so that what is wrong with it comes out before anything is
-        written."""
+        """The steps that are left. The first one is loaded now, so that its errors come before anything is written."""
         stream = iter(self.train)
         return itertools.chain([next(stream)], stream)
 
     def every_record(self, sources: Sequence[SourceConfig]) -> PackedLoader:
-        """One pass over some sources that draws each record once, whatever their weights."""
+        """A loader that draws each record of some sources once, whatever the sources' weights."""
         unweighted = [source.model_copy(update={"weight": None}) for source in sources]
         return self._loader(unweighted, seed=None, epochs=1)
 
@@ -60,7 +59,7 @@ class PackedData:
         config = self.config
         dataset = self._dataset(config.data.validation or config.data.train)
         prompts = [dataset.prompt((0, i)) for i in range(min(config.observe.samples, dataset.sources.sizes[0]))]
-        # A chat may start with the assistant, and a prompt may be longer than any microbatch that was trained.
+        # A prompt is empty if the chat starts with the assistant, and may be longer than any trained microbatch.
         fitting = [
             (prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.microbatch_tokens
         ]

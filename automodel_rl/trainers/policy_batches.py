@@ -1,5 +1,4 @@
-"""From rewarded completions to the microbatches of each optimizer step: tokens, masks, log-probabilities,
-advantages."""
+"""Microbatches of each optimizer step, made of rewarded completions: tokens, masks, log-probabilities, advantages."""
 
 from collections.abc import Sequence
 
@@ -17,11 +16,11 @@ from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
 
 Microbatches = list[Microbatch]
-"""This data rank's, of one optimizer step."""
+"""This data rank's microbatches of one optimizer step."""
 
 
 def pack_optimizer_steps(groups: Sequence[Group], config: GRPOConfig, handle: ModelHandle) -> list[PackedStep]:
-    """The global batch of each optimizer step."""
+    """Packs the global batch of each optimizer step."""
     count = min(config.batch.optimizer_steps, len(groups))
     return [
         pack_step(
@@ -37,21 +36,21 @@ def pack_optimizer_steps(groups: Sequence[Group], config: GRPOConfig, handle: Mo
 def rollouts_of_optimizer_step(
     groups: Sequence[Group], optimizer_step: int, num_optimizer_steps: int
 ) -> list[tuple[Group, Rollout]]:
-    """The sequences of an optimizer step's global batch, in their order: those of every `num_optimizer_steps`-th
-    group."""
+    """The rollouts in an optimizer step's global batch, in order: those of every `num_optimizer_steps`-th group."""
     return [(group, rollout) for group in groups[optimizer_step::num_optimizer_steps] for rollout in group.rollouts]
 
 
 def with_advantages(
     groups: Sequence[Group], optimizer_steps: Sequence[Microbatches], config: GRPOConfig, layout: Layout
 ) -> list[Microbatches]:
-    """The microbatches of every optimizer step with `advantages`, which are computed over all groups together. A
-    collective of the data ranks where the reward has a KL term.
+    """Adds `advantages`, computed over all groups together, to the microbatches of every optimizer step.
+
+    A collective of the data ranks if the reward has a KL term.
 
     Args:
-        groups: that were packed.
-        optimizer_steps: their microbatches, with `old_logprobs` and `ref_logprobs` where the reward has a KL term.
-        config: of the run.
+        groups: the groups that were packed.
+        optimizer_steps: the groups' microbatches, with `old_logprobs` and `ref_logprobs` if the reward has a KL term.
+        config: the run's config.
         layout: this rank's place.
     """
     count = len(optimizer_steps)
@@ -68,7 +67,7 @@ def with_advantages(
 
 
 def _to_sequence(group: Group, rollout: Rollout, config: GRPOConfig) -> TokenSequence:
-    """Prompt and completion; the completion's tokens count in the loss."""
+    """The prompt and completion as a sequence. Only the completion's tokens count in the loss."""
     prompt, completion = group.prompt.token_ids, rollout.completion
     counts = not (config.filter.mask_overlong and completion.finish == "length")
     return TokenSequence(
@@ -79,13 +78,18 @@ def _to_sequence(group: Group, rollout: Rollout, config: GRPOConfig) -> TokenSeq
 
 
 def _add_by_sequence(microbatch: Microbatch, values: torch.Tensor) -> Microbatch:
-    """Gives all tokens of a sequence its entry of the global batch's [N]."""
+    """Adds `advantages` to a microbatch: each sequence's value for all of its tokens.
+
+    Args:
+        microbatch: the microbatch.
+        values: the advantage of each of the N sequences of the global batch, [N].
+    """
     pieces = [values[place].expand(length) for place, length in zip(microbatch.order, microbatch.lengths, strict=False)]
     return add_values(microbatch, "advantages", pieces)
 
 
 def _kl_sums(microbatches: Microbatches, config: GRPOConfig, layout: Layout) -> list[list[float]]:
-    """For each group of an optimizer step, the divergence from the reference summed over each completion."""
+    """The divergence from the reference, summed over each completion of each group of an optimizer step."""
     own: dict[int, float] = {}
     for microbatch in microbatches:
         old, ref = microbatch.values["old_logprobs"], microbatch.values["ref_logprobs"]

@@ -1,4 +1,4 @@
-"""Rewarded completions of batch after batch of prompts; generators may be ahead of training by some batches."""
+"""A queue of batches of rewarded completions. Generators may be some batches ahead of training."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from automodel_rl.rollout.collect import Pending, RolloutCollector
 from automodel_rl.rollout.protocol import Rollout
 
 Batch = tuple[Sequence[Prompt], list[list[Rollout]]]
-"""Prompts, and for each its rewarded completions."""
+"""Prompts, and the rewarded completions of each."""
 
 
 class RolloutQueue:
     """Draws prompts and lets generators write. Every method is a collective.
 
     Args:
-        prompts: where they come from.
-        rollouts: the generators.
-        config: batch size, and how far generators may be ahead.
+        prompts: the stream of prompts.
+        rollouts: the collector, which asks the generators.
+        config: the config's section `rollout`.
     """
 
     def __init__(self, prompts: PromptStream, rollouts: RolloutCollector, config: RolloutConfig):
@@ -30,7 +30,7 @@ class RolloutQueue:
         """The next batch.
 
         Args:
-            steps_left: for which a batch will be taken, this one included.
+            steps_left: number of batches that will still be taken, this one included.
         """
         while len(self._ahead) < min(self.config.max_staleness + 1, steps_left):
             before = self.prompts.state_dict()
@@ -42,16 +42,16 @@ class RolloutQueue:
         return prompts, rollouts
 
     def more(self, count: int) -> Batch:
-        """A batch of so many prompts, of the weights that generators have now."""
+        """A batch of `count` more prompts, written with the weights that generators have now."""
         prompts = self.prompts.take(count)
         return prompts, self.rollouts.take(self._submit(prompts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the prompts: the place before those that are not taken yet."""
+        """The place in the stream of prompts, before the batches that are not taken yet."""
         return self._ahead[0][0] if self._ahead else self.prompts.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes back to a place; what generators are writing is left to them."""
+        """Goes back to a place. What generators are writing is ignored."""
         self._ahead.clear()
         self.prompts.load_state_dict(state)
 

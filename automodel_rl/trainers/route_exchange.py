@@ -1,7 +1,7 @@
-"""Routes of rollouts on their way from the ranks whose generators wrote them to the ranks that train on them.
+"""Sends routes of rollouts from the ranks whose generators wrote them to the ranks that train on them.
 
-Routes are the largest part of a rollout: layers x top-k numbers for every token. So they go only to the ranks of the
-data rank that got the sequence, and of all layers only those of the receiver's stages.
+Routes are the largest part of a rollout: layers x top-k numbers for every token. So they go only to the data rank that
+trains on the sequence, and each of its ranks gets only the layers of its own stages.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ from automodel_rl.rollout.groups import Group
 from automodel_rl.trainers.policy_batches import rollouts_of_optimizer_step
 
 MISSING_METRIC = "rollout/routes_missing"
-"""Share of the choices of experts that no generator told."""
+"""Metric: the share of the choices of experts that no generator reported."""
 
 Place = tuple[int, int]
-"""An optimizer step, and a sequence's place in its global batch."""
+"""The number of an optimizer step, and a sequence's place in its global batch."""
 
 
 def with_routes(
     groups: Sequence[Group], optimizer_steps: Sequence[PackedStep], handle: ModelHandle
 ) -> tuple[list[PackedStep], dict[str, float]]:
-    """The microbatches of every optimizer step with the routes of this rank's layers. A collective.
+    """Adds the routes of this rank's layers to the microbatches of every optimizer step. A collective.
 
     Args:
-        groups: that were packed; each rank has the routes of what its generator wrote.
-        optimizer_steps: what `pack_optimizer_steps` made of them.
+        groups: the groups that were packed; each rank has the routes of the completions that its generator wrote.
+        optimizer_steps: the result of `pack_optimizer_steps` for these groups.
         handle: the mixture.
 
     Returns:
@@ -75,7 +75,7 @@ def _exchange(
     writers: dict[Place, int],
     handle: ModelHandle,
 ) -> dict[Place, Routes]:
-    """The routes of the sequences in this rank's microbatches, of its layers."""
+    """The routes of the sequences in this rank's microbatches, for this rank's layers."""
     assert handle.router_shape is not None
     top_k, world, rank = handle.router_shape.top_k, handle.layout.world_control, dist.get_rank()
     wanted = [
@@ -101,17 +101,17 @@ def _exchange(
 def _all_to_all(
     pieces: Sequence[Sequence[np.ndarray]], received: Sequence[int], world: dist.ProcessGroup
 ) -> torch.Tensor:
-    """What all ranks have for this one, rank 0's first.
+    """The numbers that all ranks send to this one, rank 0's first.
 
     Args:
-        pieces: int16, for every rank.
+        pieces: arrays to send to every rank, int16.
         received: how many numbers come from every rank.
-        world: of all ranks.
+        world: a process group of all ranks.
     """
     flat = np.concatenate([np.empty(0, np.int16), *(piece for of_rank in pieces for piece in of_rank)])
     result = np.empty(sum(received), np.int16)
     dist.all_to_all_single(
-        torch.from_numpy(result.view(np.uint8)),  # gloo knows no int16
+        torch.from_numpy(result.view(np.uint8)),  # gloo does not support int16
         torch.from_numpy(flat.view(np.uint8)),
         [2 * number for number in received],
         [2 * sum(piece.size for piece in of_rank) for of_rank in pieces],

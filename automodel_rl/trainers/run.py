@@ -1,4 +1,4 @@
-"""What surrounds the steps of every trainer: the run directory, metrics, console, checkpoints and stopping."""
+"""The frame around every trainer's steps: run directory, metrics, console, checkpoints and stopping."""
 
 import contextlib
 import gc
@@ -37,7 +37,7 @@ from automodel_rl.trainers.step import Step
 
 
 class Resumable(Protocol):
-    """Something with a place that a resumed run goes back to. The place is JSON."""
+    """A part of a run with a place, as JSON, that a resumed run goes back to."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -45,13 +45,13 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True)
 class Goal:
-    """Where a run goes.
+    """The goal of a run: its length, and the metric that decides which checkpoint is the best.
 
     Attributes:
-        total_steps: of the whole run.
-        max_minutes: after which the run saves and stops, counted from the start of the process; None for no limit.
-        best_metric: the metric by which the best checkpoint is told.
-        higher_is_better: whether its largest value is the best.
+        total_steps: number of steps of the whole run.
+        max_minutes: minutes from the start of the process after which the run saves and stops; None for no limit.
+        best_metric: the metric that decides which checkpoint is the best.
+        higher_is_better: whether a larger value of it is better.
     """
 
     total_steps: int
@@ -61,19 +61,19 @@ class Goal:
 
 
 class Run:
-    """A run of a number of steps. A trainer does the step; this does what comes around it.
+    """A run of a number of steps. The trainer does the work of a step, and this class everything around it.
 
-    A trainer makes its parts in this order: what needs the model's first weights, then the run, then `resume`, which
-    may put a checkpoint in the place of those weights, then `steps`.
+    The order of calls: a trainer first makes what needs the model's first weights, then a `Run`. It then calls
+    `resume`, which may load a checkpoint over those weights, and iterates over `steps`.
 
     Args:
-        config: of the run.
-        directory: its files.
-        engine: what is trained.
-        goal: where the run goes.
+        config: the run's config.
+        directory: the run's files.
+        engine: the engine that trains.
+        goal: the run's length and its best checkpoint.
 
     Attributes:
-        is_finished: the run that is to go on is done; there is nothing to write.
+        is_finished: whether the run to go on with is already finished, so that there is nothing to do.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, engine: Engine, goal: Goal):
@@ -91,13 +91,13 @@ class Run:
         engine.keep_microbatches_in = directory.not_finite
 
     def resume(self, parts: dict[str, Resumable]) -> None:
-        """Goes on from the checkpoint that was asked for, if there is one.
+        """Restores the checkpoint that was asked for, if there is one.
 
         Args:
-            parts: by name what has a place in the run, which is stored with every checkpoint.
+            parts: the run's resumable parts by name. Their places are stored with every checkpoint.
 
         Raises:
-            InputError: none can be used, or the run is past its end.
+            InputError: no checkpoint can be used, or the run is past its end.
         """
         self._parts = parts
         if self.directory.resume == NEVER:
@@ -115,23 +115,24 @@ class Run:
         self.directory.check_length(self.total_steps)
 
     def place(self) -> dict[str, Any]:
-        """The place of this rank's parts in the run, as JSON."""
+        """The places of this rank's resumable parts, as JSON."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def go_back_to(self, place: dict[str, Any]) -> None:
-        """Puts all parts back to what `place` gave."""
+        """Puts all resumable parts back to the places that `place` returned."""
         for name, part in self._parts.items():
             part.load_state_dict(place[name])
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator[Step]:
-        """Yields every step that is left; when the trainer is done with it, shows, stores and checkpoints.
+        """Yields every step that is left. When the trainer is done with a step, shows and stores its metrics, and saves
+        a checkpoint if one is due.
 
         Args:
-            summary: one line on what runs, for the console.
-            baseline: metrics of the untrained model, taken as those of step 0.
+            summary: a line about the run, for the console.
+            baseline: measures the untrained model; its metrics are those of step 0.
 
         Raises:
-            StoppedError: SIGTERM, SIGHUP or Ctrl-C came, or the time is up; a checkpoint is saved.
+            StoppedError: the run was stopped by SIGTERM, SIGHUP, Ctrl-C or its time limit; a checkpoint is saved.
         """
         self.progress = Progress(self.total_steps, self.step, quiet=not self.is_first_rank)
         with StopSignal() as stop, self.progress, self._tracking(), _short_collections():
@@ -154,10 +155,10 @@ class Run:
             self._warn(self.checkpoints.finish())
 
     def _end_step(self, step: Step, stop: StopSignal) -> None:
-        """Checkpoints if it is time to, and stops if it was asked to."""
+        """Saves a checkpoint if one is due, and stops the run if that was asked for or its time is up."""
         seconds = time.perf_counter() - step.started + self.checkpoints.seconds
         late = self.ends_at is not None and time.time() + seconds > self.ends_at
-        # Clocks differ: the first rank's counts.
+        # Clocks differ between ranks, so the first rank's clock decides.
         asked = [bool(stop), late and self.is_first_rank, self.checkpoints.is_due() and self.is_first_rank]
         stopped, late, due = any_rank(asked, self.engine.handle.layout)
         stops = (stopped or late) and not self.is_over
@@ -185,14 +186,14 @@ class Run:
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
-        """Within this block metrics go to metrics.jsonl and to what the config names, on the first rank."""
+        """Starts the trackers, metrics.jsonl included, on the first rank. Closes them after the block."""
         with contextlib.ExitStack() as stack:
             if self.is_first_rank:
                 self.directory.create()
                 stack.enter_context(self.directory.in_use())
                 others = make_trackers(self.config.observe, self.directory, self.step)
                 self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
-            dist.barrier(self.engine.handle.layout.world_control)  # until the folder is there
+            dist.barrier(self.engine.handle.layout.world_control)  # wait until the first rank has made the folder
             flight.keep_in(flight_file(self.directory.flights, dist.get_rank()))
             for tracker in self.trackers:
                 stack.callback(tracker.close)
@@ -204,7 +205,7 @@ class Run:
         self.progress.show(record)
 
     def is_due(self, every: int | None) -> bool:
-        """Whether something that happens `every` so many steps, and at the end, happens in this step."""
+        """Whether something that happens every `every` steps, and in the last one, happens in this step."""
         return every is not None and (self.step % every == 0 or self.is_over)
 
     @property
@@ -214,7 +215,7 @@ class Run:
 
     @property
     def steps_left(self) -> int:
-        """Steps that are not done, the running one included."""
+        """Number of steps that are not done, the running one included."""
         return self.total_steps - self.step + 1
 
     @property
@@ -222,19 +223,23 @@ class Run:
         return self.step >= self.total_steps
 
     def say(self, text: str) -> None:
-        """A line that stays on the console."""
+        """Prints a line that stays on the console."""
         self.progress.say(text)
 
     def save_checkpoint(self, metric: float | None = None) -> None:
-        """Args: metric of this step, by which the best checkpoint is told; None if it was not measured."""
+        """Saves a checkpoint of this step.
+
+        Args:
+            metric: this step's value of the goal's metric; None if it was not measured.
+        """
         with flight.phase("checkpoint"):
             self._warn(self.checkpoints.save(self.step, self.place(), metric))
 
     def abandon_step(self, before: dict[str, Any]) -> None:
-        """Stores the run as it was before the running step, which cannot be done.
+        """Gives up the running step, and saves a checkpoint of the run as it was before.
 
         Args:
-            before: the place before the step.
+            before: the result of `place` before the step.
         """
         self.go_back_to(before)
         self.step -= 1
@@ -243,13 +248,13 @@ class Run:
         self._warn(self.checkpoints.finish())
 
     def end_with(self, step: Step) -> None:
-        """Stores a step that is trained, and what is known of it, because the run cannot go on."""
+        """Stores the metrics and a checkpoint of a trained step after which the run cannot go on."""
         self._write(step.metrics)
         self.save_checkpoint()
         self._warn(self.checkpoints.finish())
 
     def note_overlong(self, step: Step, packed: PackedStep) -> None:
-        """Notes examples that were cut or left out, and says so on the console, once in a run."""
+        """Records how many examples were cut or left out, and warns of it once in a run."""
         step.metrics |= {"data/num_truncated": packed.num_truncated, "data/num_dropped": packed.num_dropped}
         if self.mentioned_overlong or not packed.num_truncated + packed.num_dropped:
             return
@@ -261,10 +266,10 @@ class Run:
         )
 
     def save_model(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Writes the trained checkpoint.
+        """Writes the trained model to `final/`.
 
         Raises:
-            JobEndedError: it could not be written.
+            JobEndedError: the model could not be written.
         """
         with flight.top_phase("saving the model"):
             try:
@@ -276,7 +281,7 @@ class Run:
                 ) from error
 
     def finish(self, title: str, samples: list[Sample]) -> Path:
-        """Writes the report and says where everything is. The trainer has saved the model.
+        """Writes the report and prints where everything is. The trainer must have saved the model before.
 
         Returns:
             The folder of the trained checkpoint.
@@ -287,7 +292,7 @@ class Run:
         return self._show_results()
 
     def leave_finished(self) -> Path:
-        """Says that the run was finished before, and where everything is.
+        """Prints that the run was finished before, and where everything is.
 
         Returns:
             The folder of the trained checkpoint.
@@ -302,8 +307,8 @@ class Run:
 
 @contextlib.contextmanager
 def _short_collections() -> Iterator[None]:
-    """Within this block Python's garbage collector leaves alone what is there now. Looking through all that libraries
-    have made takes a large part of a second, in which a device has nothing to do."""
+    """Keeps Python's garbage collector, during the block, from looking at objects that exist now. Looking through all
+    objects of the libraries takes a large part of a second, while the device has nothing to do."""
     gc.collect()
     gc.freeze()
     try:
@@ -313,11 +318,10 @@ def _short_collections() -> Iterator[None]:
 
 
 def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ChatTokenizer, ModelHandle]:
-    """What every trainer starts with: the run directory, checked but not written to, the tokenizer, and the model.
+    """Opens what every trainer starts with: the run directory, which is only checked, the tokenizer, and the model.
 
     Raises:
-        InputError: something in the config or the checkpoint is wrong. What the weights do not tell is found before
-            they are loaded.
+        InputError: the config or the checkpoint is wrong. Most errors are found before weights are loaded.
     """
     directory = RunDirectory(config, config.output, resume)
     set_hang_limit(config.failures.hang_minutes)
@@ -346,6 +350,6 @@ def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
 
 
 def layout_summary(config: RunConfig, handle: ModelHandle) -> str:
-    """Layout, precision, device and folder of a run, for the console."""
+    """A text with the layout, precision, device and folder of a run, for the console."""
     where = f"{config.model.dtype} on {handle.layout.device.type}, in {config.output}"
     return f"{config.components or config.parallel}, {where}"

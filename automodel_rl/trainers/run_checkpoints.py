@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is due, which are kept, and from which a run goes on."""
+"""The checkpoints of a run: when one is due, which ones are kept, and which one a run goes on from."""
 
 import contextlib
 import math
@@ -25,19 +25,19 @@ from automodel_rl.observe.run_directory import RunDirectory, step_of
 from automodel_rl.parallel.host_collectives import gather_objects
 
 AUTO, NEVER = "auto", "never"
-"""What `--resume` may say in place of a checkpoint's folder."""
+"""Values of `--resume` that are not the folder of a checkpoint."""
 
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class _Export:
-    """A Hugging Face copy that is being made.
+    """A Hugging Face copy of a checkpoint that is being made.
 
     Attributes:
-        folder: of the checkpoint.
-        process: that makes it.
-        our_end: of the pipe that ends it with us.
+        folder: the checkpoint's folder.
+        process: the process that makes the copy.
+        our_end: this process's end of a pipe; the other process ends when it is closed.
     """
 
     folder: Path
@@ -46,16 +46,16 @@ class _Export:
 
 
 class RunCheckpoints:
-    """Checkpoints in a run directory. All ranks make and call it together.
+    """The checkpoints in a run directory. All ranks make it and call its methods together.
 
     Args:
-        config: of the run.
-        directory: its files.
-        engine: what is trained.
-        higher_is_better: of the metric by which the best checkpoint is told.
+        config: the run's config.
+        directory: the run's files.
+        engine: the engine that trains.
+        higher_is_better: whether a larger metric makes a checkpoint better.
 
     Attributes:
-        best: step and metric of the best checkpoint that there is.
+        best: step and metric of the best checkpoint; None if there is none.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, engine: Engine, higher_is_better: bool):
@@ -73,28 +73,28 @@ class RunCheckpoints:
 
     @property
     def seconds(self) -> float:
-        """That the last checkpoint took."""
+        """Seconds that the last checkpoint took, until it was complete."""
         return self.saver.seconds
 
     def resume(self, resume: str, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Restores a checkpoint. A collective.
 
         Args:
-            resume: a checkpoint's folder, or "auto" for the newest one of the run that is whole.
-            say: told of what is passed over, and of what differs.
+            resume: a checkpoint's folder, or "auto" for the run's newest whole checkpoint.
+            say: prints a line about checkpoints that are passed over, or about configs that differ.
 
         Returns:
-            What was stored with it: the trainer's place and this rank's state; None if the run has no checkpoint.
+            The run's progress and this rank's state, as stored with the checkpoint; None if the run has no checkpoint.
 
         Raises:
-            InputError: there are checkpoints, and none is whole.
+            InputError: there are checkpoints, but none is whole.
         """
         folder = self._newest(say) if resume == AUTO else Path(resume)
         if folder is None:
             return None
         if resume != AUTO:
             check_whole(folder, self.engine.handle.layout.world_control)
-            self._tell_differences(folder, say)
+            self._say_differences(folder, say)
         progress, rank_state = load_checkpoint(self.engine, folder)
         self.best = self._best_to_be = progress["best"]
         if resume == AUTO and dist.get_rank() == 0 and self.config.format == "both" and not (folder / HF_COPY).exists():
@@ -104,7 +104,7 @@ class RunCheckpoints:
     def _newest(self, say: Callable[[str], None]) -> Path | None:
         world = self.engine.handle.layout.world_control
         folders = None
-        if dist.get_rank() == 0:  # what the others see of a shared folder may be old
+        if dist.get_rank() == 0:  # other ranks may see an old state of a shared folder
             self.directory.recover_checkpoints()
             folders = self.directory.list_checkpoints()
         folders = gather_objects(folders, world)[0]
@@ -121,24 +121,24 @@ class RunCheckpoints:
         return newest
 
     def is_due(self) -> bool:
-        """Whether so many minutes have passed, by this rank's clock, since the last one."""
+        """Whether `checkpoint.every_minutes` have passed since the last checkpoint, by this rank's clock."""
         minutes = self.config.every_minutes
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def save(self, step: int, state: dict[str, Any], metric: float | None) -> str | None:
-        """Writes a checkpoint, or begins to, when the one before is done. A collective.
+        """Writes a checkpoint, or begins to write it in the background. First waits for the one before. A collective.
 
         Args:
-            step: that it is taken after.
-            state: of this rank; JSON.
-            metric: of this step, by which the best checkpoint is told; None if it was not measured.
+            step: number of steps that are done.
+            state: this rank's state, JSON.
+            metric: this step's metric for choosing the best checkpoint; None if it was not measured.
 
         Returns:
-            Why a checkpoint could not be written: this one, or one before.
+            Why this checkpoint or the one before could not be written; None if nothing failed.
         """
         before = self._settle(self.saver.wait())
         if dist.get_rank() == 0:
-            self.directory.remove_leftovers()  # they would take the room of this one
+            self.directory.remove_leftovers()  # they take up room that this checkpoint needs
         best = self.best
         if metric is not None and math.isfinite(metric) and self._is_better(metric):
             best = {"step": step, "metric": metric}
@@ -154,34 +154,34 @@ class RunCheckpoints:
         return self.best is None or self.sign * metric > self.sign * self.best["metric"]
 
     def poll(self) -> str | None:
-        """Why the last checkpoint could not be written, if that is known by now."""
+        """Why the last checkpoint could not be written; None if it could, or if that is not known yet."""
         return self._settle(self.saver.wait()) if self.saver.is_done else None
 
     def finish(self) -> str | None:
-        """Waits for what is being written. A collective.
+        """Waits for checkpoints that are being written. A collective.
 
         Returns:
-            Why the last checkpoint could not be.
+            Why the last checkpoint could not be written; None if it could.
         """
         error = self._settle(self.saver.wait())
         if dist.get_rank() == 0:
             self.saver.warning = self._end_export() or self.saver.warning
-        dist.barrier(self.saver.group)  # who leaves before another is done ends the job
+        dist.barrier(self.saver.group)  # a rank that leaves early would end the job for the others
         return error
 
     def warning(self) -> str | None:
-        """What else went wrong, once, on rank 0."""
+        """A warning about something else that went wrong. Rank 0 gets it once; other ranks get None."""
         warning, self.saver.warning = self.saver.warning, None
         return warning
 
     def _settle(self, error: str | None) -> str | None:
-        """Notes which checkpoint is the best, now that it is known what became of the last one."""
+        """Notes which checkpoint is the best, once the last one is written or has failed. Returns the error."""
         if error is None:
             self.best = self._best_to_be
         return error
 
     def _keep_chosen(self, step: int, best: dict[str, float] | None) -> Callable[[Path], str | None]:
-        """What rank 0 does when the checkpoint of a step is complete."""
+        """A function that rank 0 calls after a step's checkpoint is complete. It removes those that are not kept."""
 
         def then(folder: Path) -> str | None:
             warning = self._end_export()
@@ -200,9 +200,9 @@ class RunCheckpoints:
         return then
 
     def _begin_export(self, folder: Path) -> _Export:
-        """Begins to make the Hugging Face copy, in a process that is no rank, leaves devices alone and ends with us."""
+        """Begins to make the Hugging Face copy, in a process that is no rank, uses no device and ends with us."""
         their_end, our_end = os.pipe()
-        outside = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+        outside = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         trust = ["--model.trust_remote_code", "true"] if self.trusts_code else []
         process = subprocess.Popen(
             [sys.executable, "-m", "automodel_rl", "export", str(folder), str(folder / HF_COPY), *trust],
@@ -219,7 +219,7 @@ class RunCheckpoints:
         """Waits for the Hugging Face copy that is being made.
 
         Returns:
-            Why it could not be.
+            Why it could not be made; None if it could.
         """
         if self._export is None:
             return None
@@ -231,7 +231,7 @@ class RunCheckpoints:
         said = (errors.strip().splitlines() or ["it ended without a word"])[-1]
         return f"{export.folder / HF_COPY} could not be made ({said})"
 
-    def _tell_differences(self, folder: Path, say: Callable[[str], None]) -> None:
+    def _say_differences(self, folder: Path, say: Callable[[str], None]) -> None:
         with contextlib.suppress(OSError, yaml.YAMLError):
             there = yaml.safe_load((folder / CONFIG).read_text())
             keys = differing_keys(there, yaml.safe_load(self.directory.config_text))

@@ -1,4 +1,4 @@
-"""Greedy completions through the trained layout itself: no second copy of the model, any size, no cache."""
+"""Greedy completions by the trained layout itself: for models of any size, without a second copy or a cache."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.batch import TokenSequence, pack_microbatch
 from automodel_rl.engine import Engine
 from automodel_rl.observe.report import Sample
-from automodel_rl.parallel.host_collectives import tell_guests
+from automodel_rl.parallel.host_collectives import share_with_guests
 
 
 def greedy_samples(
@@ -17,12 +17,12 @@ def greedy_samples(
     prompts: Sequence[tuple[TokenSequence, str]],
     max_new_tokens: int,
 ) -> list[Sample]:
-    """What the model writes, for the report. A collective; equal on every rank.
+    """Sample completions for the report. A collective; equal on every rank.
 
     Args:
-        engine: of the model.
-        tokenizer: of the model.
-        prompts: each with what the data has in the completion's place.
+        engine: the model's engine.
+        tokenizer: the model's tokenizer.
+        prompts: the prompts, each with the completion that the data has.
         max_new_tokens: longest completion.
     """
     stop = {tokenizer.eos_token_id}
@@ -34,7 +34,7 @@ def greedy_samples(
 
 
 def without_images(prompt: TokenSequence) -> list[int]:
-    """Token ids with one for each image."""
+    """The prompt's token ids, with a single token for each image."""
     rest = {place for image in prompt.images for place in range(image.start + 1, image.start + image.num_tokens)}
     return [token for place, token in enumerate(prompt.input_ids.tolist()) if place not in rest]
 
@@ -47,8 +47,8 @@ def greedy_completions(
     Each token costs a forward over all prompts, so this is for a few samples.
 
     Args:
-        engine: of the model.
-        prompts: the sequences to go on with.
+        engine: the model's engine.
+        prompts: the sequences to continue.
         max_new_tokens: longest completion.
         stop_ids: tokens that end a completion; they are not part of it.
     """
@@ -59,7 +59,7 @@ def greedy_completions(
         if not running:
             break
         microbatches = [] if layout.is_guest else [pack_microbatch([_continued(prompts[i], texts[i]) for i in running])]
-        chosen = dict(zip(running, tell_guests(engine.next_tokens(microbatches).tolist(), layout), strict=True))
+        chosen = dict(zip(running, share_with_guests(engine.next_tokens(microbatches).tolist(), layout), strict=True))
         running = [i for i in running if chosen[i] not in stop_ids]
         for i in running:
             texts[i].append(chosen[i])

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, from a config to a Hugging Face checkpoint."""
+"""Supervised fine-tuning: from a config and chats to a Hugging Face checkpoint."""
 
 from pathlib import Path
 
@@ -14,13 +14,13 @@ class SFTTrainer:
     """Fine-tunes on chats. Every rank of the job makes one and calls `train`.
 
     Args:
-        config: the run.
-        resume: "auto" to go on from the newest checkpoint in the run directory, or start if there is none; "never"; or
-            the folder of a checkpoint to go on from.
-        max_minutes: after which the run saves and stops; None for no limit.
+        config: the run's config.
+        resume: "auto" to go on from the newest checkpoint in the run directory, or begin if there is none; "never" to
+            begin; or the folder of a checkpoint to go on from.
+        max_minutes: minutes after which the run saves and stops; None for no limit.
 
     Raises:
-        InputError: something in the config, the data or the checkpoint is wrong. Nothing has been written.
+        InputError: the config, the data or the checkpoint is wrong. Nothing has been written.
 
     Example:
         >>> SFTTrainer(load_config("my_sft.yaml")).train().name  # doctest: +ELLIPSIS
@@ -48,7 +48,7 @@ class SFTTrainer:
             The folder of the trained Hugging Face checkpoint.
 
         Raises:
-            StoppedError: SIGTERM, SIGHUP or Ctrl-C came, or the time is up; a checkpoint is saved.
+            StoppedError: the run was stopped by SIGTERM, SIGHUP, Ctrl-C or its time limit; a checkpoint is saved.
         """
         if self.run.is_finished:
             return self.run.leave_finished()

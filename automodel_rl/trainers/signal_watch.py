@@ -1,4 +1,4 @@
-"""Ends a run from whose steps nothing can be learned."""
+"""Ends a run that learns nothing, because rewards do not differ."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,17 +7,17 @@ from automodel_rl.errors import RolloutError
 from automodel_rl.rollout.groups import Group
 
 MOST_STEPS = 10
-"""Steps in a row without signal, after which a run ends."""
+"""Number of steps in a row without signal after which a run ends."""
 
 
 class SignalWatch:
-    """Counts steps in a row in which no group has rewards that differ.
+    """Counts the last steps in which no group has rewards that differ.
 
     Args:
         rollouts: the folder with the run's completions, for the message.
 
     Attributes:
-        num_steps: such steps up to now.
+        num_steps: number of such steps in a row.
     """
 
     def __init__(self, rollouts: Path):
@@ -25,7 +25,7 @@ class SignalWatch:
         self.num_steps = 0
 
     def look_at(self, groups: Sequence[Group]) -> None:
-        """Counts a step.
+        """Counts a step with these groups.
 
         Raises:
             RolloutError: too many steps had no signal.

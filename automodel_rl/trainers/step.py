@@ -1,4 +1,4 @@
-"""One step of a run: its metrics in the making."""
+"""One step of a run, which collects its metrics."""
 
 import contextlib
 import resource
@@ -18,16 +18,16 @@ from automodel_rl.model.flops import peak_flops
 
 
 class Step:
-    """One step's metrics in the making.
+    """Collects the metrics of one step.
 
     Args:
-        number: the step, from 1.
-        engine: what is trained.
+        number: the step's number, from 1.
+        engine: the engine that trains.
         config: the run's config.
-        say: puts a line on the console.
+        say: prints a line on the console.
 
     Attributes:
-        metrics: what metrics.jsonl gets.
+        metrics: the step's record for metrics.jsonl.
     """
 
     def __init__(self, number: int, engine: Engine, config: RunConfig, say: Callable[[str], None]):
@@ -37,7 +37,7 @@ class Step:
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Adds what its block takes to `time/NAME_s`."""
+        """Adds the seconds that its block takes to `time/NAME_s`."""
         started = time.perf_counter()
         with flight.phase(name):
             yield
@@ -45,12 +45,11 @@ class Step:
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - started
 
     def record(self, outputs: list[TrainOutput], size: StepSize) -> None:
-        """Notes what the step's optimizer steps gave, as their means, and its speed; when it is trained, before
-        validation.
+        """Records the optimizer steps' results, mostly as means, and the step's speed. To be called before validation.
 
         Args:
-            outputs: of every optimizer step.
-            size: of all optimizer steps together.
+            outputs: the output of every optimizer step.
+            size: the size of all optimizer steps together.
         """
         count = len(outputs)
         if any(output.nothing_to_train for output in outputs):

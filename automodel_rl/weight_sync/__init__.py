@@ -1,1 +1,1 @@
-"""Trained weights on their way to generators: packed, overlapped, from the ranks that own them."""
+"""Weight sync: sends trained weights from the ranks that own them to generators, in packed buffers."""

@@ -1,4 +1,4 @@
-"""How a rank talks with its generator about weights: messages sent, and the answers that are due."""
+"""A rank's conversation with its generator about weights: messages that it sends, and answers that it expects."""
 
 import contextlib
 import itertools
@@ -14,14 +14,14 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class Channel(Protocol):
-    """The rank's end."""
+    """The rank's end of the conversation."""
 
     def send(self, message: Message) -> None:
-        """Raises WeightSyncError if the generator is gone."""
+        """Sends a message. Raises WeightSyncError if the generator is gone."""
         ...
 
     def ready(self) -> bool:
-        """Whether an answer has come. Raises WeightSyncError if the generator is gone and none will."""
+        """Whether an answer has come. Raises WeightSyncError if the generator is gone and no answer will come."""
         ...
 
     def receive(self) -> Message:
@@ -33,13 +33,13 @@ def expect(channel: Channel, kind: type[Answer], seconds: float, watch: Callable
     """Waits for an answer.
 
     Args:
-        channel: to the generator.
-        kind: of the answer.
+        channel: the channel to the generator.
+        kind: the class of the answer.
         seconds: longest wait.
-        watch: raises if there is no use in waiting any longer.
+        watch: called now and then; raises if there is no use in waiting any longer.
 
     Raises:
-        WeightSyncError: it did not come, or is a failure.
+        WeightSyncError: the answer did not come, or reports a failure.
     """
     wait_until(channel.ready, _answer(kind), seconds, watch)
     match channel.receive():
@@ -52,7 +52,7 @@ def expect(channel: Channel, kind: type[Answer], seconds: float, watch: Callable
 
 
 def greet(channel: Channel, plans: Sequence[Plan], seconds: float) -> None:
-    """Forgets what is left of earlier weight syncs, and agrees on what will be sent.
+    """Drops answers that are left of earlier weight syncs, and agrees with the generator on what will be sent.
 
     Raises:
         WeightSyncError: names, shapes or dtypes are not the generator's.
@@ -75,11 +75,11 @@ _GREETINGS = itertools.count()
 
 
 def patience(seconds: float) -> float:
-    """How long a generator waits for a rank that waits so long for its own: ranks may be held up by another's."""
+    """Seconds that a generator waits for its rank: longer than a rank waits, which other ranks may hold up."""
     return 2 * seconds + 5
 
 
 def end_quietly(channel: Channel) -> None:
-    """Ends a weight sync on the other side, if there still is one."""
+    """Ends the weight sync for the generator, if the generator is still there."""
     with contextlib.suppress(WeightSyncError):
         channel.send(GiveUp())

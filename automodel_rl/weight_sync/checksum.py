@@ -1,24 +1,26 @@
-"""A checksum of a tensor's bits that can be taken in stretches, in any order."""
+"""A checksum of a tensor's bits. It can be taken of stretches of the tensor, in any order."""
 
 import torch
 from torch import Tensor
 
 BLOCK = 2**22
-"""Elements at once, for they are widened to 64 bits."""
+"""Elements that are summed at once; they are widened to 64 bits."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(elements: Tensor, start: int = 0) -> Tensor:
-    """The sum over i of bits[i] * (2 (start + i) + 1), modulo 2 ** 64. Every odd factor has an inverse, so no single
-    element can change unseen, and no two can change places unless they are equal.
+    """The sum over i of bits[i] * (2 (start + i) + 1), modulo 2 ** 64.
+
+    Every odd factor has an inverse, so a change of a single element changes the sum, and so does swapping two elements
+    that differ.
 
     Args:
         elements: a stretch of a flattened tensor, contiguous.
-        start: where it begins in the tensor; the sums of a tensor's stretches add up to that of the tensor.
+        start: place of the stretch in the tensor. The checksums of all stretches add up to that of the tensor.
 
     Returns:
-        int64 scalar on the device of the elements.
+        An int64 scalar on the device of the elements.
     """
     bits = elements.detach().view(-1).view(_INTEGERS[elements.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=elements.device)

@@ -1,4 +1,4 @@
-"""Weights for generators on devices of their own: the owners of each stage broadcast to all, over NCCL or gloo."""
+"""Weights for generators on devices of their own: each stage broadcasts its weights to all of them, by NCCL or gloo."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from automodel_rl.hf.buckets import Plan
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, greet, patience
-from automodel_rl.weight_sync.link import Address, Link, raise_failure, tell_failure
+from automodel_rl.weight_sync.link import Address, Link, raise_failure, report_failure
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.transport import Transport
 
@@ -32,10 +32,10 @@ LEAVE_SECONDS = 10.0
 
 
 class Collective(Transport):
-    """To all generators at once. Each rank has a generator; one rank of each stage sends what it owns.
+    """Sends to all generators at once. Each rank has a generator; one rank of each stage sends the stage's weights.
 
     Args:
-        channel: to this rank's generator.
+        channel: the channel to this rank's generator.
         layout: this rank's place.
         seconds: longest wait for a peer.
     """
@@ -45,9 +45,9 @@ class Collective(Transport):
     def __init__(self, channel: Channel, layout: Layout, seconds: float):
         self.channel, self.layout, self.seconds = channel, layout, seconds
         self.generation = 0
-        self.server: dist.TCPStore | None = None  # on the first rank
+        self.server: dist.TCPStore | None = None  # only on the first rank
         self.store: dist.Store | None = None
-        self.link: Link | None = None  # on ranks that send
+        self.link: Link | None = None  # only on ranks that send
         self.plans: Sequence[Plan] = []
         self.under_way: dict[int, Callable[[], bool]] = {}
 
@@ -92,7 +92,7 @@ class Collective(Transport):
     def give_up(self) -> None:
         if self.store is not None:
             with contextlib.suppress(RuntimeError):  # the first rank may be gone, and the store with it
-                tell_failure(self.store, f"rank {dist.get_rank()} gave up")
+                report_failure(self.store, f"rank {dist.get_rank()} gave up")
         end_quietly(self.channel)
         self._leave()
 
@@ -101,7 +101,7 @@ class Collective(Transport):
         if was_open:
             with contextlib.suppress(WeightSyncError):
                 self.channel.send(Leave())
-        self._leave()  # both at once: NCCL waits for the other side
+        self._leave()  # both sides at once, because NCCL waits for the other
         if was_open:
             with contextlib.suppress(WeightSyncError):
                 expect(self.channel, Left, LEAVE_SECONDS)
@@ -119,7 +119,7 @@ class Collective(Transport):
         expect(self.channel, Room, self.seconds)
 
     def _all_agree(self, work: Callable[[], None]) -> None:
-        """Does work on every rank; if it fails on one, none goes on to wait for it in vain."""
+        """Does work on every rank. If it fails on one, it raises on all, so that none waits for that rank in vain."""
         problem = ""
         try:
             work()
@@ -133,7 +133,7 @@ class Collective(Transport):
             raise WeightSyncError(f"rank {failed}: {problems[failed]}")
 
     def _address(self) -> Address:
-        """Where the store is; the first rank serves it for as long as the job runs."""
+        """The address of the store, which the first rank serves for as long as the job runs."""
         self.generation += 1
         port = 0
         if dist.get_rank() == 0:
@@ -144,7 +144,7 @@ class Collective(Transport):
         return gather_objects(address, self.layout.world_control)[0]
 
     def _watch(self) -> None:
-        """There is no use in waiting when a generator or another sender is gone."""
+        """Raises WeightSyncError if a generator or another sender is gone, so that waiting is of no use."""
         assert self.store is not None  # while a weight sync runs
         raise_failure(self.store)
         self.channel.ready()

@@ -1,4 +1,4 @@
-"""The generator's end of a channel: does what the rank asks for, one weight sync at a time, between two tokens."""
+"""The generator's end of a channel: does what the rank's messages ask for, between two tokens."""
 
 import functools
 import queue
@@ -40,17 +40,17 @@ from automodel_rl.weight_sync.shared_memory import SharedBuffer
 from automodel_rl.weight_sync.slots import Slots
 
 ROOM = 0.8
-"""Share of the free device memory that buffers may take."""
+"""Share of the free device memory that buffers may take up."""
 
 
 class GeneratorEnd:
     """Handles a rank's messages about weights.
 
     Args:
-        receiver: of the generator.
-        device: of the generator's tensors.
-        messages: that come from the rank.
-        answer: sends one back.
+        receiver: the generator's tensors.
+        device: the device of these tensors.
+        messages: the queue of messages from the rank.
+        answer: sends a message back to the rank.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class GeneratorEnd:
         self.store: dist.Store | None = None
 
     def handle(self, message: Message) -> None:
-        """Does what a message asks for. What goes wrong is answered, and leaves the generator without weights."""
+        """Does what a message asks for, and reports errors to the rank. After an error in a weight sync the generator
+        has no complete weights."""
         try:
             match message:
                 case Hello():
@@ -89,7 +90,7 @@ class GeneratorEnd:
                 case Begin(version, seconds):
                     self._sync(version, seconds)
                 case Bucket() | Receive() | Commit() | GiveUp():
-                    pass  # left of a weight sync that has failed
+                    pass  # left over from a weight sync that failed
                 case _:
                     raise unknown(message)
         except Exception as error:
@@ -105,7 +106,7 @@ class GeneratorEnd:
         return [event.ipc_handle() for event in self.emptied]
 
     def _make_room(self, num_bytes: int, num_buffers: int) -> int:
-        """Buffers of the size that the trainer has chosen; fewer than it has, if no more fit."""
+        """Makes buffers of the trainer's size, fewer than the trainer has if no more fit. Returns their number."""
         self._leave()
         self.slots = Slots([])
         count = min(num_buffers, _room(self.device) // num_bytes)
@@ -162,7 +163,7 @@ class GeneratorEnd:
         self.receiver.commit(version)
 
     def _take(self, sender: int, number: int, turn: int) -> None:
-        """Reads a shared buffer."""
+        """Loads a bucket from a shared buffer."""
         slot = self.slots[turn]
         with slot.active():
             if slot.stream is not None:
@@ -172,7 +173,7 @@ class GeneratorEnd:
                 self.emptied[turn].record(slot.stream)
 
     def _receive(self) -> None:
-        """Takes all buckets from the links: as many as there are slots are on their way at once."""
+        """Receives all buckets over the links, at most one for each slot at a time."""
         on_the_way: deque[tuple[int, int, int, Callable[[], bool]]] = deque()
         for turn, (sender, number) in enumerate(in_turn(self.receiver.plans)):
             while on_the_way and (len(on_the_way) == len(self.slots) or on_the_way[0][3]()):
@@ -204,7 +205,7 @@ class GeneratorEnd:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes that buffers may take."""
+    """Bytes that buffers may take up on a device."""
     if device.type == "cpu":
         return 2**63
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""Weights for a generator in another process on the same device: it reads the packed buffers where they are."""
+"""Weights for a generator in another process on the same device, which reads the packed buffers in place."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,14 +14,15 @@ from automodel_rl.weight_sync.transport import Transport
 
 
 class Ipc(Transport):
-    """To the generator at the other end of a channel, over CUDA IPC handles, or shared memory on the CPU.
+    """Shares buffers with a generator: by CUDA IPC handles, or as shared memory on the CPU.
 
-    A slot is filled, the generator is told, reads it and says so. On CUDA both sides only queue: the generator's stream
-    waits for the event behind the filling, and this rank's for the one behind the reading.
+    This rank fills a slot and sends a message; the generator reads the slot and answers. On CUDA both sides only queue
+    work: the generator's stream waits for an event recorded after the filling, and this rank's stream for one recorded
+    after the reading.
 
     Args:
-        channel: to the generator.
-        device: of trainer and generator.
+        channel: the channel to the generator.
+        device: the device of trainer and generator.
         seconds: longest wait for an answer.
     """
 
@@ -78,7 +79,7 @@ class Ipc(Transport):
         end_quietly(self.channel)
 
     def close(self) -> None:
-        """The buffers go with the slots."""
+        """Does nothing: the buffers are freed with the slots."""
 
     def _take_answer(self) -> None:
         self.out.remove(expect(self.channel, Taken, self.seconds).slot)

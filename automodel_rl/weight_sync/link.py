@@ -1,4 +1,4 @@
-"""A process group of one sender and its receivers, which are no ranks of the sender's job: gloo, or NCCL on CUDA."""
+"""A process group of one sender and its receivers, which are not ranks of its job. Gloo on the CPU, NCCL on CUDA."""
 
 import datetime
 import threading
@@ -17,11 +17,11 @@ from automodel_rl.weight_sync.slots import in_time, wait_until
 
 @dataclass(frozen=True)
 class Address:
-    """Where receivers find the store of a sync.
+    """The address at which receivers find the store of a weight sync.
 
     Attributes:
-        host, port: of the job's first rank.
-        generation: how often links were made; old ones are never used again.
+        host, port: the store on the job's first rank.
+        generation: how often links were made. Names in the store depend on it, so that old ones are never used again.
     """
 
     host: str
@@ -29,7 +29,7 @@ class Address:
     generation: int
 
     def store(self, seconds: float) -> dist.Store:
-        """A connection to the store, which waits for so long at most."""
+        """A connection to the store, whose operations wait for at most so many seconds."""
         timeout = datetime.timedelta(seconds=seconds)
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
         return dist.PrefixStore(f"automodel_rl/sync/{self.generation}", store)
@@ -39,11 +39,11 @@ class Link:
     """Broadcasts from rank 0 to the others.
 
     Args:
-        store: shared by all members.
-        name: of the link in the store.
-        rank: of this process; 0 sends.
+        store: a store that all members share.
+        name: the link's name in the store.
+        rank: this process's rank in the link; 0 sends.
         size: number of members.
-        device: where the tensors are.
+        device: the device of the tensors.
         seconds: longest wait for a peer.
 
     Raises:
@@ -64,19 +64,20 @@ class Link:
 
     def _join(self, store: dist.Store, rank: int, size: int) -> Any:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread
+            torch.cuda.set_device(self.device)  # CUDA's current device belongs to a thread
         group = group_outside_of_jobs(store, rank, size, self.device, self.seconds)
-        group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), 0).wait()  # NCCL connects now
+        group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), 0).wait()  # makes NCCL connect now
         return group
 
     def start(self, elements: Tensor) -> Callable[[], bool]:
-        """Begins a broadcast, after what is queued on the current stream, which goes on after it.
+        """Begins a broadcast, after the work queued on the current stream. On CUDA, the stream then waits for it.
 
         Args:
-            elements: sent, or written to.
+            elements: the tensor that rank 0 sends and the others receive into.
 
         Returns:
-            On the CPU whether it is done, else always true: the stream waits. Raises if it has failed.
+            A function that says whether the broadcast is done, or raises if it failed. On CUDA it always says yes,
+            because the stream waits.
         """
         work = self._group.broadcast(elements, 0)
         if self.device.type == "cuda":
@@ -95,24 +96,28 @@ class Link:
         return is_done
 
     def wait(self, done: Callable[[], bool], watch: Callable[[], None]) -> None:
-        """Waits for a broadcast on the host."""
+        """Waits on the host until a broadcast is done."""
         wait_until(done, "a bucket of weights", self.seconds, watch)
 
     def close(self, *, broken: bool) -> None:
-        """Lets go of it; a broken one may have work that never ends."""
+        """Leaves the group.
+
+        Args:
+            broken: the group may have work that never ends, so do not wait for it.
+        """
         box = [self._group]
         self._group = None
         if broken and self.device.type == "cuda":
             box[0].abort()
-        elif broken:  # gloo's last reference waits for what is under way
+        elif broken:  # dropping gloo's last reference waits for the work under way
             threading.Thread(target=box.clear, daemon=True, name="weight-sync-link").start()
 
 
 FAILED = "failed"
 
 
-def tell_failure(store: dist.Store, why: str) -> None:
-    """Leaves word for the members of all links of this generation."""
+def report_failure(store: dist.Store, why: str) -> None:
+    """Leaves the reason of a failure for the members of all links of this generation."""
     store.set(FAILED, why)
 
 

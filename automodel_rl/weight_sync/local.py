@@ -1,4 +1,4 @@
-"""Weights for a generator in this process: from the packed buffers straight to its tensors."""
+"""Weights for a generator in this process: copied from the packed buffers straight to its tensors."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from automodel_rl.weight_sync.transport import Transport
 
 
 class Local(Transport):
-    """To the generator of this process.
+    """Copies weights to the generator of this process.
 
     Args:
-        receiver: of the generator.
-        device: of trainer and generator.
+        receiver: the generator's tensors.
+        device: the device of trainer and generator.
     """
 
     reach = "all stages"
@@ -32,7 +32,7 @@ class Local(Transport):
         self.receiver.begin()
 
     def release(self, slot: Slot) -> None:
-        """The slot's stream has all that uses it."""
+        """Does nothing: the slot's stream already orders all its uses."""
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         self.receiver.load(sender, number, slot.buffer)
@@ -42,7 +42,7 @@ class Local(Transport):
         return Committed(self.receiver.version, self.receiver.checksums() if sums else None)
 
     def give_up(self) -> None:
-        """The receiver has no version until the next commit."""
+        """Does nothing: the receiver has no version until the next commit."""
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Does nothing: nothing was opened."""

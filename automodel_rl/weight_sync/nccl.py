@@ -1,8 +1,8 @@
-"""NCCL as vLLM's weight transfer uses it: a communicator of its own, whose id travels in vLLM's way.
+"""An NCCL communicator with vLLM's workers, set up in the way that vLLM's weight transfer expects.
 
-vLLM shares no environment with this package, so its half of the meeting is played here: the sender serves a TCP store,
-puts the communicator's id there, pickled as vLLM's own class, and takes part in a first all-reduce. libnccl is the one
-that torch has loaded. Checked with vLLM 0.23.0.
+vLLM is not installed beside this package, so the trainer's half of the setup is written here. The sender serves a TCP
+store, puts the communicator's id there, pickled as vLLM's own class, and takes part in a first all-reduce. It uses the
+libnccl that torch has loaded. Checked with vLLM 0.23.0.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ DTYPES = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-"""ncclDataType_t."""
+"""Values of ncclDataType_t."""
 
 SUM = 0
 ID_KEY = "broadcast_from/0/0"
@@ -33,12 +33,12 @@ class _UniqueId(ctypes.Structure):
 
 
 class NcclSender:
-    """Rank 0 of a communicator with vLLM's workers. Made while they are told to join; it waits for all of them.
+    """Rank 0 of a communicator with vLLM's workers. Waits for all of them to join, so they must be joining already.
 
     Args:
-        host, port: where the store is served.
-        world_size: workers and this rank.
-        device: this rank's.
+        host, port: the address at which the store is served.
+        world_size: number of workers, and 1 for this rank.
+        device: this rank's device.
         seconds: longest wait for the workers.
     """
 
@@ -46,13 +46,13 @@ class NcclSender:
         self.device = device
         torch.cuda.set_device(device)
         self.library = ctypes.CDLL("libnccl.so.2")
-        # As vLLM makes its end: all workers have come when this returns.
+        # The same arguments as vLLM's workers use; returns when all of them have come.
         self.store = dist.TCPStore(
             host, port, world_size, is_master=True, timeout=datetime.timedelta(seconds=seconds), use_libuv=False
         )
         unique = _UniqueId()
         self._check(self.library.ncclGetUniqueId(ctypes.byref(unique)))
-        self.store.set(ID_KEY, pickled_id(bytes(unique)))  # type: ignore[arg-type]  # bytes are as good
+        self.store.set(ID_KEY, pickled_id(bytes(unique)))  # type: ignore[arg-type]  # bytes work as well
         self.communicator = ctypes.c_void_p()
         self._check(self.library.ncclCommInitRank(ctypes.byref(self.communicator), world_size, unique, 0))
         first = torch.zeros(1, device=device)
@@ -63,7 +63,7 @@ class NcclSender:
         stream.synchronize()
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Queues a broadcast on the current stream; the tensor is contiguous."""
+        """Queues a broadcast of a contiguous tensor on the current stream."""
         stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         pointer, count = self._pointer(tensor), ctypes.c_size_t(tensor.numel())
         self._check(
@@ -71,7 +71,7 @@ class NcclSender:
         )
 
     def abort(self) -> None:
-        """Ends it with all that it has under way."""
+        """Ends the communicator and the work it has under way."""
         self.library.ncclCommAbort(self.communicator)
 
     def _check(self, code: int) -> None:
@@ -85,9 +85,9 @@ class NcclSender:
 
 
 def pickled_id(unique: bytes) -> bytes:
-    """A communicator's id as a pickle of vLLM's ncclUniqueId, a ctypes structure, which is not importable here.
+    """A communicator's id as a pickle of vLLM's ncclUniqueId, a ctypes structure that cannot be imported here.
 
-    Written out in pickle's own words: call _ctypes._unpickle with the class and (its attributes, its bytes).
+    The opcodes of the pickle call _ctypes._unpickle with the class and (its attributes, its bytes).
     """
     assert len(unique) == ID_BYTES
     cls = b"cvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"

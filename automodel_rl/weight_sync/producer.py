@@ -1,4 +1,4 @@
-"""The trainer's side of a sync: this rank's tensors in packed buffers, and, where asked for, those of other stages."""
+"""The trainer's side of a weight sync: packs this rank's tensors, and if asked other stages' tensors, into buffers."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ from automodel_rl.weight_sync.receiver import in_turn
 from automodel_rl.weight_sync.slots import Slot
 
 Reach = Literal["own stages", "all stages"]
-"""Whose buckets a rank gets to see."""
+"""The stages whose buckets a rank fills into its buffers."""
 
 
 class Producer:
@@ -22,15 +22,15 @@ class Producer:
 
     Args:
         handle: the model.
-        dtype: that parameters are sent in.
-        most_bytes: of a bucket.
-        whole: never cut a tensor, for generators that load whole ones.
-        adapters_alone: only the adapters, under the model's names.
-        reach: with "all stages" every bucket also goes to this rank's pipeline peers.
+        dtype: the dtype in which parameters are sent.
+        most_bytes: largest size of a bucket.
+        whole: never cut a tensor, for generators that load whole tensors.
+        adapters_alone: send only the adapters, under the model's names.
+        reach: "own stages", or "all stages" to also get the buckets of this rank's pipeline peers.
 
     Attributes:
-        plans: of every pipeline rank; equal on all ranks.
-        turns: (pipeline rank, bucket) in the order in which this rank fills buffers.
+        plans: the plan of every pipeline rank; equal on all ranks.
+        turns: pairs (pipeline rank, bucket) in the order in which this rank fills buffers.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Producer:
         adapters_alone: bool = False,
         reach: Reach,
     ):
-        assert not handle.has_encoder  # the table has refused a run of it
+        assert not handle.has_encoder  # the table of supported combinations refuses such runs
         self.handle, self.dtype, self.adapters_alone = handle, dtype, adapters_alone
         self.layout = handle.layout
         self._stage = StageBuckets(self._sources(), handle.family, self.layout, most_bytes, whole=whole)
@@ -55,23 +55,23 @@ class Producer:
 
     @property
     def largest_bucket(self) -> int:
-        """Bytes that buffers must have."""
+        """Bytes that a buffer must hold."""
         return max(self.plans[sender].largest_bucket for sender in {s for s, _ in self.turns} | {self.layout.pp_rank})
 
     def begin(self) -> None:
-        """Starts over with the weights that the model has now. A collective of each stage's ranks."""
+        """Begins a weight sync with the weights that the model has now. A collective of each stage's ranks."""
         if self.handle.model.lora is not None:
-            self._stage.reread(self._sources())  # merged with what the adapters are now
+            self._stage.reread(self._sources())  # merges the adapters as they are now
         self._sums = {}
 
     def fill(self, sender: int, number: int, slot: Slot, *, sums: bool) -> None:
-        """Packs a bucket into a slot, on its stream. A collective of the stage's ranks, and of pipeline peers.
+        """Packs a bucket into a slot, on the current stream. A collective of the stage's ranks and of pipeline peers.
 
         Args:
             sender: the pipeline rank that owns the bucket.
-            number: of the bucket.
-            slot: whose turn it is.
-            sums: take checksums of what is packed.
+            number: the bucket's number.
+            slot: the slot to fill.
+            sums: take checksums of the packed tensors.
         """
         bucket = self.plans[sender].buckets[number]
         if sender == self.layout.pp_rank:
@@ -85,10 +85,10 @@ class Producer:
             for chunk in bucket.chunks:
                 name = self.plans[sender].tensors[chunk.tensor].name
                 part = checksum(elements[chunk.offset : chunk.offset + chunk.count], chunk.start)
-                self._sums.setdefault(name, []).append(part)  # added up later, for slots have streams of their own
+                self._sums.setdefault(name, []).append(part)  # added up later, because each slot has its own stream
 
     def checksums(self) -> dict[str, int]:
-        """Of every tensor of the model, as it was packed; after the slots have rejoined. A collective."""
+        """The checksum of every tensor of the model as it was packed. A collective, to call after `Slots.rejoin`."""
         own = {name: int(torch.stack(parts).sum()) for name, parts in self._sums.items()}
         return {name: total for stage in gather_objects(own, self.layout.pp_control) for name, total in stage.items()}
 

@@ -1,4 +1,4 @@
-"""The generator's side of a sync: its tensors by name, what is written to them, and whether they are complete."""
+"""The generator's tensors in a weight sync: writes buckets to them, and knows which version they are."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,12 +15,12 @@ class Receiver:
     """Writes buckets to a generator's tensors.
 
     Args:
-        homes: contiguous tensors by their Hugging Face names, all that the generator computes with.
+        homes: the generator's tensors by their Hugging Face names, contiguous.
 
     Attributes:
-        plans: of every sender, since they were agreed on.
-        version: of the weights that are in place; None before the first weight sync, and from the beginning of one
-            to its end, for ever if it is interrupted.
+        plans: the plan of every sender, once they are agreed on.
+        version: the version of the weights in place. None before the first weight sync, while one runs, and after one
+            that was interrupted.
     """
 
     def __init__(self, homes: Mapping[str, Tensor]):
@@ -30,10 +30,10 @@ class Receiver:
         self._targets: dict[tuple[int, int], list[Tensor]] = {}
 
     def agree(self, plans: Sequence[Plan]) -> None:
-        """Takes note of what every sender will send. Nothing has been sent yet.
+        """Checks and notes what every sender will send.
 
         Raises:
-            WeightSyncError: names, shapes or dtypes are not those of the generator.
+            WeightSyncError: names, shapes or dtypes differ from the generator's.
         """
         sent = {spec.name: spec for plan in plans for spec in plan.tensors}
         twice = len([spec for plan in plans for spec in plan.tensors]) - len(sent)
@@ -62,12 +62,12 @@ class Receiver:
         }
 
     def begin(self) -> None:
-        """From here to `commit` the weights are of no version."""
+        """Begins a weight sync. Until `commit` the weights have no version."""
         self.version = None
 
     @torch.no_grad()
     def load(self, sender: int, number: int, buffer: Tensor) -> None:
-        """Writes a bucket to the tensors it holds stretches of, on the current stream."""
+        """Writes a bucket's stretches to their tensors, on the current stream."""
         bucket = self.plans[sender].buckets[number]
         if bucket.chunks:
             elements = bucket.elements(buffer)
@@ -75,11 +75,11 @@ class Receiver:
             copy_each(self._targets[sender, number], stretches)
 
     def commit(self, version: int) -> None:
-        """All buckets are in place."""
+        """Ends a weight sync: all buckets are in place."""
         self.version = version
 
     def complete_version(self) -> int:
-        """The version of the weights. Raises WeightSyncError where they are of none."""
+        """The version of the weights. Raises WeightSyncError if they have none."""
         if self.version is None:
             raise WeightSyncError(
                 "the generator has no complete weights: none came yet, or a weight sync was interrupted; it generates "
@@ -88,13 +88,13 @@ class Receiver:
         return self.version
 
     def checksums(self) -> dict[str, int]:
-        """Of every tensor as the generator has it now."""
+        """The checksum of every tensor as the generator has it now."""
         return {name: int(checksum(home)) for name, home in self.homes.items()}
 
 
 def in_turn(plans: Sequence[Plan]) -> list[tuple[int, int]]:
-    """(sender, bucket) in the order in which receivers take them: of each sender one, and again. While one stage's
-    bucket is on its way the next stage packs."""
+    """Pairs (sender, bucket) in the order in which receivers take them: one bucket of each sender in turn, so that one
+    stage packs while another one's bucket is on its way."""
     longest = max((len(plan.buckets) for plan in plans), default=0)
     return [
         (sender, number) for number in range(longest) for sender, plan in enumerate(plans) if number < len(plan.buckets)

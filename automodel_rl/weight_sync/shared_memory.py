@@ -1,7 +1,7 @@
-"""Buffers that two processes share: on the same CUDA device by its IPC handles, on the CPU by a file in memory.
+"""Buffers that two processes share: by CUDA IPC handles on the same device, by a file in memory on the CPU.
 
-`torch.multiprocessing.reductions` is how torch itself sends CUDA tensors to other processes; checked with torch 2.11
-and 2.13.
+Uses `torch.multiprocessing.reductions`, by which torch itself sends CUDA tensors to other processes. Checked with torch
+2.11 and 2.13.
 """
 
 import os
@@ -17,18 +17,18 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from automodel_rl.errors import WeightSyncError
 
 DEVICE_ARGUMENT = 6
-"""Of rebuild_cuda_tensor: the device's number, which differs where processes see different devices."""
+"""Place of the device's number among the arguments of rebuild_cuda_tensor. Processes may number devices differently."""
 
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """How another process opens a buffer.
+    """A description with which another process opens a buffer.
 
     Attributes:
-        num_bytes: its size.
-        file: in memory, or None on CUDA.
-        cuda: arguments of torch's rebuild_cuda_tensor.
-        filled: handle of the owner's event after filling it.
+        num_bytes: the buffer's size.
+        file: path of the file in memory; None on CUDA.
+        cuda: arguments of torch's rebuild_cuda_tensor; empty on the CPU.
+        filled: handle of the event that the owner records after filling the buffer; empty on the CPU.
     """
 
     num_bytes: int
@@ -37,7 +37,7 @@ class SharedBuffer:
     filled: bytes
 
     def open(self, device: torch.device) -> Tensor:
-        """The buffer in this process, uint8."""
+        """Opens the buffer in this process, as uint8."""
         if self.file is not None:
             return torch.from_file(self.file, shared=True, size=self.num_bytes, dtype=torch.uint8)
         arguments = list(self.cuda)
@@ -46,12 +46,12 @@ class SharedBuffer:
 
 
 def share(num_bytes: int, device: torch.device, filled: torch.cuda.Event | None) -> tuple[Tensor, SharedBuffer]:
-    """A new buffer (uint8), and how another process opens it. A file must be removed when the other has opened it.
+    """A new buffer (uint8) and its description. On the CPU, call `unlink` once the other process has opened it.
 
     Args:
-        num_bytes: its size.
-        device: where it is.
-        filled: an event for use between processes; on CUDA.
+        num_bytes: the buffer's size.
+        device: the buffer's device.
+        filled: an interprocess event, on CUDA only.
     """
     if device.type == "cpu":
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -76,6 +76,6 @@ def share(num_bytes: int, device: torch.device, filled: torch.cuda.Event | None)
 
 
 def unlink(shared: SharedBuffer) -> None:
-    """Removes the name of a buffer that both sides have open, or that is given up."""
+    """Removes the file of a buffer, which both sides have opened or given up. Open buffers keep their memory."""
     if shared.file is not None:
         Path(shared.file).unlink(missing_ok=True)

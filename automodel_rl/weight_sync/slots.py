@@ -1,4 +1,4 @@
-"""Buffers that are filled and emptied in turn, each on a stream of its own, so that the steps of a sync overlap."""
+"""Buffers that are filled and emptied in turn, each on a stream of its own, so that the parts of a sync overlap."""
 
 import contextlib
 import threading
@@ -16,21 +16,21 @@ from automodel_rl.errors import WeightSyncError
 T = TypeVar("T")
 
 TURNS_AHEAD = 4
-"""Turns of a slot that may be queued on its stream."""
+"""Most turns of a slot that may be queued on its stream."""
 
 POLL_SECONDS = 5e-5
 WATCH_SECONDS = 0.1
 
 
 class Slot:
-    """A buffer and its stream (on the CPU there is none, and everything happens at once).
+    """A buffer and its stream. On the CPU there is no stream, and work is done at once.
 
     Args:
-        number: its place among all.
+        number: its place in the ring.
         buffer: uint8.
 
     Attributes:
-        targets: where in the buffer the buckets are written that are filled into it.
+        targets: for each bucket number, the views of the buffer that its tensors are written to.
     """
 
     def __init__(self, number: int, buffer: Tensor):
@@ -40,24 +40,27 @@ class Slot:
         self._uses: deque[torch.cuda.Event] = deque()
 
     def active(self) -> AbstractContextManager[None]:
-        """Within this block work is queued on the slot's stream."""
+        """Queues the work of a block on the slot's stream."""
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> None:
         """Notes that all work of this turn is queued."""
         if self.stream is not None:
-            self.has_room()  # lets go of those that have ended
+            self.has_room()  # drops the events of turns that have ended
             self._uses.append(self.stream.record_event())
 
     def has_room(self) -> bool:
-        """Whether another turn may be queued. The stream keeps turns in order; this keeps their number small, so that
-        the host sees within a few turns that a peer no longer answers. Asks, and does not wait."""
+        """Whether another turn may be queued. Does not wait.
+
+        The stream keeps turns in order. This limits their number, so that the host notices within a few turns that a
+        peer no longer answers.
+        """
         while self._uses and self._uses[0].query():
             self._uses.popleft()
         return len(self._uses) < TURNS_AHEAD
 
     def is_done(self) -> bool:
-        """Whether the work of all turns has ended. Asks, and does not wait."""
+        """Whether the work of all turns has ended. Does not wait."""
         return self.has_room() and not self._uses
 
 
@@ -73,7 +76,7 @@ class Slots:
 
     @classmethod
     def allocate(cls, num_bytes: int, count: int, device: torch.device) -> "Slots":
-        """With buffers of this process alone."""
+        """Makes slots whose buffers no other process shares."""
         return cls([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)])
 
     def __getitem__(self, turn: int) -> Slot:
@@ -84,13 +87,13 @@ class Slots:
         return len(self.ring)
 
     def join(self) -> None:
-        """All slots begin after what is queued on the current stream, such as an optimizer step."""
+        """Makes all slots wait for the work queued on the current stream, such as an optimizer step."""
         for slot in self.ring:
             if slot.stream is not None:
                 slot.stream.wait_stream(torch.cuda.current_stream(slot.buffer.device))
 
     def rejoin(self) -> None:
-        """What the current stream does next, such as the next optimizer step, begins after all slots."""
+        """Makes the current stream wait for all slots, so that the next optimizer step begins after them."""
         for slot in self.ring:
             if slot.stream is not None:
                 torch.cuda.current_stream(slot.buffer.device).wait_stream(slot.stream)
@@ -100,10 +103,10 @@ def wait_until(done: Callable[[], bool], what: str, seconds: float, watch: Calla
     """Waits on the host, without holding up a stream.
 
     Args:
-        done: asked again and again.
-        what: that is waited for, for the message.
-        seconds: at most.
-        watch: raises if there is no use in waiting any longer; asked now and then.
+        done: whether the wait is over; called again and again.
+        what: the thing that is waited for, for the error message.
+        seconds: longest wait.
+        watch: called now and then; raises if there is no use in waiting any longer.
 
     Raises:
         WeightSyncError: it took too long.
@@ -123,13 +126,13 @@ def wait_until(done: Callable[[], bool], what: str, seconds: float, watch: Calla
 
 
 def in_time(work: Callable[[], T], what: str, seconds: float, watch: Callable[[], None]) -> T:
-    """Does work that cannot be told to stop waiting for others, in a thread that is left to itself if it must be.
+    """Does work that cannot be interrupted, in a thread that is abandoned if the work takes too long.
 
     Args:
-        work: is called.
-        what: it is, for the message.
-        seconds: it may take.
-        watch: raises if there is no use in waiting any longer.
+        work: the function to call.
+        what: a name for the work, for the error message.
+        seconds: longest time that it may take.
+        watch: called now and then; raises if there is no use in waiting any longer.
 
     Raises:
         WeightSyncError: it took too long.

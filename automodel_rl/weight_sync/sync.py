@@ -1,4 +1,4 @@
-"""WeightSync: gives this rank's generator the weights of the model. Reads from top to bottom."""
+"""WeightSync: gives this rank's generator the weights of the model. The place to start reading this package."""
 
 import functools
 import time
@@ -22,18 +22,18 @@ T = TypeVar("T")
 class WeightSync:
     """Sends a model's weights to generators, again and again. Every rank of the job has one.
 
-    A weight sync fills buffers in turn: each rank casts its shards, stages gather them bucket by bucket, and the
-    transport takes each bucket on its way while the next one is filled. The generator has the weights when it reports
+    A weight sync fills buffers in turn. Each rank casts its shards, and the ranks of a stage gather them bucket by
+    bucket. The transport sends one bucket while the next one is filled. The generator has the weights when it reports
     the version that was sent.
 
     Args:
         handle: the model.
         transport: the way to this rank's generator.
-        config: of the sync.
+        config: the config's section `weight_sync`.
 
     Attributes:
-        version: of the last weight sync, from 1 on.
-        seconds: that it took.
+        version: the number of the last weight sync, from 1 on.
+        seconds: the time that it took.
     """
 
     def __init__(self, handle: ModelHandle, transport: Transport, config: WeightSyncConfig):
@@ -53,11 +53,11 @@ class WeightSync:
 
     @property
     def num_bytes(self) -> int:
-        """That every generator gets in a weight sync."""
+        """Bytes that every generator gets in a weight sync."""
         return sum(plan.num_bytes for plan in self.producer.plans)
 
     def send(self) -> None:
-        """Gives the generators the weights that the model has now. A collective of all ranks, also where it fails.
+        """Gives the generators the weights that the model has now. A collective of all ranks, even if it fails on some.
 
         Raises:
             WeightSyncError: this rank's generator does not have the new weights; it refuses to generate.
@@ -68,7 +68,7 @@ class WeightSync:
         if self.slots is None:
             self.slots = self._attempt(self._connect)
         self.producer.begin()
-        # Ranks whose transport has failed go on to fill buffers with the others, and send nothing.
+        # A rank whose transport has failed still fills buffers with the others, but sends nothing.
         slots = self.slots or self._connect_nothing()
         self._attempt(lambda: self.transport.begin(self.version))
         slots.join()
@@ -86,12 +86,12 @@ class WeightSync:
         self.seconds = time.perf_counter() - started
 
     def disconnect(self) -> None:
-        """Lets go of buffers and connections. The next weight sync makes new ones."""
+        """Releases buffers and connections. The next weight sync makes new ones."""
         self.transport.close()
         self.slots = None
 
     def reconnect(self, transport: Transport) -> None:
-        """Sends to a generator that was made anew.
+        """Sends to a new generator from now on.
 
         Args:
             transport: the way to it, of the same class as the one before.
@@ -104,12 +104,12 @@ class WeightSync:
         return self.transport.connect(self.producer.plans, size, self.config.num_buffers)
 
     def _connect_nothing(self) -> Slots:
-        """Buffers that only take part in the gathering."""
+        """Buffers with which a rank only takes part in the gathering."""
         size, device = max(1, self.producer.largest_bucket), self.handle.layout.device
         return Slots.allocate(size, 1, device)
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
-        """Does a transport's work, unless it has failed before. The first failure ends the sync on the other side."""
+        """Does work of the transport, unless it failed earlier in this weight sync. A failure ends the sync."""
         if self._problem:
             return None
         try:
@@ -135,7 +135,7 @@ class WeightSync:
                 )
 
     def _agree(self) -> None:
-        """If a sync failed on a rank, all connect anew for the next: links between them may hold the rest of it."""
+        """If the sync failed on any rank, makes all ranks connect anew: their links may still hold parts of it."""
         problems = gather_objects(self._problem, self.handle.layout.world_control)
         if any(problems):
             self.transport.give_up()
@@ -145,5 +145,5 @@ class WeightSync:
 
 
 def sync_dtype(config: WeightSyncConfig, handle: ModelHandle) -> torch.dtype:
-    """In which weights are sent and generators compute."""
+    """The dtype in which weights are sent and generators compute."""
     return handle.dtype if config.dtype is None else getattr(torch, config.dtype)

@@ -1,4 +1,4 @@
-"""What every way to a generator does. `sync` drives it: connect once, then begin, (release, send)..., commit."""
+"""The interface of every way to a generator. `sync` calls connect once, then begin, (release, send)..., commit."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ class Transport(ABC):
     """The way from this rank's buffers to its generator, or to all. Every method may raise WeightSyncError.
 
     Attributes:
-        reach: whose buckets this rank needs to see.
-        whole: tensors must not be cut.
+        reach: the stages whose buckets this rank fills: its own, or all.
+        whole: whether tensors must not be cut.
     """
 
     reach: Reach
@@ -25,14 +25,14 @@ class Transport(ABC):
         """Agrees on what will be sent, and makes the buffers. A collective; may be called again after a failure.
 
         Args:
-            plans: of every sender.
-            num_bytes: of a buffer.
-            num_buffers: how many.
+            plans: the plan of every sender.
+            num_bytes: size of a buffer.
+            num_buffers: number of buffers.
         """
 
     @abstractmethod
     def begin(self, version: int) -> None:
-        """From here to `commit` the generator has no complete weights."""
+        """Begins a weight sync. Until `commit` the generator has no complete weights."""
 
     @abstractmethod
     def release(self, slot: Slot) -> None:
@@ -44,7 +44,12 @@ class Transport(ABC):
 
     @abstractmethod
     def commit(self, version: int, *, sums: bool) -> Committed:
-        """All buckets are sent: waits until the generator has them, and returns what it says of them."""
+        """Ends a weight sync: waits until the generator has all buckets, and returns its report.
+
+        Args:
+            version: the number of this weight sync.
+            sums: ask for a checksum of every tensor.
+        """
 
     @abstractmethod
     def give_up(self) -> None:
@@ -52,4 +57,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of what was opened. Does not raise."""
+        """Releases what was opened. Does not raise."""

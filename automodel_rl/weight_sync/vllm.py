@@ -1,7 +1,7 @@
 """Weights for vLLM by its own weight transfer: over IPC to a process on the same device, over NCCL to others.
 
-vLLM loads whole tensors by their names in checkpoints, one expert at a time, so tensors are never cut. It gets a call
-for each bucket. Checked with vLLM 0.23.0.
+vLLM loads whole tensors by their names in checkpoints, one expert at a time, so tensors are never cut. Every bucket is
+one call. Checked with vLLM 0.23.0.
 """
 
 import os
@@ -24,7 +24,7 @@ from automodel_rl.weight_sync.slots import Slot, Slots, in_time, wait_until
 from automodel_rl.weight_sync.transport import Transport
 
 MOST_UNANSWERED = 8
-"""Buckets that vLLM may be told of before it has taken them: more could fill the pipe, and block this rank in it."""
+"""Most buckets that may wait for vLLM's answer. Messages of more could fill the pipe and block this rank."""
 
 
 class VllmChannel(Channel, Protocol):
@@ -32,15 +32,15 @@ class VllmChannel(Channel, Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Processes that hold weights."""
+        """Number of processes that hold weights."""
         ...
 
 
 class _Vllm(Transport):
-    """What both ways have in common: how a weight sync is told, and answered bucket by bucket.
+    """The part that both ways share: messages about each bucket, and their answers.
 
     Args:
-        channel: to this rank's generator.
+        channel: the channel to this rank's generator.
         layout: this rank's place.
         seconds: longest wait for an answer.
     """
@@ -71,7 +71,7 @@ class _Vllm(Transport):
         self.asked += 1
 
     def _take_answers(self, left: int) -> None:
-        """Until so many buckets are left without an answer."""
+        """Waits until at most `left` buckets have no answer yet."""
         while self.asked > left:
             expect(self.channel, Loaded, self.seconds)
             self.asked -= 1
@@ -87,7 +87,7 @@ class _Vllm(Transport):
 
 
 class VllmSameDevice(_Vllm):
-    """To a process of vLLM on this rank's device."""
+    """Sends to a process of vLLM on this rank's device."""
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
         self.plans = plans
@@ -102,17 +102,17 @@ class VllmSameDevice(_Vllm):
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         if slot.stream is not None:
-            slot.stream.synchronize()  # vLLM reads it when it is told, on streams that know nothing of this one
+            slot.stream.synchronize()  # vLLM reads it once it has the message, without waiting for this stream
         self._load({"buffer": slot.number, **self._describe(sender, number)})
 
     def close(self) -> None:
-        """The buffers go with the slots."""
+        """Does nothing: the buffers are freed with the slots."""
 
 
 class VllmNccl(_Vllm):
-    """To processes of vLLM on devices of their own, or to servers: the first rank broadcasts, tensor by tensor.
+    """Sends to processes of vLLM on devices of their own, or to servers: the first rank broadcasts tensor by tensor.
 
-    vLLM also takes packed buffers over NCCL, but loads those on streams that its next step does not wait for.
+    vLLM also takes packed buffers over NCCL, but loads them on streams that its next step does not wait for.
     """
 
     sender: NcclSender | None = None
@@ -123,8 +123,8 @@ class VllmNccl(_Vllm):
         self.plans = plans
         rank = dist.get_rank()
         place = (os.environ.get("MASTER_ADDR", "localhost"), free_port())
-        told = gather_objects((*self._workers(), place), self.layout.world_control)
-        workers, problems, places = zip(*told, strict=True)
+        answers = gather_objects((*self._workers(), place), self.layout.world_control)
+        workers, problems, places = zip(*answers, strict=True)
         if any(problems):
             raise WeightSyncError(next(problem for problem in problems if problem))
         (host, port), world_size = places[0], 1 + sum(workers)
@@ -155,7 +155,7 @@ class VllmNccl(_Vllm):
             self.sender = None
 
     def _workers(self) -> tuple[int, str]:
-        """How many processes this rank's generator has, or why that is not known."""
+        """The number of processes of this rank's generator, and why it is not known, if so."""
         try:
             return self.channel.num_workers, ""
         except (OSError, ValueError, LookupError) as error:
@@ -174,7 +174,7 @@ class VllmNccl(_Vllm):
         )
 
     def _take_early_answer(self) -> None:
-        """An answer before this rank has joined can only be an error; it may also come just as it joins."""
+        """Takes an answer that comes while this rank joins: an error, or Ready if it has just joined."""
         if self.channel.ready():
             expect(self.channel, Ready, self.seconds)
             self.is_ready = True

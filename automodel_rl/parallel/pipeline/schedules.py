@@ -1,4 +1,4 @@
-"""What each pipeline schedule of torch asks for: stages on a rank, where they lie, how many microbatches it can run."""
+"""Requirements of torch's pipeline schedules: stages on a rank, their places, and numbers of microbatches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ from automodel_rl.config import ParallelConfig
 
 @dataclass(frozen=True)
 class ScheduleRule:
-    """What a schedule asks for.
+    """The requirements of a schedule.
 
     Attributes:
-        min_virtual_stages, max_virtual_stages: stages on each rank (None: any number).
-        is_v: rank r has stages r and 2 * pp - 1 - r, so that rank 0 has the first and the last; else r, r + pp, ...
-        splits_backward: gradients of inputs and of weights are computed at different times.
-        runs: (microbatches, pp, stages) -> whether the schedule takes that number.
+        min_virtual_stages, max_virtual_stages: number of stages on each rank (None: any number).
+        is_v: whether rank r has stages r and 2 * pp - 1 - r, so that rank 0 has the first and the last stage. Else it
+            has stages r, r + pp, ...
+        splits_backward: whether gradients of inputs and of weights are computed at different times.
+        runs: (microbatches, pp, stages) -> whether the schedule can run that number of microbatches.
     """
 
     min_virtual_stages: int
@@ -47,7 +48,7 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleRule(2, 2, True, True, _any),
     "DualPipeV": ScheduleRule(2, 2, True, True, _one_for_each_stage),
 }
-"""By torch's name. The numbers of microbatches are those its constructors accept, in torch 2.11 and 2.13."""
+"""The schedules by torch's names. `runs` is what torch's constructors accept in torch 2.11 and 2.13."""
 
 
 def fill_up_to(num_microbatches: int, parallel: ParallelConfig) -> int:
@@ -59,7 +60,7 @@ def fill_up_to(num_microbatches: int, parallel: ParallelConfig) -> int:
 
 
 def refuse_schedule(parallel: ParallelConfig) -> str | None:
-    """Why the schedule cannot run with so many stages on a rank, or with this torch, if it cannot."""
+    """The reason why the schedule cannot run with so many stages on a rank, or with this torch; None if it can."""
     rule = SCHEDULES[parallel.schedule]
     most = rule.max_virtual_stages
     if parallel.virtual_stages < rule.min_virtual_stages or (most is not None and parallel.virtual_stages > most):

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""The split of a model's layers into pipeline stages."""
 
 import itertools
 
@@ -7,7 +7,7 @@ from automodel_rl.errors import InputError
 
 
 def refuse_split(num_layers: int, parallel: ParallelConfig) -> str | None:
-    """Why the layers cannot be split as configured, if they cannot: too few, or a list that does not fit them."""
+    """The reason why layers cannot be split as configured (too few, or a list that does not fit); None if they can."""
     given, stages = parallel.layers_per_stage, parallel.num_stages
     sizes = f"parallel.pp={parallel.pp}"
     if parallel.virtual_stages > 1:
@@ -31,10 +31,10 @@ def refuse_split(num_layers: int, parallel: ParallelConfig) -> str | None:
 
 
 def layers_per_stage(num_layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Number of layers of every stage, as configured or as even as possible with the last stages shortest.
+    """Number of layers of every stage: as configured, or as even as possible with the shortest stages last.
 
     Raises:
-        InputError: more stages than layers, or a list that does not add up.
+        InputError: there are more stages than layers, or the configured list does not add up.
     """
     refusal = refuse_split(num_layers, parallel)
     if refusal is not None:

@@ -1,4 +1,4 @@
-"""A pipeline step on paper: when each rank is busy, and what it holds."""
+"""Plays a pipeline step on paper: when each rank is busy, and what it holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ class Timeline:
     """One step of a pipeline.
 
     Attributes:
-        length: of the step, in the unit of the costs.
-        busy: of every rank.
-        most_held: for every rank the largest sum of what its stages hold for microbatches between forward and backward.
-        num_microbatches: run, empty ones included.
+        length: duration of the step, in the unit of the costs.
+        busy: time for which every rank is busy, in the same unit.
+        most_held: for every rank, the most that its stages hold at a time for microbatches between forward and
+            backward.
+        num_microbatches: number of microbatches that run, empty ones included.
     """
 
     length: float
@@ -45,7 +46,7 @@ def simulate(
 
     Args:
         parallel: sizes and schedule.
-        num_microbatches: of a data rank.
+        num_microbatches: number of microbatches of a data rank.
         forward: cost of a microbatch's forward in every stage.
         held: what every stage holds for a microbatch between its forward and its backward.
     """
@@ -85,7 +86,7 @@ def simulate(
 def _ready(
     stage: int, kind: str, microbatch: int, num_stages: int, done: dict[tuple[int, str, int], float]
 ) -> float | None:
-    """When what an action waits for is done, None if it is not yet planned."""
+    """Time at which the action that this one waits for is done; None if that is not known yet."""
     if kind == "F":
         return 0.0 if stage == 0 else done.get((stage - 1, "F", microbatch))
     if kind == "W":

@@ -1,4 +1,4 @@
-"""How often rewards fail, and when to say so."""
+"""Error rates of rewards, and warnings about them."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,20 @@ from automodel_rl.config import RewardConfig
 from automodel_rl.rollout.rewards.scorer import Score
 
 WORSE = 2
-"""A reward is named again when it fails this many times as often as when it was named last."""
+"""Factor by which a reward's error rate must grow before the next warning about it."""
 
 
 def error_rates(scores: Sequence[Score], names: Sequence[str]) -> dict[str, float]:
-    """Share of failed calls of each reward, by name."""
+    """The share of each reward's calls that failed, by name."""
     calls = zip(*(score.errors for score in scores), strict=True)
     return {name: sum(map(bool, errors)) / len(errors) for name, errors in zip(names, calls, strict=True)}
 
 
 class ErrorWatch:
-    """Names rewards whose calls fail beside others that go well: once, and again when it gets clearly worse.
+    """Warns of rewards whose calls fail: once, and again when it gets clearly worse.
 
     Args:
-        rewards: of the config.
+        rewards: the rewards of the config.
     """
 
     def __init__(self, rewards: Sequence[RewardConfig]):
@@ -27,11 +27,11 @@ class ErrorWatch:
         self.named_at = [0.0] * len(rewards)
 
     def warnings(self, scores: Sequence[Score], where: str) -> list[str]:
-        """What is new to say, a line for each reward.
+        """New warnings, at most one line for each reward.
 
         Args:
-            scores: of completions.
-            where: these come from, such as a step.
+            scores: scores of completions.
+            where: the place they come from, such as a step, for the text.
         """
         lines = []
         for place, reward in enumerate(self.rewards):

@@ -1,4 +1,4 @@
-"""Reward functions: (completion, example) -> score. Imports nothing heavy, for a process of its own runs them."""
+"""Reward functions: (completion, example) -> score. Imports nothing heavy, as every reward has its own process."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def exact_match(completion: str, example: Example) -> float:
-    """1 if the completion is the answer, up to space around it."""
+    """1 if the completion is the answer, apart from surrounding whitespace."""
     return float(completion.strip() == str(example["answer"]).strip())
 
 
@@ -25,21 +25,21 @@ def last_number(completion: str, example: Example) -> float:
 
 
 def math(completion: str, example: Example) -> float:
-    """1 if what the completion gives as its result equals the answer, by math-verify."""
+    """1 if math-verify says that the completion's result equals the answer."""
     from math_verify import parse, verify
 
-    # Its own time limits want the main thread's alarm; the limit of the call is enough.
+    # math-verify's own time limits need the main thread's alarm; the call's time limit is enough.
     expected = parse(f"${example['answer']}$", parsing_timeout=None)
     return float(verify(expected, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
 def format(completion: str, example: Example, pattern: str) -> float:
-    """1 if all of the completion matches a regular expression, in which . is any character."""
+    """1 if the whole completion matches a regular expression, in which . also matches newlines."""
     return float(re.fullmatch(pattern, completion.strip(), re.DOTALL) is not None)
 
 
 def length(completion: str, example: Example, longest: int) -> float:
-    """0 up to `longest` words, then ever less: -1 at twice as many."""
+    """0 up to `longest` words, then linearly less: -1 at twice as many."""
     return min(0.0, 1 - len(completion.split()) / longest)
 
 
@@ -50,11 +50,11 @@ BUILT_IN: dict[str, RewardFn] = {
     "format": format,
     "length": length,
 }
-"""By their names in a config."""
+"""The built-in reward functions, by their names in a config."""
 
 
 def find_reward(name: str) -> RewardFn:
-    """A reward function by its name, or by an import path `package.module:function`."""
+    """The reward function with a built-in name or an import path `package.module:function`."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:

@@ -1,4 +1,4 @@
-"""Whether a reward function takes the options that it is given: names for every function, values for those built in."""
+"""Checks the options of a reward function: their names for every function, their values for built-in ones."""
 
 import inspect
 import re
@@ -26,16 +26,16 @@ RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "format": {"pattern": (_compiles, "a regular expression that compiles")},
     "length": {"longest": (_is_above_0, "a number above 0")},
 }
-"""What the options of built-in rewards must be."""
+"""Rules for the options of built-in rewards: a check, and its text for error messages."""
 
 
 def check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raises InputError if the function cannot be called as function(completion, example, **options).
 
     Args:
-        name: of the function in the config.
-        function: a reward.
-        options: of the config.
+        name: the function's name in the config.
+        function: the reward function.
+        options: the options in the config.
     """
     try:
         signature = inspect.signature(function)

@@ -10,17 +10,17 @@ from automodel_rl.errors import InputError
 from automodel_rl.rollout.child_process import ChildEndedError, ChildProcess
 
 START_SECONDS = 120.0
-"""For importing a reward function's module."""
+"""Time limit for importing a reward function's module."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of one completion.
+    """The rewards of one completion.
 
     Attributes:
-        total: weighted sum of all rewards.
+        total: weighted sum of all rewards' scores.
         parts: each reward's score, in the order of the config.
-        errors: what went wrong in each reward's call, which then scored `on_error`; empty if nothing did.
+        errors: the error text of each reward's call, which then scored `on_error`; empty if the call went well.
     """
 
     total: float
@@ -29,20 +29,20 @@ class Score:
 
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
-    """Starts every reward once, to see before anything else that it can be, and with its options.
+    """Starts every reward once with its options, to find errors before anything else starts.
 
     Raises:
-        InputError: one cannot.
+        InputError: a reward cannot be started.
     """
     for reward in rewards:
         Scorer([reward]).close()
 
 
 class Scorer:
-    """Runs each reward in a process of its own, which is started anew when a call runs out of time.
+    """Runs each reward in a process of its own. After a call that runs out of time, the process is started anew.
 
     Args:
-        rewards: of the config.
+        rewards: the rewards of the config.
     """
 
     def __init__(self, rewards: Sequence[RewardConfig]):
@@ -69,7 +69,7 @@ class _Reward:
         self._start()
 
     def __call__(self, completion: str, example: Mapping[str, Any]) -> tuple[float, str]:
-        """Score and error; the error is empty if the call went well."""
+        """The score and an error text, which is empty if the call went well."""
         try:
             child = self.child or self._start()
             child.send((completion, dict(example)))

@@ -1,9 +1,9 @@
-"""The process that runs a reward function, so that one that never returns can be ended.
+"""The process that runs a reward function, so that a function that never returns can be ended.
 
 python -m automodel_rl.rollout.rewards.worker FUNCTION DESCRIPTOR
 
-Options in, (None, error) out; then as often as asked (completion, example) in, (score, error) out. All of it over the
-connection of that descriptor.
+Everything goes over the connection with that file descriptor. The process first receives the options and sends
+(None, error). Then it receives (completion, example) and sends (score, error), again and again.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ def main() -> None:
 def score(
     function: Callable[..., Any], completion: str, example: dict[str, Any], options: dict[str, Any]
 ) -> tuple[float | None, str]:
-    """Score and error; there is one or the other."""
+    """The score and an error text: (score, "") or (None, error)."""
     try:
         value = function(completion, example, **options)
     except Exception as error:
@@ -59,20 +59,20 @@ def score(
 
 
 def _number(value: Any) -> float | None:
-    """A finite number as float: of Python, or what NumPy or torch have in its place, neither of which is imported."""
+    """A finite number as a float, else None. NumPy's and torch's scalars count, too, without importing these."""
     try:
         number = float(value if isinstance(value, numbers.Real) else value.item())
-    except Exception:  # what is no number has no item, or many, or one that is no number
+    except Exception:  # not a number: no `item`, several items, or an item that is not a number
         return None
     return number if math.isfinite(number) else None
 
 
 def _place(function: Callable[..., Any], error: Exception) -> str:
-    """The line that raised an error: the innermost of the function's own file, for that is the user's."""
+    """The place of an error: the innermost frame in the function's own file, since that is the user's code."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     try:
         file = inspect.getfile(inspect.unwrap(function))
-    except TypeError:  # it is written in C
+    except TypeError:  # the function is written in C
         file = ""
     own = [frame for frame in frames if frame.filename == file] or frames
     return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -1,1 +1,1 @@
-"""`automodel-rl plan`: what a layout needs, worked out without GPUs and without weights."""
+"""`automodel-rl plan`: the memory that a layout needs, computed without GPUs and without weights."""

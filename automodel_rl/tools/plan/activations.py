@@ -1,6 +1,6 @@
-"""Memory of one layer's activations, measured without a device: its forward and backward run on meta tensors.
+"""Memory of one layer's activations, measured without a device by running its forward and backward on meta tensors.
 
-Attention, norms and experts are stand-ins that keep for the backward what the fused kernels keep.
+Stand-ins replace attention, norms and experts. They keep for the backward as many bytes as the fused kernels do.
 """
 
 import functools
@@ -29,11 +29,11 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes of one layer for one microbatch.
+    """Bytes that one layer needs for one microbatch.
 
     Attributes:
-        kept: from its forward until its backward; its input belongs to the layer before.
-        backward: most that its backward needs besides, gradients of its weights included.
+        kept: bytes kept from its forward until its backward, without its input, which belongs to the layer before.
+        backward: most bytes that its backward needs in addition, including the gradients of its weights.
     """
 
     kept: int
@@ -48,7 +48,7 @@ def layer_activations(
     mode: Literal["none", "selective", "full"],
     dtype: torch.dtype,
 ) -> LayerActivations:
-    """What one layer keeps and needs for `num_tokens` tokens of one rank."""
+    """The bytes that one layer needs for `num_tokens` tokens on one rank."""
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, parallel.cp))
     ALL_EXPERTS_FUNCTIONS.register(STAND_IN, _experts)
     module, rotary_dim = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, dtype)
@@ -61,16 +61,16 @@ def layer_activations(
         kept = live.now
         live.most = live.now
         output.backward(torch.empty_like(output))
-    # Under sequence parallelism the residual stream and the norms between blocks are cut over the tp ranks.
+    # Under sequence parallelism the tp ranks split the residual stream and the norms between blocks.
     between = 3 * num_tokens * config.hidden_size * dtype.itemsize if mode == "none" else 0
     spared = between * (parallel.tp - 1) // parallel.tp if parallel.sequence_parallel else 0
-    # The stand-in's output is made again, the kernel's is kept.
+    # Recomputation makes the stand-in's output again, but keeps the kernel's.
     attended = num_tokens * module.self_attn.o_proj.in_features * dtype.itemsize if mode == "selective" else 0
     return LayerActivations(kept - spared + attended, live.most - kept)
 
 
 def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
-    """The config of a layer as wide as one tp rank's part."""
+    """The config of a layer that is as wide as one tp rank's part of it."""
     values = config.to_dict()
     changed: dict[str, Any] = {}
     if parallel.tp > 1:
@@ -81,7 +81,7 @@ def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> Pretrain
 
 
 def _one_layer(config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype) -> tuple[Any, int]:
-    """The layer without storage, with stand-ins, and the width of its rotary embedding."""
+    """The layer on the meta device, with stand-ins, and the width of its rotary embedding."""
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
     module = model.model.layers[layer]
@@ -96,13 +96,13 @@ def _one_layer(config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype
 
 
 def stand_in_norms(module: nn.Module) -> None:
-    """Gives a layer's norms, which compute weight * x / rms(x), a forward that keeps what the fused kernel keeps."""
+    """Gives a layer's norms (weight * x / rms(x)) a forward that keeps as much as the fused kernel does."""
     for norm in plain_norms(module):
         norm.forward = MethodType(lambda norm, hidden: _Norm.apply(hidden, norm.weight), norm)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operators made and that are still alive, and the most there ever were."""
+    """Counts the bytes of tensors that operators made and that are still alive: now, and at most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps its input and one number for each token, as the fused kernel does."""
+    """A norm that keeps its input and one number for each token, as the fused kernel does."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -146,7 +146,8 @@ class _Norm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps query, key, value, output and log-sum-exp; under context parallelism the keys of both calls."""
+    """Attention that keeps query, key, value, output and log-sum-exp. Under context parallelism, it keeps the keys and
+    values of both calls."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp: int) -> Tensor:
@@ -170,12 +171,12 @@ class _Attention(torch.autograd.Function):
 def attention_stand_in(
     cp: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Keeps what a fused kernel keeps, in transformers' signature."""
+    """Attention in transformers' signature, which keeps as much as a fused kernel does."""
     return _Attention.apply(query, key, value, cp), None
 
 
 def _experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """The tensors of `experts_forward` with a balanced load."""
+    """Makes the tensors of `experts_forward`, with a balanced load on the experts."""
     order = torch.empty(experts.numel(), dtype=torch.int64, device=META)
     slots = hidden[order]
     up, down = (w[0] if module.is_transposed else w[0].t() for w in (module.gate_up_proj, module.down_proj))

@@ -1,4 +1,4 @@
-"""Other layouts on as many GPUs, for where the one given does not fit."""
+"""Alternative layouts on as many GPUs, if the given one does not fit."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from automodel_rl.tools.plan.packing import AnyConfig, Packing, microbatches
 GIB = 2**30
 
 MOST_TRIED = 200
-"""Other layouts that are looked at when the one given does not fit."""
+"""Most layouts that are tried when the given one does not fit."""
 
 
 def nearest_that_fit(
@@ -27,7 +27,7 @@ def nearest_that_fit(
     packing: Packing,
     capacity: float,
 ) -> list[str]:
-    """Up to three layouts on as many GPUs that fit: those with the fewest changes."""
+    """Up to three layouts on as many GPUs that fit, the ones with the fewest changes."""
     candidates = [
         (_changes(parallel, candidate, config.memory, memory), candidate, memory)
         for candidate, memory in _candidates(parallel, config.memory)
@@ -82,7 +82,7 @@ def with_layout(config: AnyConfig, parallel: ParallelConfig, memory: MemoryConfi
     """The config with another layout.
 
     Raises:
-        InputError: the two do not go together.
+        InputError: the config does not allow this layout.
     """
     changed = {"parallel": parallel.model_dump(), "memory": memory.model_dump()}
     return check_config(type(config), config.model_dump() | changed)

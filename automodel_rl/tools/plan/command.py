@@ -15,24 +15,24 @@ from automodel_rl.tools.plan.memory import MemoryModel, StepPlan
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, measure_packing, microbatches
 
 DEVICES = {"A100": 79.2, "H100": 79.2, "H200": 139.8, "B200": 178.4}
-"""Memory that the driver reports, in GiB."""
+"""Memory of each device in GiB, as the driver reports it."""
 
 USABLE = 0.92
-"""Share of it that a step may fill; the rest is for the context, NCCL's buffers and fragmentation."""
+"""Share of a device's memory that a step may fill. The rest is for CUDA's context, NCCL's buffers and gaps."""
 
 
 def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) -> None:
     """Prints the plan.
 
     Args:
-        config: of the run.
-        num_gpus: spread dp_shard over so many ranks; None takes the layout as it is.
+        config: the run's config.
+        num_gpus: number of GPUs to fill by changing dp_shard; None takes the layout as it is.
         device: one of `DEVICES`.
-        as_json: one JSON object in place of tables.
+        as_json: print one JSON object in place of tables.
 
     Raises:
         InputError: the layout is not supported, or does not divide the GPUs.
-        DoesNotFitError: it needs more memory than the device has.
+        DoesNotFitError: the layout needs more memory than the device has.
     """
     if num_gpus is not None and config.components is not None:
         raise InputError(f"--gpus {num_gpus}: components names the ranks of both components: change them there")
@@ -60,10 +60,12 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     others = nearest_that_fit(model, description, config, parallel, packing, capacity) if looks_further else []
     if as_json:
         record = _record(parallel, step, packing, device, fits, others)
-        sees = {} if encoder is None else {"encoder": {**asdict(encoder), "peak": encoder.peak}}
+        of_encoder = {} if encoder is None else {"encoder": {**asdict(encoder), "peak": encoder.peak}}
         print(
             json.dumps(
-                record | {"world_size": config.world_size, "peak_bytes": peak, "generator_bytes": generator} | sees
+                record
+                | {"world_size": config.world_size, "peak_bytes": peak, "generator_bytes": generator}
+                | of_encoder
             )
         )
     else:
@@ -84,7 +86,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
 
 
 def _peak(step: StepPlan, encoder: EncoderMemory | None, components: ComponentsConfig | None) -> int:
-    """Of the fullest rank; one that has both components needs what both need."""
+    """Bytes on the fullest rank. A rank that has both components needs the sum of both."""
     if encoder is None or components is None:
         return step.peak
     return step.peak + encoder.peak if components.is_colocated else max(step.peak, encoder.peak)
@@ -103,7 +105,7 @@ def _encoder_table(encoder: EncoderMemory, components: ComponentsConfig, packing
 
 
 def generator_bytes(config: RunConfig, model_bytes: int, device: str) -> float:
-    """What a generator takes on each rank's device, and the buffers through which it gets weights."""
+    """Bytes that a generator takes on each rank's device, including the buffers for weight syncs."""
     if not isinstance(config, GRPOConfig):
         return 0
     rollout, sync = config.rollout, config.weight_sync

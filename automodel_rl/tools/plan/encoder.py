@@ -1,7 +1,8 @@
 """Memory of one rank of a vision-language model's encoder in one training step.
 
-All images of a step are encoded before the language model's schedule, and their activations wait for its end, beside
-those of the language model where both components share a rank. What one layer's backward needs besides is left out.
+All images of a step are encoded before the language model's schedule, and their activations are kept until its end. If
+both components share a rank, the language model's activations are there at the same time. The extra memory of one
+layer's backward is left out.
 """
 
 import copy
@@ -26,7 +27,7 @@ from automodel_rl.tools.plan.activations import META, LiveBytes, attention_stand
 from automodel_rl.tools.plan.parameter_sizes import ParameterSize, split_dim
 
 STAND_IN = "automodel_rl_plan_flash"
-"""With "flash" in its name, encoders hand over all images in one call (model/vision.py)."""
+"""Name of the attention stand-in. It contains "flash", so encoders pass all images in one call (model/vision.py)."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class EncoderMemory:
     """Bytes on the fullest encoder rank.
 
     Attributes:
-        parameters: of the encoder, a number.
-        weights, moments: master copies of its shards, and what the optimizer keeps of those that are trained.
-        gathered, gradients: whole, in the compute and in the master dtype.
-        activations: of its images, from their forward until the language model's schedule is done.
+        parameters: number of the encoder's parameters, not bytes.
+        weights: master copies of its shards.
+        moments: the optimizer's moments of the trained shards.
+        gathered: whole weights in the compute dtype.
+        gradients: whole gradients in the master dtype.
+        activations: activations of its images, kept until the language model's schedule is done.
     """
 
     parameters: int
@@ -49,6 +52,7 @@ class EncoderMemory:
 
     @property
     def peak(self) -> int:
+        """The most memory in use at one time."""
         return self.weights + self.moments + self.gathered + self.gradients + self.activations
 
 
@@ -60,15 +64,15 @@ def plan_encoder(
     patches: int,
     optimizer: OptimizerConfig,
 ) -> EncoderMemory:
-    """What an encoder rank needs.
+    """The memory that an encoder rank needs.
 
     Args:
-        config: of the whole model.
-        model: its precision, and what is frozen.
-        memory: what is recomputed or offloaded.
+        config: the whole model's config.
+        model: the config section with its precision and its frozen components.
+        memory: the config section on recomputation and offloading.
         components: the layout.
-        patches: of all images of a step.
-        optimizer: which one trains it.
+        patches: number of patches of all images of a step.
+        optimizer: the optimizer's config.
     """
     compute, master = dtypes_of(model)
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, 1))
@@ -93,7 +97,7 @@ def plan_encoder(
 
 
 def _size(config: PretrainedConfig, name: str, parameter: nn.Parameter, tp: int, dp_shard: int) -> ParameterSize:
-    """A parameter of the encoder as one rank sees it."""
+    """The size of an encoder's parameter on one rank."""
     module, _, kind = name.rpartition(".")
     shape = list(parameter.shape)
     dim = split_dim(dict(VISION_FAMILIES[config.model_type].tp_plan).get(module.rpartition(".")[2]), kind)
@@ -103,7 +107,7 @@ def _size(config: PretrainedConfig, name: str, parameter: nn.Parameter, tp: int,
 
 
 def _kept(part: VisionPart, patches: int, memory: MemoryConfig, dtype: torch.dtype) -> int:
-    """Bytes that the encoder's layers keep of so many patches until their backward, as if tp split nothing."""
+    """Bytes that the encoder's layers keep for so many patches until their backward. Ignores that tp splits some."""
     layers = encoder_layers(part)
     layer: Any = layers[0]
     set_attention(part.config.vision_config, STAND_IN)

@@ -1,15 +1,15 @@
 """Memory of every pipeline rank in one training step, from the sizes of tensors and the order of the schedule.
 
-What is counted, in bytes, for the first rank of each FSDP group (no rank has more):
+Counted in bytes, for the first rank of each FSDP group (no rank has more):
   weights        master copies of this rank's shards
-  moments        what the optimizer keeps of the shards that are trained
-  gathered       weights in the compute dtype, whole, from the first forward to the end of the step
-  gradients      sums over microbatches in the master dtype, not yet sharded; a single microbatch reduces at once, and
-                 keeps only shards
-  activations    of the microbatches between forward and backward, at the worst moment of the schedule
-  buffers        boundary activations and gradients of all microbatches, received by this rank's stages
-  head           logits of one chunk (twice where entropies are read), their gradient, and that of the head's weight
-  backward       what one layer's backward needs besides, or the reduction of one layer's gradients
+  moments        the optimizer's moments of the trained shards
+  gathered       whole weights in the compute dtype, from the first forward to the end of the step
+  gradients      sums over microbatches in the master dtype, not yet sharded; with a single microbatch they are reduced
+                 at once, and only shards are kept
+  activations    activations of microbatches between forward and backward, at the worst moment of the schedule
+  buffers        boundary activations and gradients of all microbatches that this rank's stages receive
+  head           logits of one chunk (twice if entropies are read), and gradients of the logits and of the head's weight
+  backward       extra memory of one layer's backward, or of the reduction of one layer's gradients
 """
 
 from collections.abc import Callable
@@ -32,9 +32,10 @@ from automodel_rl.tools.plan.parameter_sizes import ParameterSize, empty_model, 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one pipeline rank; see the text of this file.
+    """Bytes on one pipeline rank, by the parts that the text of this file describes.
 
-    `shards_at_once`: with a single microbatch, each layer's gradients are reduced at once.
+    Attributes:
+        shards_at_once: whether each layer's gradients are reduced at once, as with a single microbatch.
     """
 
     weights: int
@@ -49,7 +50,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The most there is at one time. With one microbatch, gradients appear as activations go."""
+        """The most memory in use at one time. With one microbatch, gradients take the place of activations."""
         both = (self.gradients, self.activations)
         lasting = self.weights + self.moments + self.gathered + self.buffers + self.head + self.backward
         return lasting + (max(both) if self.shards_at_once else sum(both))
@@ -57,14 +58,14 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One layout's step.
+    """The plan of one training step on a layout.
 
     Attributes:
-        layers: of every stage.
-        stage_weights: parameters of every stage, of the whole model.
+        layers: number of layers of every stage.
+        stage_weights: number of parameters of every stage, before any sharding.
         ranks: memory of every pipeline rank.
         largest_gather: bytes of the largest all-gather.
-        timeline: of the schedule, stages weighed by their work.
+        timeline: the schedule's timeline, with stages weighed by their work.
     """
 
     layers: tuple[int, ...]
@@ -75,19 +76,19 @@ class StepPlan:
 
     @property
     def peak(self) -> int:
-        """Of the fullest rank."""
+        """Bytes on the fullest rank."""
         return max(rank.peak for rank in self.ranks)
 
 
 class MemoryModel:
-    """Plans layouts of one model; what depends on the model alone is worked out once.
+    """Plans layouts of one model. Everything that depends on the model alone is computed once.
 
     Args:
-        config: of the model.
-        model: its precision and adapters.
-        microbatch_tokens: tokens of a microbatch.
+        config: the (language) model's config.
+        model: the config section with its precision and adapters.
+        microbatch_tokens: capacity of a microbatch in tokens.
         reads_entropy: whether the loss gets entropies.
-        optimizer: which one trains it.
+        optimizer: the optimizer's config.
     """
 
     def __init__(
@@ -105,12 +106,12 @@ class MemoryModel:
         self._model = empty_model(config, master, model)
         states = OPTIMIZERS[optimizer.name].state_names(self._model)
         self._num_moments = {name: len(names.moments) for name, names in states.items()}
-        # A pipeline gives a tied head a weight of its own.
+        # In a pipeline a tied head has a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
         self._activations: Callable[..., LayerActivations] = cache(self._measure)
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
-        """The step of one layout with so many microbatches on each data rank."""
+        """The plan of a step on one layout, with so many microbatches on each data rank."""
         layers = layers_per_stage(self.config.num_hidden_layers, parallel)
         stages = stage_parameters(list(parameter_sizes(self._model, parallel)), layers)
         of_layer = [self._of_layer(layer, parallel, memory) for layer in range(self.config.num_hidden_layers)]
@@ -173,14 +174,16 @@ class MemoryModel:
         vocab, hidden = self.config.vocab_size // parallel.tp, self.config.hidden_size
         logits = block_sizes.head_tokens * vocab * (self.master * (2 if self.reads_entropy else 1) + self.compute)
         gradient = vocab * hidden * (self.master + self.compute) if self.trains_head else 0
-        states = 4 * self._tokens(parallel) * hidden * self.compute  # into and out of the final norm, and gradients
+        states = (
+            4 * self._tokens(parallel) * hidden * self.compute
+        )  # the final norm's inputs and outputs, and their gradients
         return logits + gradient + states
 
     def _tokens(self, parallel: ParallelConfig) -> int:
         return -(-self.microbatch_tokens // parallel.cp)
 
     def _of_layer(self, layer: int, parallel: ParallelConfig, memory: MemoryConfig) -> LayerActivations:
-        """Layers of the same kind are measured once."""
+        """A layer's memory. Layers of the same kind are measured once."""
         first_mixture = self.config.to_dict().get("first_k_dense_replace") or 0
         like = first_mixture if layer >= first_mixture else 0
         axes = ParallelConfig(
@@ -195,7 +198,7 @@ class MemoryModel:
 
 
 def _units(stage: list[ParameterSize], trained_only: bool = False) -> dict[object, int]:
-    """Gathered elements of every FSDP unit: a layer, its experts where they have their own, and the rest."""
+    """Gathered elements of every FSDP unit: each layer, its experts if they are a unit of their own, and the rest."""
     units: dict[object, int] = {}
     layer_fsdp = max(size.fsdp_size for size in stage)
     for size in stage:
@@ -205,7 +208,7 @@ def _units(stage: list[ParameterSize], trained_only: bool = False) -> dict[objec
 
 
 def _active(size: ParameterSize, config: PretrainedConfig) -> float:
-    """Weights of a parameter that one token meets."""
+    """The number of a parameter's weights that one token is multiplied with."""
     if size.name.startswith("model.embed_tokens"):
         return 0.0
     if ".experts." in size.name:

@@ -1,4 +1,4 @@
-"""How many microbatches a step has: a sample of the user's data, tokenised and packed."""
+"""The number of microbatches in a step, estimated by packing a sample of the user's data."""
 
 import math
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from automodel_rl.support.description import describe_model
 AnyConfig = SFTConfig | DPOConfig | GRPOConfig
 
 SAMPLE = 512
-"""Examples that are tokenised to see how long they are and how well they pack."""
+"""Number of examples that are tokenised and packed."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the user's data fills microbatches.
+    """The packing of the user's data into microbatches.
 
     Attributes:
-        microbatches: of a step, over all data ranks.
-        efficiency: tokens / (microbatches x capacity); None if there were no data to look at.
-        patches: of all images of a step; None if there were no data to look at.
+        microbatches: number of microbatches of a step, over all data ranks.
+        efficiency: tokens / (microbatches x capacity); None if there is no data to look at.
+        patches: number of patches of all images of a step; None if there is no data to look at.
     """
 
     microbatches: int
@@ -31,9 +31,9 @@ class Packing:
 
 
 def measure_packing(config: AnyConfig) -> Packing:
-    """Packs a sample of the training data; where there is none, every sequence is taken to fill a microbatch.
+    """Packs a sample of the training data. Without data, assumes that every sequence fills a microbatch.
 
-    Completions are not there yet when a policy is trained; each is taken to be as long as it may get.
+    For GRPO, assumes that every prompt and completion is as long as it may get.
     """
     capacity, count = config.batch.microbatch_tokens, config.sequences_per_step
     if isinstance(config, GRPOConfig):
@@ -60,5 +60,5 @@ def measure_packing(config: AnyConfig) -> Packing:
 
 
 def microbatches(packing: Packing, parallel: ParallelConfig) -> int:
-    """Microbatches of a data rank; a pipeline has no fewer than stages."""
+    """The number of microbatches of a data rank: at least one for each pipeline rank."""
     return max(parallel.pp, math.ceil(packing.microbatches / parallel.num_data_ranks))

@@ -23,11 +23,11 @@ class ParameterSize:
     """One parameter.
 
     Attributes:
-        name: in the model.
-        layer: its number, None for embedding, final norm and head.
-        shape: that FSDP shards.
-        fsdp_size: over how many ranks.
-        is_trained: False for what adapters leave frozen.
+        name: the parameter's name in the model.
+        layer: number of its layer; None for embedding, final norm and head.
+        shape: its shape on a rank before FSDP shards it.
+        fsdp_size: number of ranks over which FSDP shards it.
+        is_trained: False if it is frozen.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ParameterSize:
 
 
 def causal_model(config: PretrainedConfig, **options: Any) -> Any:
-    """A causal language model, also where transformers has it only as a part of another model."""
+    """A causal language model, even if transformers has it only as a part of another model."""
     if not FAMILIES[config.model_type].is_part:
         return AutoModelForCausalLM.from_config(config, **options)
     options.pop("experts_implementation", None)
@@ -61,7 +61,7 @@ def causal_model(config: PretrainedConfig, **options: Any) -> Any:
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, model_config: ModelConfig) -> Any:
-    """The (language) model on the meta device, with adapters if there are to be some."""
+    """The language model on the meta device, with adapters if the config has them."""
     lora = model_config.lora
     with torch.device("meta"):
         model = causal_model(config, dtype=dtype)
@@ -74,7 +74,7 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
 
 
 def parameter_sizes(model: Any, parallel: ParallelConfig) -> Iterator[ParameterSize]:
-    """Every parameter as one rank sees it; a tied head of its own where a pipeline needs one."""
+    """The size of every parameter on one rank. In a pipeline, a tied head counts as a parameter of its own."""
     tied = model.config.tie_word_embeddings
     plan = model.config.base_model_tp_plan or {}
     for name, parameter in model.named_parameters(remove_duplicate=not (tied and parallel.pp > 1)):
@@ -91,7 +91,7 @@ def parameter_sizes(model: Any, parallel: ParallelConfig) -> Iterator[ParameterS
 
 
 def _split_dim(name: str, plan: dict[str, str]) -> int | None:
-    """Along which dim tensor parallelism cuts a parameter, None if not."""
+    """The dim along which tensor parallelism cuts a parameter; None if it does not."""
     module, _, kind = name.rpartition(".")
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         return 0
@@ -99,14 +99,14 @@ def _split_dim(name: str, plan: dict[str, str]) -> int | None:
 
 
 def split_dim(style: str | None, kind: str) -> int | None:
-    """Along which dim a weight or bias of a linear layer is cut, None if not."""
+    """The dim along which a linear layer's weight or bias is cut; None if it is not."""
     if style == COLUMNS:
         return 0
     return 1 if style == ROWS and kind == "weight" else None
 
 
 def stage_parameters(sizes: list[ParameterSize], layers: tuple[int, ...]) -> list[list[ParameterSize]]:
-    """Parameters of every stage: its layers, the embedding in the first, final norm and head in the last."""
+    """The parameters of every stage. The first stage has the embedding, the last one the final norm and head."""
     stage_of_layer = [stage for stage, count in enumerate(layers) for _ in range(count)]
     stages: list[list[ParameterSize]] = [[] for _ in layers]
     for size in sizes:

@@ -1,1 +1,1 @@
-"""`automodel-rl verify`: a layout against one process of plain transformers."""
+"""`automodel-rl verify`: compares a layout with one process of plain transformers."""

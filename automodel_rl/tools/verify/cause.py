@@ -1,4 +1,4 @@
-"""What a comparison that differs points to: the first thing that went wrong, for what comes after follows from it."""
+"""The likeliest cause of differences: the first thing in a step that differs, because later ones follow from it."""
 
 import itertools
 import re
@@ -17,16 +17,16 @@ ALONE = {
     "reference log-probabilities": "the reference weights: not every part is swapped, or not swapped back",
     "exported tensors": "the export: names, gathering or merging of tensors",
 }
-"""What each kind means that is compared by itself."""
+"""Causes of kinds of differences that are compared by themselves, outside of steps."""
 
 
 def likeliest_cause(found: Differences, is_equal: Callable[[str, int, float], bool], parallel: ParallelConfig) -> str:
-    """One line on where to look.
+    """A line that says where to look for the cause.
 
     Args:
         found: the differences.
-        is_equal: whether a difference of a kind in a step counts as none.
-        parallel: the layout of the language model.
+        is_equal: whether (kind, step, difference) counts as equal.
+        parallel: the language model's layout.
     """
     steps = sorted({step for by_step in found.found.values() for step in by_step} - {NO_STEP})
     for step in steps:
@@ -44,7 +44,7 @@ def likeliest_cause(found: Differences, is_equal: Callable[[str, int, float], bo
 
 
 def _cause(different: dict[str, set[str]], found: Differences, step: int, parallel: ParallelConfig) -> str:
-    """In the order in which a step computes things."""
+    """The cause of a step's differences, found by going through them in the order in which a step computes things."""
     gradients = {kind: names for kind, names in different.items() if kind.startswith("gradient of ")}
     if "log-probabilities" in different:
         if step == 1:
@@ -83,7 +83,7 @@ def _cause_of_gradients(gradients: dict[str, set[str]], found: Differences, step
 
 
 def _stages(names: Collection[str], found: Differences, parallel: ParallelConfig) -> str:
-    """Of which stages tensors are, where these are not all."""
+    """A text with the stages of tensors; empty if they are of all stages."""
     layers = _layers(names)
     if parallel.pp == 1 or not layers:
         return ""

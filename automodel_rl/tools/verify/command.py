@@ -1,4 +1,4 @@
-"""The command: compares a config's layout on a small model of the same architecture, and prints a verdict."""
+"""The command: verifies a config's layout on a small model of the same architecture, and prints a verdict."""
 
 import json
 import math
@@ -26,18 +26,25 @@ from automodel_rl.tools.verify.small_model import save_random_model, shrink, shr
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest differences that count as equal. `weights` is None where rounding grows too much over optimizer steps."""
+    """The largest differences that count as equal.
+
+    Attributes:
+        numbers: for everything but weights.
+        weights: for weights; None if rounding grows too much over optimizer steps to judge them.
+    """
 
     numbers: float
     weights: float | None
 
     def of(self, kind: str) -> float | None:
-        """Of one kind of differences; None if they are not judged."""
+        """The tolerance of a kind of differences; None if it is not judged."""
         return self.weights if kind == "weights" else self.numbers
 
     def judge(self, kind: str, step: int, difference: float) -> bool:
-        """Whether a difference in a step counts as none. Where rounding grows over optimizer steps, only the first
-        step's and what belongs to no step are judged, and the learning rate, in which there is none."""
+        """Whether a difference in a step counts as equal.
+
+        If rounding grows over optimizer steps, differences of later steps always do, except those of the learning rate.
+        """
         grows = self.weights is None and step > 1 and kind != "learning rate"
         tolerance = self.of(kind)
         return grows or tolerance is None or difference <= tolerance
@@ -45,11 +52,11 @@ class Tolerances:
 
 FLOAT64 = Tolerances(numbers=1e-9, weights=1e-8)
 FLOAT32 = Tolerances(numbers=1e-5, weights=None)
-"""For classes that compute parts in fp32: the first step is judged alone."""
+"""Tolerances for classes that compute parts in fp32. Only the first step is judged."""
 
 
 def verify(config: RunConfig, as_json: bool) -> None:
-    """Compares and prints a verdict. A collective of the layout's ranks.
+    """Compares the config's layout with one process, and prints a verdict. A collective of the layout's ranks.
 
     Raises:
         InputError: the layout is not supported, or the model cannot be read.
@@ -93,7 +100,7 @@ def verify(config: RunConfig, as_json: bool) -> None:
 def case_of(
     config: RunConfig, full: PretrainedConfig, parallel: ParallelConfig, dtype: Dtype
 ) -> tuple[Case, list[str]]:
-    """What is compared of a config, and what is not, for one process of plain transformers has nothing like it."""
+    """The comparison for a config, and the settings left out because plain transformers has nothing like them."""
     model, memory = config.model, config.memory
     left_out = ["weights of the checkpoint", f"model.dtype={model.dtype}"]
     attention = model.attention
@@ -107,7 +114,9 @@ def case_of(
     if model.lora is not None:
         left_out.append("model.lora")
     aux_loss = model.moe.aux_loss
-    if aux_loss and parallel.cp > 1:  # taken over each rank's part of a microbatch, which one process does not have
+    if (
+        aux_loss and parallel.cp > 1
+    ):  # each cp rank takes it over its part of a microbatch, and one process has no such parts
         left_out.append("model.moe.aux_loss")
         aux_loss = 0.0
     if model.moe.bias_update_rate:
@@ -116,7 +125,7 @@ def case_of(
         left_out.append("loss (sft's is compared)")
     case = Case(
         parallel,
-        # In the last step every stage has many microbatches in flight, all of one shape.
+        # The last step has so many microbatches that every stage has several in flight, all of one shape.
         microbatches=(3, 1, max(4, 2 * parallel.num_stages + 1)),
         dtype=dtype,
         implementation=model.implementation,
@@ -133,7 +142,7 @@ def case_of(
 
 
 def precision(model: ModelConfig, family: str) -> tuple[Dtype, Tolerances]:
-    """In which dtype a model is compared, and how closely."""
+    """The dtype in which a model is compared, and the tolerances."""
     if model.implementation == "nemo_automodel":
         return "float32", FLOAT32
     return "float64", FLOAT32 if FAMILIES[family].computes_in_fp32 else FLOAT64
@@ -144,7 +153,11 @@ class Row:
     """One line of the table.
 
     Attributes:
-        first_step: from 1, the first in which it differs; None where it does not, or belongs to no step.
+        kind: the kind of differences.
+        difference: the largest difference.
+        tolerance: the largest difference that counts as equal; None if the kind is not judged.
+        is_equal: whether all differences of the kind count as equal.
+        first_step: the first step in which the kind differs, from 1; None if there is none.
     """
 
     kind: str
@@ -155,7 +168,7 @@ class Row:
 
 
 def judge(found: Differences, tolerances: Tolerances) -> list[Row]:
-    """Every kind of difference with its tolerance; only those of the first step where rounding would grow."""
+    """A line for every kind of differences, from the steps that are judged."""
     rows = []
     for kind, by_step in found.found.items():
         judged = [step for step in by_step if not tolerances.judge(kind, step, math.inf)] or [*by_step]

@@ -1,4 +1,4 @@
-"""A layout against one process: the same microbatches through both, and the largest differences of every kind."""
+"""Compares a layout with one process: trains both on the same microbatches, and finds the largest differences."""
 
 import math
 import re
@@ -27,28 +27,29 @@ from automodel_rl.tools.verify.one_process import OneProcess, Training
 from automodel_rl.tools.verify.routes import RouteCheck, with_routes
 
 EPS, BETAS, WEIGHT_DECAY = 1e-3, (0.8, 0.9), 0.1
-"""None is a default, and all of them matter: gradients are of the size of eps."""
+"""Settings of the optimizer. None is a default, and all of them matter: eps is of the size of the gradients."""
 
 NO_STEP = 0
-"""Stands for the step of what is compared once, when all is trained."""
+"""The step of things that are compared once, after training."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared.
+    """One comparison: the layout and everything else that is compared.
 
     Attributes:
         parallel: the layout.
-        microbatches: number of microbatches in each step on every data rank; the last step has an empty microbatch
-            besides.
-        dtype, implementation, attention: of the model.
-        memory: what is recomputed or offloaded.
-        replay: tokens of a mixture follow routes.
-        components: in place of `parallel`, meshes for the components of a vision-language model.
-        frozen: parts of it that are not trained.
-        aux_loss: weight of a mixture's load-balancing loss; it is taken over each rank's part of a microbatch, so
-            without cp.
-        optimizer, muon: which one trains, and the settings of Muon.
+        microbatches: number of microbatches of each data rank in each step. The last step has an empty microbatch in
+            addition.
+        dtype, implementation, attention: settings of the model.
+        memory: the config section on recomputation and offloading.
+        replay: whether tokens of a mixture follow routes.
+        components: meshes for the components of a vision-language model, in place of `parallel`.
+        frozen: components that are not trained.
+        aux_loss: weight of a mixture's load-balancing loss. Only without cp, under which each rank takes it over its
+            part of a microbatch.
+        optimizer: the optimizer's name.
+        muon: the settings of Muon.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -66,7 +67,7 @@ class Case:
 
     @property
     def training(self) -> Training:
-        """How both sides train."""
+        """The settings with which both sides train."""
         steps = len(self.microbatches)
         return Training(
             lr=1e-3,
@@ -84,12 +85,13 @@ class Case:
 
 @dataclass
 class Differences:
-    """Largest difference of every kind, by step and by tensor, relative to the number or to the largest entry of its
-    tensor; "weights", "exported tensors" and "reference log-probabilities" are absolute, "choices of experts" is how
-    many were not the route's.
+    """The largest difference of every kind, by step and by tensor.
+
+    Most are relative to the number, or to the largest entry of the tensor. "weights", "exported tensors" and "reference
+    log-probabilities" are absolute. "choices of experts" is the number of choices that were not the route's.
 
     Attributes:
-        found: by kind, step (from 1; `NO_STEP` for what belongs to none) and name of the tensor, empty if it has none.
+        found: the differences by kind, step (from 1, or `NO_STEP`) and name of the tensor ("" if there is none).
     """
 
     found: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
@@ -108,18 +110,18 @@ class Differences:
         return self
 
     def largest(self, kind: str, step: int | None = None) -> float:
-        """Args: a kind, and a step, by default any."""
+        """The largest difference of a kind in a step, or in any step."""
         steps = self.found[kind].values() if step is None else [self.found[kind][step]]
         return max(max(by_name.values()) for by_name in steps)
 
     @property
     def all(self) -> dict[str, float]:
-        """Every kind's largest difference in any step."""
+        """The largest difference of every kind in any step."""
         return {kind: self.largest(kind) for kind in self.found}
 
     @property
     def first(self) -> dict[str, float]:
-        """Those of the first step alone, before rounding can grow over optimizer steps."""
+        """The largest difference of every kind in the first step, before rounding can grow over optimizer steps."""
         return {kind: self.largest(kind, 1) for kind, by_step in self.found.items() if 1 in by_step}
 
 
@@ -136,11 +138,11 @@ def make_sequences(num_sequences: int, seed: int, vocab_size: int, longest: int 
 
 
 def compare(case: Case, folder: Path, scratch: Path) -> Differences:
-    """Trains on the layout and in one process, and compares after every step. A collective.
+    """Trains on the layout and in one process, and compares both in every step. A collective.
 
     Args:
-        case: what is compared.
-        folder: of the checkpoint.
+        case: the comparison to make.
+        folder: the checkpoint's folder.
         scratch: a folder that all ranks share, for the export.
 
     Returns:
@@ -169,7 +171,7 @@ def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
         found.note("choices of experts", check.num_wrong if check.num_right or not handle.router_layers else math.inf)
     found.note("reference log-probabilities", swap.largest_difference())
     _compare_export(engine, scratch, found)
-    for step in range(case.training.total_steps or 0):  # the rate falls after the last step that is trained, too
+    for step in range(case.training.total_steps or 0):  # also beyond the trained steps, because the rate falls further
         rate, right = learning_rate(engine.config, step, engine.total_steps), case.training.rate(step)
         found.note("learning rate", abs(rate - right) / right)
     return Differences().merge(gather_objects(found, handle.layout.world_control))
@@ -193,9 +195,9 @@ def _microbatches_of(
 ) -> list[list[TokenSequence]]:
     """The sequences of a data rank's microbatches; an empty microbatch has none.
 
-    Other numbers and lengths on every rank and in every microbatch, but that every second microbatch has the lengths of
-    the one before, and in later steps all have those of the first: what is kept by the shape of a microbatch must not
-    be mixed up, either. In the first step, the last microbatch of odd ranks is empty.
+    Numbers and lengths of sequences differ between ranks and microbatches, with an exception: in the first step every
+    second microbatch has the lengths of the one before, and in later steps all microbatches have the same lengths. So a
+    mix-up of microbatches of equal shape shows, too. In the first step, the last microbatch of odd ranks is empty.
     """
     vocab, shape = handle.config.vocab_size, handle.router_shape
     microbatches = []
@@ -231,8 +233,15 @@ def _compare_step(
     expected: OneProcess,
     found: Differences,
 ) -> None:
-    """Args: step from 1, the sequences of every data rank's microbatches, the two sides, and where differences are
-    noted."""
+    """Trains one step on both sides and notes the differences.
+
+    Args:
+        step: number of the step, from 1.
+        of_ranks: the sequences of every microbatch of every data rank.
+        engine: the layout's side.
+        expected: the side of one process.
+        found: the differences noted so far.
+    """
     handle = engine.handle
     mine = [] if handle.layout.is_guest else of_ranks[handle.layout.data_rank]
     microbatches = [pack_microbatch(sequences) if sequences else empty_microbatch() for sequences in mine]
@@ -265,7 +274,7 @@ def _compare_gradients(
     found: Differences,
 ) -> None:
     handle = engine.handle
-    # Not by the engine, whose counts are under test, too.
+    # Not counted by the engine, because its counts are under test, too.
     counts = count([pack_microbatch([sequence for microbatch in everywhere for sequence in microbatch])])
     engine.runner.forward_backward(microbatches, sft_loss, Readout(), counts)
     right = expected.gradients()
@@ -276,18 +285,18 @@ def _compare_gradients(
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             difference = _largest(gather_whole(gradient, component.layout), right[name])
             kind = re.sub(r"^model\.|(layers|blocks)\.\d+\.", "", name)
-            # What takes no part, or a softmax does not notice, has nothing but rounding to be compared with.
+            # A gradient that should be zero, as of a bias that a softmax cancels, is nothing but rounding.
             scale = max(right[name].abs().max().item(), LEAST_GRADIENT)
             found.note(f"gradient of {kind}", difference / scale, step, name)
     handle.zero_grad()
 
 
 LEAST_GRADIENT = 1e-6
-"""Largest entry of a gradient below which it counts as rounding; others are larger by orders of magnitude."""
+"""A gradient whose largest entry is below this is rounding. Others are larger by orders of magnitude."""
 
 
 class _SwapCheck:
-    """Whether reference weights give the log-probabilities of the start again, in all parts, and go away after."""
+    """Checks that reference weights give the log-probabilities of the start again, and are swapped back afterwards."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -305,7 +314,7 @@ class _SwapCheck:
 
 
 def _compare_export(engine: Engine, scratch: Path, found: Differences) -> None:
-    """The exported checkpoint, opened with transformers, against the log-probabilities of the trained model."""
+    """Compares log-probabilities of the export, opened with transformers, with those of the trained model."""
     handle = engine.handle
     handle.save_pretrained(scratch / "exported")
     actual = engine.logprobs(_one_microbatch(handle, seed=8))
@@ -316,7 +325,7 @@ def _compare_export(engine: Engine, scratch: Path, found: Differences) -> None:
 
 
 def _one_microbatch(handle: ModelHandle, seed: int) -> list[Microbatch]:
-    """A microbatch of two sequences, the same on every data rank; a guest has none."""
+    """A microbatch of two sequences, the same on every data rank. A guest gets none."""
     return [] if handle.layout.is_guest else [pack_microbatch(_two_sequences(handle, seed))]
 
 

@@ -1,5 +1,4 @@
-"""Random images in random sequences: other numbers and sizes on every rank and in every microbatch, and on some
-none."""
+"""Random images for random sequences, with other numbers and sizes on every rank and in every microbatch."""
 
 import dataclasses
 
@@ -11,19 +10,19 @@ from automodel_rl.model.vision import blank_image
 from automodel_rl.support.families import VISION_FAMILIES
 
 NUM_COUNTS = 3
-"""Sequences have fewer images than this."""
+"""Number of different image counts: a sequence has 0, 1 or 2 images."""
 
 
 def with_images(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> TokenSequence:
-    """The sequence with random images, none, one or two, at random places in it, with text between them.
+    """Adds none, one or two random images to a sequence, at random places with text between them.
 
     Args:
-        sequence: of text.
-        config: of the whole model.
-        seed: of what is random.
+        sequence: a sequence of text.
+        config: the whole model's config.
+        seed: the random seed, which also decides the number of images.
     """
     generator = torch.Generator().manual_seed(seed)
-    # A video's token would stand for something, too; in both configs it is next to the image's.
+    # Image tokens, and video tokens, have a meaning; the video's id is next to the image's in both configs.
     ids = sequence.input_ids.where(sequence.input_ids < config.image_token_id - 1, 0)
     mask = sequence.loss_mask
     places = torch.randperm(len(sequence), generator=generator)[: seed % NUM_COUNTS].sort().values.tolist()
@@ -39,7 +38,7 @@ def with_images(sequence: TokenSequence, config: PretrainedConfig, seed: int) ->
 
 
 def random_image(config: PretrainedConfig, generator: torch.Generator) -> Image:
-    """An image of noise, of a random size where the model takes any."""
+    """An image of noise, of a random size if the model takes images of any size."""
     blank = blank_image(config)
     if not VISION_FAMILIES[config.model_type].has_rotary_grid:
         return dataclasses.replace(blank, pixels=torch.randn(blank.load().shape, generator=generator))

@@ -1,17 +1,17 @@
-"""Which layout is verified. Imports nothing heavy, for the launcher needs to know how many ranks to start."""
+"""Chooses the layout to verify. Imports nothing heavy, because the launcher asks it how many ranks to start."""
 
 from automodel_rl.config import ParallelConfig, RunConfig
 from automodel_rl.errors import InputError
 
 MOST_RANKS = 16
-"""Local ranks that verify starts; data ranks beyond two repeat what two show, so they go first."""
+"""Most local ranks that verify starts. Larger layouts lose data ranks, because more than two show nothing new."""
 
 
 def ranks_to_verify(config: RunConfig) -> int:
-    """Ranks that a comparison of a config runs on.
+    """The number of ranks that a comparison of a config runs on.
 
     Raises:
-        InputError: more than one machine should start, and `components` says which they are.
+        InputError: `components` names more ranks than one machine should start.
     """
     if config.components is None:
         return layout_to_verify(config.parallel).world_size
@@ -24,7 +24,7 @@ def ranks_to_verify(config: RunConfig) -> int:
 
 
 def layout_to_verify(parallel: ParallelConfig) -> ParallelConfig:
-    """The layout itself, with fewer data ranks where it has more ranks than a machine should start."""
+    """The layout itself, or with fewer data ranks if it has more ranks than one machine should start."""
     while parallel.world_size > MOST_RANKS:
         smaller = _with_fewer_data_ranks(parallel)
         if smaller is None:

@@ -1,6 +1,6 @@
-"""What a layout is compared with: plain transformers in one process, one sequence at a time, and torch's optimizers.
+"""The reference of every comparison: plain transformers in one process, one sequence at a time, and plain optimizers.
 
-It shares no code with what is compared: optimizers' reference steps are written apart from their own.
+It shares no code with the layout. The optimizers' reference steps are written separately, too.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ def written_out(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention of one sequence in its own dtype; transformers' eager attention takes its softmax in fp32."""
+    """Attention of one sequence, all in its inputs' dtype. transformers' eager attention has its softmax in fp32."""
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
@@ -54,18 +54,21 @@ def written_out(
 
 
 def routed(router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a router says of tokens that go where their route sends them, written out for each kind of router.
+    """A router's output if tokens follow their routes, written out for each kind of router.
 
     Args:
         router: transformers' module.
-        hidden: [1, n, H] or [n, H].
-        live: experts [n, K] that it would choose; taken where the route has -1.
-        route: experts [n, K].
+        hidden: the tokens' hidden states, [1, n, H] or [n, H].
+        live: the experts that the router would choose, [n, K]; taken where the route has -1.
+        route: the experts of the route, [n, K].
+
+    Returns:
+        Logits, weights of the chosen experts, and the chosen experts.
     """
     hidden, route = hidden.reshape(-1, router.hidden_dim), route.to(live.device)
     chosen = torch.where(route < 0, live, route)
     settings = vars(router)
-    if "routed_scaling_factor" in settings:  # DeepSeek-V3: sigmoids, of which the bias is not part
+    if "routed_scaling_factor" in settings:  # DeepSeek-V3: sigmoids, without the bias, which only affects the choice
         logits = hidden.float() @ router.weight.float().T
         weights = logits.sigmoid().gather(1, chosen)
         if router.norm_topk_prob:
@@ -83,12 +86,13 @@ def routed(router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Te
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained. By default the learning rate is constant.
+    """The settings of a training. By default the learning rate is constant.
 
     Attributes:
-        lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, optimizer, muon: of `OptimizerConfig`, `optimizer`
-            its name.
-        total_steps: where the learning rate, which falls in a line after the warm-up, would reach 0; None lets it stay.
+        lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, muon: as in `OptimizerConfig`.
+        optimizer: the optimizer's name.
+        total_steps: the step at which the learning rate, falling linearly after the warm-up, would reach 0; None for a
+            constant rate.
         aux_loss: weight of the routers' load-balancing loss, which is taken over each microbatch.
     """
 
@@ -105,7 +109,7 @@ class Training:
 
     @property
     def config(self) -> OptimizerConfig:
-        """The same for an `Engine`."""
+        """The same settings for an `Engine`."""
         return OptimizerConfig(
             name=self.optimizer,
             lr=self.lr,
@@ -119,7 +123,7 @@ class Training:
         )
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, from 0."""
+        """The learning rate of a step; steps are counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.total_steps is None:
@@ -128,34 +132,33 @@ class Training:
 
 
 class OneProcess:
-    """A transformers model that is trained with clipping.
+    """A transformers model that is trained with gradient clipping.
 
     Args:
-        folder: of the checkpoint.
-        dtype: of weights and computation.
-        training: how it is trained.
-        device: where it computes. transformers' norms and rotary embeddings compute in fp32 even in a float64 model, so
-            an exact comparison needs the device of the other side.
+        folder: the checkpoint's folder.
+        dtype: the dtype of weights and computation.
+        training: the settings of the training.
+        device: the device on which it computes. It must be the layout's device for an exact comparison, because
+            transformers' norms and rotary embeddings compute in fp32 even in a float64 model.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, training: Training, device: torch.device):
         AttentionInterface.register("written_out", written_out)
         AttentionMaskInterface.register("written_out", lambda *args, **kwargs: None)
         config = AutoConfig.from_pretrained(folder).to_dict()
-        # transformers' sdpa leaves out soft caps and sinks.
+        # transformers' sdpa ignores soft caps and sinks.
         plain = config.get("attn_logit_softcapping") is None and not FAMILIES[config["model_type"]].has_sinks
-        self.sees = config["model_type"] in VISION_FAMILIES
-        kind = AutoModelForImageTextToText if self.sees else AutoModelForCausalLM
+        has_encoder = config["model_type"] in VISION_FAMILIES
+        kind = AutoModelForImageTextToText if has_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
         self.optimizers = OPTIMIZERS[training.optimizer].reference(self.model, training.config)
-        self.routes: Routes | None = None  # of the sequence that is computed
-        self.routed: dict[
-            int, list[tuple[Tensor, Tensor]]
-        ] = {}  # logits and choices of a microbatch's sequences by layer
+        self.routes: Routes | None = None  # routes of the current sequence
+        # Logits and choices of a microbatch's sequences, by layer.
+        self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}
         if FAMILIES[config["model_type"]].is_moe:
             for number, layer in enumerate(self.model.model.layers):
                 self._follow_routes(number, layer.mlp, FAMILIES[config["model_type"]].router)
@@ -174,12 +177,12 @@ class OneProcess:
         router.register_forward_hook(hook)
 
     def freeze(self, names: set[str]) -> None:
-        """Leaves parameters as they are."""
+        """Excludes the named parameters from training, and no others."""
         for name, parameter in self._named_parameters():
             parameter.requires_grad_(name not in names)
 
     def logprobs(self, sequence: TokenSequence) -> Tensor:
-        """[n], aligned with the tokens, first entry 0."""
+        """Log-probabilities of a sequence's tokens, [n], aligned with the tokens; the first entry is 0."""
         self.routes = sequence.routes
         ids = sequence.input_ids.to(self.device)
         logits = self.model(ids[None], **self._images(sequence)).logits[0, :-1]
@@ -187,7 +190,7 @@ class OneProcess:
         return torch.cat([scores.new_zeros(1), scores])
 
     def _images(self, sequence: TokenSequence) -> dict[str, Tensor]:
-        """What transformers' model wants to know of a sequence's images."""
+        """The arguments of transformers' model for a sequence's images."""
         if not sequence.images:
             return {}
         pixels = [image.load().to(self.device, next(self.model.parameters()).dtype) for image in sequence.images]
@@ -200,7 +203,7 @@ class OneProcess:
         }  # fmt: skip
 
     def backward(self, microbatches: list[list[TokenSequence]]) -> float:
-        """Fills `.grad` and returns the loss: the mean over all trained tokens of all microbatches."""
+        """Computes gradients, and returns the loss: the mean over all trained tokens of all microbatches."""
         sequences = [sequence for microbatch in microbatches for sequence in microbatch]
         num_tokens = sum(int(s.loss_mask[1:].sum()) for s in sequences)
         total = 0.0
@@ -210,7 +213,9 @@ class OneProcess:
             total += sum(loss.item() for loss in losses)
             if self.training.aux_loss:
                 losses.append(self._load_balancing() * (self.training.aux_loss / sum(map(len, sequences))))
-            trained = [loss for loss in losses if loss.requires_grad]  # text tells an encoder that is trained nothing
+            trained = [
+                loss for loss in losses if loss.requires_grad
+            ]  # text gives no gradient if only the encoder is trained
             if trained:
                 torch.stack(trained).sum().backward()
         self.routed = {}
@@ -222,8 +227,9 @@ class OneProcess:
         return -self.logprobs(sequence)[counted].sum()
 
     def _load_balancing(self) -> Tensor:
-        """Of a microbatch: over layers, E times the sum over experts of their share of choices and their probability,
-        summed over tokens (Fedus et al., arXiv:2101.03961, eq. 4, times the tokens)."""
+        """The load-balancing loss of a microbatch, summed over layers (Fedus et al., arXiv:2101.03961, eq. 4, times the
+        number of tokens): E times the sum over experts of their share of choices times their probability, summed over
+        tokens."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for of_sequences in self.routed.values():
             logits = torch.cat([logits for logits, _ in of_sequences])
@@ -235,11 +241,12 @@ class OneProcess:
         return total
 
     def gradients(self) -> dict[str, Tensor]:
-        """By name; a tied head under both of its names. Zero for what takes no part, as an encoder's last layer may."""
+        """Gradients by the parameters' names. A tied head has both of its names. A parameter that takes no part in the
+        loss, such as an encoder's last layer, has zeros."""
         return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self._named_parameters()}
 
     def step(self) -> float:
-        """Clips, takes the optimizer step, forgets the gradients, and returns the norm before clipping."""
+        """Clips, takes the optimizer step, drops the gradients, and returns the gradient norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.max_grad_norm)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -253,6 +260,6 @@ class OneProcess:
         return {name: p.detach() for name, p in self._named_parameters()}
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Named as if the language model were the model, and an encoder a part of it."""
+        """Parameters with the names that the layout uses: the language model is named as if it were the whole model."""
         named = self.model.named_parameters(remove_duplicate=False)
         return [(name.replace("model.language_model.", "model.", 1), parameter) for name, parameter in named]

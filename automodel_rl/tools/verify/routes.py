@@ -1,4 +1,4 @@
-"""Routes that a token's id, position and layer decide, so that they can be told wherever the token turns up."""
+"""Routes computed from a token's id, position and layer, so that they can be checked wherever the token is."""
 
 import dataclasses
 import functools
@@ -13,16 +13,16 @@ from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.model.handle import ModelHandle
 
 NUM_ROUTES = 97
-"""Different routes; a prime, so that ids, positions and layers all matter."""
+"""Number of different routes. It is a prime, so that ids, positions and layers all matter."""
 
 
 def route_of(ids: Tensor, positions: Tensor, layer: int, shape: RouterShape) -> Tensor:
-    """Experts of every token in a layer, int64 [n, K]; of one token in `NUM_ROUTES` or so they are missing.
+    """Experts of every token in a layer, int64 [n, K]. About one token in `NUM_ROUTES` has none.
 
     Args:
-        ids, positions: of the tokens, [n].
-        layer: number of the layer.
-        shape: of the model's routes.
+        ids, positions: ids and positions of the tokens, [n].
+        layer: the layer's number.
+        shape: the shape of the model's routes.
     """
     generator = torch.Generator().manual_seed(0)
     table = torch.rand(NUM_ROUTES, shape.num_experts, generator=generator).argsort(1)[:, : shape.top_k]
@@ -39,7 +39,7 @@ def with_routes(sequence: TokenSequence, shape: RouterShape) -> TokenSequence:
 
 
 class RouteCheck:
-    """Counts choices of experts, in all passes of all layers of this rank, that are not those of `route_of`.
+    """Counts the choices of experts that differ from `route_of`, in all passes and layers of this rank.
 
     Args:
         handle: a mixture.

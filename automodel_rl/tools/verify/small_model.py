@@ -1,4 +1,4 @@
-"""The same architecture small: what a layout depends on is kept, everything else shrinks."""
+"""A small model of the same architecture: keeps everything that a layout depends on, and shrinks the rest."""
 
 import math
 from pathlib import Path
@@ -14,19 +14,19 @@ from automodel_rl.support.families import VISION_FAMILIES
 
 HEAD_DIM = 8
 WINDOW = 6
-"""Shorter than most sequences, so that it matters."""
+"""Size of a sliding window: shorter than most sequences, so that it matters."""
 
 ORIGINAL_CONTEXT = 8
-"""Where scaled rotary embeddings begin to scale; like the window shorter than most sequences."""
+"""Position from which scaled rotary embeddings are scaled: lower than most sequences' length, so that it matters."""
 
 PATCH = 4
-"""Side of the encoder's patches."""
+"""Side of the encoder's patches in pixels."""
 
 MROPE_SECTION = [1, 1, 2]
 """Shares of time, height and width in half a head."""
 
 MOST_EXPERTS = 16
-"""Experts that are kept; more would only take time. Raised to what ep and the routing need."""
+"""Number of experts that are kept, since more would only take time. Raised if ep or the routing needs more."""
 
 
 def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
@@ -35,8 +35,8 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConf
     Widths, vocabulary, window and the number of experts shrink to the least that the layout can split.
 
     Args:
-        config: of a model that reads text, or of the language model of one that sees.
-        parallel: its layout.
+        config: the config of a language model.
+        parallel: the model's layout.
     """
     values = config.to_dict()
     group = max(1, config.num_attention_heads // (values.get("num_key_value_heads") or config.num_attention_heads))
@@ -70,7 +70,7 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConf
 
 
 def _rotary(values: dict[str, Any]) -> dict[str, Any]:
-    """What a small config says of rotary embeddings. Where they are scaled, they begin to be within short sequences."""
+    """The small config's settings of rotary embeddings. Scaled ones are scaled within short sequences already."""
     rope = values.get("rope_parameters") or {}
     kinds = {name: kind for name, kind in rope.items() if isinstance(kind, dict)} or {"": rope}
     longest, changed = values.get("max_position_embeddings"), {}
@@ -88,12 +88,12 @@ def _rotary(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrink_vision(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -> PretrainedConfig:
-    """A vision-language config whose two parts are small, with the layers that they have.
+    """A vision-language config whose two components are small, but keep their numbers of layers.
 
     Args:
-        config: of the whole model.
-        parallel: layout of the language model.
-        tp: ranks that split the encoder's layers.
+        config: the whole model's config.
+        parallel: the language model's layout.
+        tp: number of ranks that split the encoder's layers.
     """
     language = shrink(language_config(config), parallel)
     heads = math.lcm(2, tp)
@@ -122,7 +122,7 @@ def shrink_vision(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -
 
 
 def _num_experts(values: dict, key: str, parallel: ParallelConfig) -> int:
-    """Enough for the routing, and divisible by ep and by the groups of experts."""
+    """A number of experts that is enough for the routing and divisible by ep and by the groups of experts."""
     unit = math.lcm(parallel.ep, (values.get("n_group") or 1) * 2)
     needed = max(MOST_EXPERTS, 2 * values["num_experts_per_tok"] * (values.get("n_group") or 1))
     return min(values[key], -(-needed // unit) * unit)
@@ -137,7 +137,7 @@ def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.1, generator=generator)
         else:
-            # Norms compute weight * x or (1 + weight) * x; the mean of the initial weight tells which.
+            # Norms compute weight * x or (1 + weight) * x; the mean of the initial weight shows which.
             middle = 1.0 if "norm" not in name or parameter.mean() > 0.5 else 0.0
             nn.init.uniform_(parameter, middle - 0.2, middle + 0.2, generator=generator)
     for name, buffer in model.named_buffers():
