@@ -12,7 +12,7 @@ FIELDS = ("input_ids", "position_ids", "targets", "loss_mask", "cu_seqlens")
 
 
 def keep_microbatches(file: Path, microbatches: Sequence[Microbatch], about: dict[str, str]) -> None:
-    """Writes the token tensors and values of microbatches to a safetensors file, as `row_N.NAME` for
+    """Writes the token tensors and values of microbatches to a safetensors file, as `microbatch_N.NAME` for
     microbatch N.
 
     Args:
@@ -24,5 +24,5 @@ def keep_microbatches(file: Path, microbatches: Sequence[Microbatch], about: dic
     tensors: dict[str, Tensor] = {}
     for number, microbatch in enumerate(microbatches):
         named = {name: getattr(microbatch, name) for name in FIELDS} | microbatch.values
-        tensors |= {f"row_{number}.{name}": tensor.cpu().contiguous() for name, tensor in named.items()}
+        tensors |= {f"microbatch_{number}.{name}": tensor.cpu().contiguous() for name, tensor in named.items()}
     save_file(tensors, file, {"format": "pt", **about})

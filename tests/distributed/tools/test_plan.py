@@ -112,7 +112,7 @@ def test_the_bubble_is_the_textbooks(schedule: str, virtual_stages: int, pp: int
 
 def run_plan(folder: Path, model: Path, sizes: dict, *arguments: str) -> subprocess.CompletedProcess:
     config = config_of(model, {}, dtype="bfloat16").model_dump(mode="json") | {"parallel": sizes}
-    config["microbatch"] = {"sequences": 1024, "microbatch_tokens": 8192}
+    config["batch"] = {"sequences": 1024, "microbatch_tokens": 8192}
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "automodel_rl", "plan", str(file), *arguments]

@@ -29,7 +29,7 @@ def config_of(folder: Path, sizes: dict, dtype: str = "float32") -> SFTConfig:
             "output": "never",
             "model": {"path": str(folder), "dtype": dtype},
             "data": {"train": [{"path": "none.jsonl"}]},
-            "microbatch": {"sequences": 8, "microbatch_tokens": 64},
+            "batch": {"sequences": 8, "microbatch_tokens": 64},
             "length": {"steps": 1},
             "parallel": sizes,
         }
