@@ -105,6 +105,7 @@ class WarmProcess:
         assert start_new_session
         request = _Request([*command[2:]], dict(os.environ if env is None else env), os.getcwd(), [*pass_fds])
         self.returncode: int | None = None
+        self._lock = threading.Lock()
         self._answers, theirs = os.pipe()
         with open(os.devnull) as nothing:
             given = nothing if stdin == subprocess.DEVNULL else stdin
@@ -115,12 +116,20 @@ class WarmProcess:
 
     def poll(self) -> int | None:
         """The exit code, if it has ended."""
-        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
-            return self.wait()
+        if self._lock.acquire(blocking=False):  # else another thread waits, for it has not
+            try:
+                if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+                    self._take()
+            finally:
+                self._lock.release()
         return self.returncode
 
     def wait(self) -> int:
-        """The exit code, once it has ended."""
+        """The exit code, once it has ended; threads may wait together."""
+        with self._lock:
+            return self._take()
+
+    def _take(self) -> int:
         if self.returncode is None:
             self.returncode = int(os.read(self._answers, 32) or -signal.SIGKILL)
             os.close(self._answers)

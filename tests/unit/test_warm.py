@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -47,3 +48,12 @@ def test_a_fork_has_the_descriptors_that_it_is_given() -> None:
     assert os.read(ours, 9) == b"x"
     assert os.read(ours, 9) == b"", "somebody holds the other end"
     os.close(ours)
+
+
+def test_threads_may_wait_for_a_fork_together() -> None:
+    process = WarmProcess([sys.executable, "-m", "timeit", "-n", "1", "import time; time.sleep(600)"])
+    with ThreadPoolExecutor(4) as pool:
+        codes = [pool.submit(process.wait) for _ in range(4)]
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        assert [code.result() for code in codes] == [-signal.SIGKILL] * 4
