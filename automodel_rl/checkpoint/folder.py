@@ -91,12 +91,12 @@ def is_complete(folder: Path) -> bool:
 
 def write_marker(folder: Path, marker: Marker) -> None:
     """Writes the marker, which makes a folder a checkpoint. When this returns, everything is on the disk."""
-    sync(folder)
+    fsync_folder(folder)
     write_complete(folder / MARKER, json.dumps(asdict(marker), indent=1))
-    sync(folder)
+    fsync_folder(folder)
 
 
-def sync(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Makes sure that the names of a folder's files are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -21,8 +21,8 @@ from automodel_rl.checkpoint.folder import (
     TENSORS,
     Marker,
     StoredFile,
+    fsync_folder,
     rank_file,
-    sync,
     write_hashed,
     write_marker,
 )
@@ -209,11 +209,11 @@ class CheckpointSaver:
 
     def _publish(self, job: _Job, unfinished: Path, files: dict[str, StoredFile]) -> None:
         if self.group.rank() == 0:
-            sync(unfinished / TENSORS)
-            sync(unfinished / RANKS)
+            fsync_folder(unfinished / TENSORS)
+            fsync_folder(unfinished / RANKS)
             write_marker(unfinished, Marker(job.step, self.group.size(), files))
             publish_folder(unfinished, job.folder)
-            sync(job.folder.parent)
+            fsync_folder(job.folder.parent)
 
 
 def _sizes_to_come(engine: Engine) -> Iterator[int]:

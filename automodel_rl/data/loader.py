@@ -105,9 +105,9 @@ class PackedLoader:
             if not self.layout.is_guest:
                 packed = self._pack(self._exchange([checked(example) for example in share]))
             without_microbatches = None if packed is None else replace(packed, microbatches=[])
-            told = share_with_guests(without_microbatches, self.layout)
-            assert told is not None
-            yield packed or told
+            shared = share_with_guests(without_microbatches, self.layout)
+            assert shared is not None
+            yield packed or shared
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict()
