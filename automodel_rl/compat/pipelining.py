@@ -1,4 +1,4 @@
-"""Torch's own pipeline schedules, run over microbatches with different numbers of tokens.
+"""Torch's own pipeline schedules over microbatches with different numbers of tokens, and their receive buffers.
 
 torch's stages infer one activation shape from the first microbatch. Here every rank already knows how many tokens each
 microbatch has. So receive buffers are made for each microbatch, and shapes are never inferred: there is no padding, no

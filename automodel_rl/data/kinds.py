@@ -1,5 +1,5 @@
-"""Kinds of chats. A chat template may treat chats of different kinds differently. Texts and lengths make no
-difference."""
+"""Kinds of chats, told by their roles, keys and tools: what a chat template may treat differently. Texts and lengths
+make no difference."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,5 @@
-"""Terms of policy-gradient losses. Tensors [T] have an entry for each token, aligned with predicting positions."""
+"""Terms of policy-gradient losses: KL estimates, means, and the correction between generator and trainer. Tensors [T]
+have an entry for each token, aligned with predicting positions."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Shows modules inside a decoder layer which microbatch the layer is computing."""
+"""Tells modules inside a decoder layer which microbatch is being computed."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Splits a model without storage into the stages of this rank."""
+"""Cuts a model on the meta device into this rank's pipeline stages."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gradients over ranks: summands that tensor parallelism leaves, tied embeddings, and one norm over everything.
+"""Gradients over ranks: sums over tensor-parallel ranks, tied embeddings, and one norm over everything.
 
 FSDP sums gradients over data ranks (it is told not to average), and losses are divided by global counts before the
 backward. So no gradient is rescaled anywhere but by clipping.

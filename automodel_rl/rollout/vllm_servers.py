@@ -1,4 +1,4 @@
-"""Generation by running vLLM servers, request by request."""
+"""Generation by vLLM servers that are already running, request by request."""
 
 import base64
 import io

@@ -1,1 +1,1 @@
-"""Running a step: microbatches through a model on any layout, forward and backward."""
+"""Running an optimizer step up to its gradients: microbatches through a model on any layout, forward and backward."""

@@ -21,10 +21,10 @@ from automodel_rl.rollout.rewards.errors import ErrorWatch, error_rates
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
 from automodel_rl.trainers.policy_batches import Microbatches, pack_optimizer_steps, with_advantages
+from automodel_rl.trainers.reward_watch import RewardWatch
 from automodel_rl.trainers.rollout_queue import RolloutQueue
 from automodel_rl.trainers.route_exchange import with_routes
 from automodel_rl.trainers.run import Goal, Run, choose_loss, layout_summary, open_run
-from automodel_rl.trainers.signal_watch import SignalWatch
 from automodel_rl.trainers.step import Step
 
 
@@ -67,7 +67,7 @@ class GRPOTrainer:
         self.supervisor = GeneratorSupervisor(config, self.handle, self.tokenizer)
         self.rollouts = RolloutCollector(config, self.supervisor, self.tokenizer, scorer)
         self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)
-        self.signal = SignalWatch(directory.rollouts)
+        self.signal = RewardWatch(directory.rollouts)
         goal = Goal(total_steps, max_minutes, best_metric="val/reward_mean", higher_is_better=True)
         self.run = Run(config, directory, self.engine, goal)
         self.run.resume({"prompts": self.queue, "signal": self.signal})

@@ -1,4 +1,4 @@
-"""One step of a run, which collects its metrics."""
+"""Collects the metrics and times of one step of a run."""
 
 import contextlib
 import resource

@@ -1,4 +1,5 @@
-"""The interface of every way to a generator. `sync` calls connect once, then begin, (release, send)..., commit."""
+"""The interface of every way to a generator. `sync` calls connect once; then, for every sync, begin, release and
+send for each buffer, and commit."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

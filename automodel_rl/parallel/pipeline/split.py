@@ -1,4 +1,4 @@
-"""The split of a model's layers into pipeline stages."""
+"""How many layers each pipeline stage gets."""
 
 import itertools
 

@@ -10,7 +10,7 @@ MOST_STEPS = 10
 """Number of steps in a row without signal after which a run ends."""
 
 
-class SignalWatch:
+class RewardWatch:
     """Counts the last steps in which no group has rewards that differ.
 
     Args:
