@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults import PLANTED, planted
+from tests.faults.table import PLANTED, planted
 from tests.rank_pool import RankPool
 from tests.warm import start_children_warm
 

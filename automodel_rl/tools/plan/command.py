@@ -60,14 +60,9 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     others = nearest_that_fit(model, description, config, parallel, packing, capacity) if looks_further else []
     if as_json:
         record = _record(parallel, step, packing, device, fits, others)
+        record |= {"world_size": config.world_size, "peak_bytes": peak, "generator_bytes": generator}
         of_encoder = {} if encoder is None else {"encoder": {**asdict(encoder), "peak": encoder.peak}}
-        print(
-            json.dumps(
-                record
-                | {"world_size": config.world_size, "peak_bytes": peak, "generator_bytes": generator}
-                | of_encoder
-            )
-        )
+        print(json.dumps(record | of_encoder))
     else:
         print(_tables(parallel, step, packing, device))
         if encoder is not None and components is not None:

@@ -19,7 +19,7 @@ from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from tests.checkpoints import save_checkpoint
-from tests.faults import planted
+from tests.faults.table import planted
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model, save_tiny_vision_model
 

@@ -1,0 +1,214 @@
+"""Generators of reinforcement learning: those that die, that are in their own process, that are ahead of training."""
+
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from automodel_rl.errors import RolloutError
+from automodel_rl.generator_messages import Request
+from automodel_rl.rollout.make_generator import make_generator
+from automodel_rl.rollout.protocol import Completion, Generator
+from automodel_rl.rollout.transformers_generator import TransformersGenerator
+from automodel_rl.weight_sync.receiver import Receiver
+from automodel_rl.weight_sync.transport import Transport
+from tests.distributed.trainers.runs import (
+    Settings,
+    assert_same_weights,
+    metrics_of,
+    rollouts_of,
+    settings_of,
+    train,
+    trainer_of,
+)
+from tests.rank_pool import RankPool
+
+
+def values(workspace: Path, output: Path, **changes: Any) -> Settings:
+    return settings_of("grpo", workspace, output, **changes)
+
+
+class FlakyReceiver(Receiver):
+    """Loses the weights it gets in a first sync after `loads`."""
+
+    loads = -1
+
+    def begin(self) -> None:
+        super().begin()
+        FlakyReceiver.loads -= 1
+
+    def load(self, *bucket: Any) -> None:
+        super().load(*bucket)
+        if FlakyReceiver.loads == 0:
+            raise ConnectionError("the generator is gone")
+
+
+class Flaky(TransformersGenerator):
+    """Dies as often as `left` says, and then works."""
+
+    left = 0
+
+    def generate(self, requests: Sequence[Request], *hooks: Any) -> list[Completion]:
+        if Flaky.left:
+            Flaky.left -= 1
+            raise ConnectionError("the generator is gone")
+        return super().generate(requests, *hooks)
+
+
+def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, int]:
+    """How training ends when the generator fails so often at its third batch, and how many were made anew."""
+    made = 0
+
+    def make(*arguments: Any) -> tuple[Generator, Transport]:
+        nonlocal made
+        made += 1
+        generator, transport = make_generator(*arguments)
+        generator.__class__ = Flaky
+        generator.receiver.__class__ = FlakyReceiver
+        return generator, transport
+
+    FlakyReceiver.loads = loads
+    with mock.patch("automodel_rl.rollout.supervisor.make_generator", make):
+        trainer = trainer_of(settings)
+        collector = trainer.rollouts
+        wait, calls = collector._wait, 0
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            Flaky.left = failures if calls == 3 else 0
+            return wait(*arguments, **options)
+
+        collector._wait = counting  # type: ignore[method-assign]
+        try:
+            trainer.train()
+        except RolloutError as error:
+            return str(error), made - 1
+        return "", made - 1
+
+
+def test_a_generator_that_dies_is_started_again(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "steady", length={"steps": 4}, parallel={"dp_shard": 2})
+    ranks(2).run(train, settings)
+    for name, failures, loads, restarts in (("generating", 2, -1, 2), ("loading weights", 0, 3, 1)):
+        flaky = settings | {"output": str(tmp_path / name)}
+        assert ranks(2).run(run_flaky, flaky, failures, loads) == [("", restarts), ("", restarts)]
+        for one, two in zip(metrics_of(tmp_path / name), metrics_of(tmp_path / "steady"), strict=True):
+            assert one["train/loss"] == two["train/loss"]
+        assert_same_weights(tmp_path / name / "final", tmp_path / "steady" / "final")
+
+
+def test_a_generator_that_stays_dead_ends_the_run_with_nothing_lost(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 4})
+    ((message, _),) = ranks(1).run(run_flaky, settings, 99)
+    assert message == "the generator of rank 0 failed 3 times: ConnectionError: the generator is gone"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2"]
+    ranks(1).run(train, settings, "auto")
+    ranks(1).run(train, settings | {"output": str(tmp_path / "steady")})
+    resumed, steady = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "steady")
+    assert [row["train/loss"] for row in resumed] == [row["train/loss"] for row in steady]
+
+
+def test_a_generator_that_dies_in_validation_loses_no_step(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    length = {"steps": 2, "validate_every": 1}  # asked for a baseline, for the first step, and to validate it
+    ((message, _),) = ranks(1).run(run_flaky, values(workspace, tmp_path / "run", length=length), 99)
+    assert "failed 3 times" in message
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
+    ranks(1).run(train, values(workspace, tmp_path / "run", length=length), "auto")
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all("train/loss" in row for row in rows[1:])
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "own process, shared memory": {"weight_sync": {"checksum": True}},
+    "own process, gloo": {"weight_sync": {"transport": "collective", "checksum": True, "buffer_mib": 0.02}},
+}
+
+
+def test_it_does_not_matter_in_which_process_the_generator_is(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "same", length={"steps": 3}, parallel={"pp": 2})
+    ranks(2).run(train, settings)
+    for place, changes in PLACES.items():
+        own = settings | {"output": str(tmp_path / place), **changes}
+        ranks(2).run(train, own | {"rollout": {**settings["rollout"], "own_process": True}})
+        assert_same_weights(tmp_path / place / "final", tmp_path / "same" / "final")
+        for row in metrics_of(tmp_path / place):
+            assert row["rollout/staleness_max"] == 0
+
+
+def let_generators_be_ahead(settings: Settings, max_staleness: int) -> None:
+    settings["rollout"] |= {"own_process": True, "max_staleness": max_staleness}
+    settings["loss"] |= {"correction": {"kind": "truncate"}}
+
+
+def test_generators_ahead_of_training_write_with_weights_of_limited_age(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 5}, parallel={"dp_shard": 2})
+    let_generators_be_ahead(settings, 2)
+    ranks(2).run(train, settings)
+    rows = metrics_of(tmp_path / "run")
+    ages = [row["rollout/staleness_max"] for row in rows]
+    assert ages[0] == 0
+    assert 1 <= max(ages) <= 2
+    assert max(row["train/logprob_error"] for row in rows) > 1.01 > rows[0]["train/logprob_error"]
+    prompts = [record["prompt"] for step in range(1, 6) for record in rollouts_of(tmp_path / "run", step)]
+    assert len(set(prompts)) > 16
+
+
+def test_a_run_with_generators_ahead_goes_on_with_the_prompts_it_had_not_trained_on(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 4}, checkpoint={"every_steps": 1, "keep_last": 9})
+    let_generators_be_ahead(settings, 1)
+    ranks(1).run(train, settings)
+    before = [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)]
+    shutil.rmtree(tmp_path / "run" / "final")
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step}")
+        (tmp_path / "run" / "rollouts" / f"step_{step}.jsonl").unlink()
+    ranks(1).run(train, settings, "auto")
+    assert [[record["prompt"] for record in rollouts_of(tmp_path / "run", step)] for step in (3, 4)] == before
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def run_with_a_death(settings: Settings) -> int:
+    """Kills the first rank's generator while it is ahead; how many generators this rank has started."""
+    made = 0
+
+    def make(*arguments: Any) -> tuple[Generator, Transport]:
+        nonlocal made
+        made += 1
+        return make_generator(*arguments)
+
+    with mock.patch("automodel_rl.rollout.supervisor.make_generator", make):
+        trainer = trainer_of(settings)
+        take, calls = trainer.rollouts.take, 0
+
+        def killing(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3 and trainer.handle.layout.data_rank == 0:
+                os.kill(trainer.supervisor.generator.child.process.pid, signal.SIGKILL)
+            return take(*arguments)
+
+        trainer.rollouts.take = killing
+        trainer.train()
+    return made
+
+
+def test_a_generator_that_dies_ahead_of_training_does_not_make_the_others_completions_older(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 5}, parallel={"dp_shard": 2})
+    let_generators_be_ahead(settings, 1)
+    settings["weight_sync"] = {"checksum": True}
+    assert ranks(2).run(run_with_a_death, settings) == [2, 1]
+    ages = [row["rollout/staleness_max"] for row in metrics_of(tmp_path / "run")]
+    assert max(ages) <= 1

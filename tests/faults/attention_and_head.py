@@ -1,0 +1,82 @@
+"""Bugs of attention and of the head, on one rank and where ranks share their work."""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from automodel_rl.batch import LocalMicrobatch, Microbatch, local_microbatch
+from tests.faults.fault import Fault, Verified, patch
+
+
+def _window_too_wide() -> Any:
+    from automodel_rl.model.attention import _mask
+
+    def wider(num_queries: int, num_keys: int, window: int | None, device: Any) -> Tensor:
+        return _mask(num_queries, num_keys, None if window is None else window + 1, device)
+
+    return patch("model.attention._mask", wider)
+
+
+def _without(name: str) -> Any:
+    """Attention leaves out one of its parameters."""
+    from automodel_rl.model.attention import BACKENDS, eager
+
+    def leaving_out(q: Tensor, k: Tensor, v: Tensor, call: Any, parameters: Any) -> Tensor:
+        return eager(q, k, v, call, dataclasses.replace(parameters, **{name: None}))
+
+    return mock.patch.dict(BACKENDS, {"eager": leaving_out})
+
+
+def _tokens_restored_wrongly() -> Any:
+    def turned(microbatch: Microbatch, *place: Any) -> LocalMicrobatch:
+        made = local_microbatch(microbatch, *place)
+        return made if made.restore is None else dataclasses.replace(made, restore=made.restore.roll(1))
+
+    return patch("step.local_microbatches.local_microbatch", turned)
+
+
+def _keys_of_own_rank() -> Any:
+    """Gradients of gathered keys and values are cut, not summed."""
+    from automodel_rl.parallel.collectives import AllGatherCP, _own_rows
+
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _own_rows(gradients[0], ctx.group), None, None
+
+    return mock.patch.object(AllGatherCP, "backward", staticmethod(backward))
+
+
+def _first_chunk_again() -> Any:
+    from automodel_rl.model.logprobs import _chunks
+
+    def chunks(num_tokens: int) -> list[slice]:
+        found = _chunks(num_tokens)
+        return [found[0], *found[:-2], found[-1]] if len(found) > 2 else found
+
+    return patch("model.logprobs._chunks", chunks)
+
+
+def _vocabulary_of_own_rank() -> Any:
+    from automodel_rl.model.logprobs import _over_vocabulary
+
+    def own(picked: Tensor, logsumexp: Tensor, mean: Any, group: Any) -> Any:
+        total, _, mean = _over_vocabulary(picked, logsumexp, mean, group)
+        return total, logsumexp, mean
+
+    return patch("model.logprobs._over_vocabulary", own)
+
+
+FAULTS: dict[str, Fault] = {
+    "rotary embeddings by the longest sequence": Fault(
+        lambda: patch("support.model_rules.BY_LENGTH", ()),
+        "unit/support/test_description.py::test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused",
+    ),
+    "a window one key too wide": Fault(_window_too_wide, Verified("mistral")),
+    "soft cap left out": Fault(lambda: _without("softcap"), Verified("gemma2")),
+    "sinks left out": Fault(lambda: _without("sinks"), Verified("gpt_oss")),
+    "cp tokens restored in another order": Fault(_tokens_restored_wrongly, Verified("qwen3", {"cp": 2})),
+    "gradients of keys of this cp rank alone": Fault(_keys_of_own_rank, Verified("qwen3", {"cp": 2})),
+    "chunks of the head after the first are the first": Fault(_first_chunk_again, Verified("qwen3")),
+    "softmax over this tp rank's vocabulary": Fault(_vocabulary_of_own_rank, Verified("qwen3", {"tp": 2})),
+}

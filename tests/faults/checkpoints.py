@@ -1,0 +1,50 @@
+"""Bugs of weights that are exported, merged or exchanged, and of the state of a checkpoint."""
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.faults.fault import Fault, Verified, patch
+
+
+def _second_bucket_empty() -> Any:
+    from automodel_rl.hf.buckets import StageBuckets
+
+    pack = StageBuckets.pack
+
+    def first_alone(buckets: Any, number: int, targets: list[Tensor]) -> None:
+        pack(buckets, number, targets)
+        if number == 1:
+            torch._foreach_zero_(targets)
+
+    return mock.patch.object(StageBuckets, "pack", first_alone)
+
+
+def _merged_without_scale() -> Any:
+    from automodel_rl.lora.layers import merge
+
+    def unscaled(linear: Any, down: Tensor) -> Tensor:
+        return merge(linear, down / linear.lora_scale)
+
+    return patch("hf.sources.merge", unscaled)
+
+
+GRPO = "distributed/trainers/test_grpo.py"
+
+FAULTS: dict[str, Fault] = {
+    "second bucket of an export is empty": Fault(_second_bucket_empty, Verified("qwen3")),
+    "reference of adapters never in place": Fault(
+        lambda: patch("engine.reference_weights.without_adapters", lambda parts: contextlib.nullcontext()),
+        f"{GRPO}::test_adapters_are_trained_against_the_model_without_them",
+    ),
+    "adapters merged without their scale": Fault(
+        _merged_without_scale, f"{GRPO}::test_adapters_are_trained_against_the_model_without_them"
+    ),
+    "moments of a checkpoint dropped": Fault(
+        lambda: patch("checkpoint.state._restore_state", return_value=None),
+        "distributed/checkpoint/test_state.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit",
+    ),
+}

@@ -1,0 +1,108 @@
+"""Bugs of data and batches, and of how a step goes through them."""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import LocalMicrobatch, Microbatch, local_microbatch
+from tests.faults.fault import Fault, Verified, everywhere, patch, rank_by_rank
+
+
+def _one_document(microbatch: Microbatch, *place: int) -> LocalMicrobatch:
+    """A microbatch without its cu_seqlens: the documents see each other."""
+    return local_microbatch(dataclasses.replace(microbatch, lengths=(microbatch.num_tokens,)), *place)
+
+
+def _positions_go_on() -> Any:
+    def going_on(microbatch: Microbatch, *place: Any) -> LocalMicrobatch:
+        made = local_microbatch(microbatch, *place)
+        return dataclasses.replace(made, position_ids=torch.arange(made.num_tokens))
+
+    return patch("step.local_microbatches.local_microbatch", going_on)
+
+
+def _empty_microbatches_count() -> Any:
+    from automodel_rl.batch import empty_microbatch
+
+    def counting(like: Any = None) -> Microbatch:
+        microbatch = empty_microbatch(like)
+        return dataclasses.replace(microbatch, loss_mask=microbatch.targets >= 0)
+
+    return everywhere(counting, "tools.verify.comparison.empty_microbatch", "step.runner.empty_microbatch")
+
+
+def _local_counts() -> Any:
+    from automodel_rl.losses import count
+    from automodel_rl.step.agreement import GlobalBatch, agree_on_batch
+
+    def agree(microbatches: list, *rest: Any) -> GlobalBatch:
+        return dataclasses.replace(agree_on_batch(microbatches, *rest), counts=count(microbatches))
+
+    return patch("step.runner.agree_on_batch", agree)
+
+
+def _evaluation_of_fewer_microbatches() -> Any:
+    from automodel_rl.engine import Engine
+
+    evaluate = Engine.evaluate
+    return mock.patch.object(
+        Engine, "evaluate", lambda engine, microbatches, *rest: evaluate(engine, microbatches[:-1], *rest)
+    )
+
+
+def _first_block_again() -> Any:
+    from automodel_rl.step.runner import StepRunner
+
+    forward, block = StepRunner.forward, StepRunner._forward_block
+    first: list[list[Tensor]] = []
+
+    def anew(runner: Any, *args: Any) -> list[Tensor]:
+        first.clear()
+        return forward(runner, *args)
+
+    def again(runner: Any, *args: Any) -> list[Tensor]:
+        first.append(block(runner, *args))
+        pairs = zip(first[-1], first[0], strict=False)
+        return [old if old.shape == own.shape else own for own, old in pairs] + first[-1][len(first[0]) :]
+
+    return mock.patch.multiple(StepRunner, forward=anew, _forward_block=again)
+
+
+FAILED = "distributed/step/test_failed_steps.py"
+
+FAULTS: dict[str, Fault] = {
+    "documents see each other": Fault(
+        lambda: patch("step.local_microbatches.local_microbatch", _one_document), Verified("qwen3")
+    ),
+    "positions go on across sequences": Fault(_positions_go_on, Verified("qwen3")),
+    "loss mask and values left on their tokens": Fault(
+        lambda: patch("batch.microbatch._to_predictor", lambda values: values), Verified("qwen3")
+    ),
+    "empty microbatches count": Fault(_empty_microbatches_count, Verified("qwen3", {"pp": 2})),
+    "examples rank by rank": Fault(
+        lambda: rank_by_rank("data.loader.interleave"),
+        "distributed/data/test_loader.py::test_a_global_batch_has_the_same_order_on_any_number_of_ranks",
+    ),
+    "place in the data forgotten": Fault(
+        lambda: patch("data.loader.PackedLoader.load_state_dict", return_value=None),
+        "distributed/data/test_loader.py::test_data_ranks_share_global_batches_and_resume_between_steps",
+    ),
+    "local token counts": Fault(_local_counts, Verified("qwen3", {"pp": 2, "dp_shard": 2})),
+    "evaluation leaves out the last microbatch": Fault(_evaluation_of_fewer_microbatches, Verified("qwen3")),
+    "blocks of microbatches after the first are the first": Fault(_first_block_again, Verified("qwen3")),
+    "token ids not looked at": Fault(
+        lambda: patch("step.agreement._problem", return_value=""),
+        f"{FAILED}::test_token_ids_outside_the_vocabulary_are_refused_on_every_rank",
+    ),
+    "numbers of microbatches not compared": Fault(
+        lambda: patch("step.agreement._agreed_microbatches", lambda of_ranks: int(of_ranks["num_microbatches"].max())),
+        f"{FAILED}::test_rows_that_do_not_fit_each_other_are_refused_on_every_rank",
+    ),
+    "a step without a trained token": Fault(
+        lambda: mock.patch("automodel_rl.engine.engine.math.sqrt", lambda square: square**0.5 + 1e-30),
+        f"{FAILED}::test_a_batch_without_a_trained_token_changes_no_weight_and_says_so",
+    ),
+}

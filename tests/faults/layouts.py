@@ -1,0 +1,98 @@
+"""Bugs of pipelines, and of encoders on ranks of their own."""
+
+import copy
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from tests.faults.fault import Fault, Verified, patch
+
+
+def _buffers_by_shape() -> Any:
+    """Messages of microbatches of equal shape share a buffer."""
+    from automodel_rl.compat.pipelining import PackedStage
+
+    bind, receive = PackedStage.bind, PackedStage._receive
+    buffers: dict[Any, Any] = {}
+
+    def anew(stage: PackedStage, *args: Any) -> None:
+        buffers.clear()
+        bind(stage, *args)
+
+    def shared(stage: PackedStage, name: str, source: int, shape: Any, *args: Any) -> Any:
+        key = stage.stage_index, name, tuple(shape)
+        if key not in buffers:
+            buffers[key] = receive(stage, name, source, shape, *args)
+        return buffers[key]
+
+    return mock.patch.multiple(PackedStage, bind=anew, _receive=shared)
+
+
+def _swap_of_one_part() -> Any:
+    from automodel_rl.engine.reference_weights import ReferenceWeights
+
+    class OnePart(ReferenceWeights):
+        def __init__(self, handle: Any):
+            first = copy.copy(handle)
+            first.parts = handle.parts[:1]
+            super().__init__(first)
+
+    return patch("tools.verify.comparison.ReferenceWeights", OnePart)
+
+
+def _mean_over_two(where: str) -> Any:
+    """Gradients of one component are averaged by FSDP."""
+    from automodel_rl.parallel.sharding import wrap_fsdp
+
+    def averaging(part: Any, *args: Any) -> None:
+        wrap_fsdp(part, *args)
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0)
+
+    return patch(f"{where}.wrap_fsdp", averaging)
+
+
+def _clip_by_component() -> Any:
+    """Each mesh clips its gradients by their own norm."""
+
+    def clip(parameters: list, most: float, _: Tensor) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, most)
+
+    return mock.patch("torch.nn.utils.clip_grads_with_norm_", clip)
+
+
+def _embeddings_off_by_one() -> Any:
+    from automodel_rl.batch import ImageTokens
+
+    put_into = ImageTokens.put_into
+
+    def off(tokens: ImageTokens, hidden: Tensor) -> Tensor:
+        assert tokens.embeddings is not None
+        return put_into(dataclasses.replace(tokens, embeddings=tokens.embeddings.roll(1, 0)), hidden)
+
+    return mock.patch.object(ImageTokens, "put_into", off)
+
+
+INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
+ENCODERS = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
+READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
+
+FAULTS: dict[str, Fault] = {
+    "receive buffers shared by equal shapes (interleaved)": Fault(_buffers_by_shape, Verified("qwen3", INTERLEAVED)),
+    "receive buffers shared by equal shapes (zero bubble)": Fault(
+        _buffers_by_shape,
+        Verified("qwen3", {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}, case={"microbatches": (3, 9)}),
+    ),
+    "reference swap of one part": Fault(_swap_of_one_part, Verified("qwen3", INTERLEAVED)),
+    "mean over encoder ranks": Fault(lambda: _mean_over_two("model.vision"), Verified("llava", components=ENCODERS)),
+    "mean over ranks of the language model": Fault(
+        lambda: _mean_over_two("model.parallelise"), Verified("llava", components=READERS)
+    ),
+    "clipping by module": Fault(_clip_by_component, Verified("llava", components=READERS)),
+    "embeddings off by one": Fault(_embeddings_off_by_one, Verified("llava", components=READERS)),
+}

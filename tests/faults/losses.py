@@ -1,0 +1,54 @@
+"""Bugs of losses, advantages and rewards."""
+
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from tests.faults.fault import Fault, patch, rank_by_rank
+
+
+def _pairs_turned() -> Any:
+    from automodel_rl.losses.dpo import _by_pair
+
+    return patch("losses.dpo._by_pair", lambda values, microbatch: _by_pair(values, microbatch).flip(1))
+
+
+def _deviation_of_population() -> Any:
+    std = Tensor.std
+    return mock.patch.object(Tensor, "std", lambda tensor, *args, correction=0: std(tensor, *args, correction=0))
+
+
+def _temperature_ignored() -> Any:
+    from automodel_rl.engine import Engine
+
+    add = Engine.add_logprobs
+    return mock.patch.object(
+        Engine, "add_logprobs", lambda engine, microbatches, name, temperature=1.0: add(engine, microbatches, name)
+    )
+
+
+LOSSES = "unit/losses/test_losses.py"
+GRPO = "distributed/trainers/test_grpo.py"
+
+FAULTS: dict[str, Fault] = {
+    "k3 that cancels": Fault(
+        lambda: mock.patch("torch.expm1", lambda r: r.exp() - 1),
+        f"{LOSSES}::test_k3_is_exact_where_policy_and_reference_are_close",
+    ),
+    "pairs of any neighbours": Fault(
+        lambda: patch("losses.dpo._check_pairs", return_value=None),
+        f"{LOSSES}::test_rows_whose_neighbours_are_no_pairs_are_refused",
+    ),
+    "chosen and rejected turned": Fault(_pairs_turned, f"{LOSSES}::test_dpo_equals_the_padded_formula"),
+    "standard deviation of the population": Fault(
+        _deviation_of_population, f"{LOSSES}::test_advantages_equal_their_formulas"
+    ),
+    "rewards of another rank's completions": Fault(
+        lambda: rank_by_rank("rollout.collect.interleave"),
+        f"{GRPO}::test_sequences_are_trained_with_the_advantages_of_their_rewards",
+    ),
+    "old log-probabilities at temperature 1": Fault(
+        _temperature_ignored, f"{GRPO}::test_sequences_are_trained_with_the_advantages_of_their_rewards[temperature]"
+    ),
+}

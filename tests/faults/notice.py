@@ -1,0 +1,68 @@
+"""Whether a planted bug is noticed, by `verify` or by a test."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.faults.fault import Verified
+from tests.faults.table import PLANTED, planted
+
+
+def noticed_by_test(name: str, test: str) -> str:
+    """The test, if it fails with the fault; empty if it passes."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", f"tests/{test}"]
+    done = subprocess.run(command, env={**os.environ, PLANTED: name}, capture_output=True, text=True, check=False)
+    # pytest's codes of tests that pass and that fail; a crash is noticed, too. A test that could not begin is an error,
+    # and has found nothing.
+    if done.returncode > 1 or "\nERROR " in done.stdout:
+        raise RuntimeError(f"{test} does not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return test if done.returncode else ""
+
+
+def noticed_by_verify(name: str, layout: Verified, pool: Any) -> str:
+    """What `verify` says is different with the fault; empty if nothing is."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(layout, Path(folder))
+        ranks = pool(num_ranks(layout))
+        sound = ranks.run(different_kinds, layout, None, Path(folder))[0]
+        if sound:
+            raise RuntimeError(f"{layout} is different without a fault, in {sound}")
+        try:
+            kinds = ranks.run(different_kinds, layout, name, Path(folder))[0]
+        except AssertionError as failure:  # a rank raised: that is noticed, too
+            return f"verify, which fails: {str(failure).splitlines()[0][:100]}"
+    return f"verify, in {kinds[0]}" + (f" and {len(kinds) - 1} more" if kinds[1:] else "") if kinds else ""
+
+
+def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> list[str]:
+    """What `verify` says is different, with a fault or without one; on a rank."""
+    from automodel_rl.config import ParallelConfig
+    from automodel_rl.config.components import ComponentsConfig
+    from automodel_rl.support.families import FAMILIES
+    from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
+    from automodel_rl.tools.verify.comparison import Case, compare
+
+    in_fp32 = caught_by.components is None and FAMILIES[caught_by.family].computes_in_fp32
+    components = None if caught_by.components is None else ComponentsConfig.model_validate(caught_by.components)
+    case = Case(ParallelConfig(**caught_by.sizes), components=components, **caught_by.case)
+    with planted(fault):
+        found = compare(case, folder, folder)
+    return [row.kind for row in judge(found, FLOAT32 if in_fp32 else FLOAT64) if not row.is_equal]
+
+
+def save_model(caught_by: Verified, folder: Path) -> None:
+    from tests.tiny import save_tiny_model, save_tiny_vision_model
+
+    if caught_by.components is not None:
+        save_tiny_vision_model(folder, num_layers=2)
+    else:
+        save_tiny_model(folder, caught_by.family, tied=caught_by.tied)
+
+
+def num_ranks(caught_by: Verified) -> int:
+    from automodel_rl.config import ParallelConfig
+
+    return 3 if caught_by.components is not None else ParallelConfig(**caught_by.sizes).world_size

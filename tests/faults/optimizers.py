@@ -1,0 +1,89 @@
+"""Bugs of optimizers, of their settings and of the learning rate."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automodel_rl.config import MuonConfig
+from tests.faults.fault import Fault, Verified, everywhere, patch
+
+
+def _setting_ignored(**settings: Any) -> Any:
+    """The optimizer is made without regard to what the config says of something."""
+    from automodel_rl.optimizers import ModelOptimizer
+
+    def make(parts: Any, description: Any, config: Any) -> Any:
+        return ModelOptimizer(parts, description, config.model_copy(update=settings))
+
+    return patch("engine.engine.ModelOptimizer", make)
+
+
+def _decay_of_everything() -> Any:
+    from automodel_rl.optimizers import ModelOptimizer
+
+    def make(parts: Any, description: Any, config: Any) -> Any:
+        optimizer = ModelOptimizer(parts, description, config)
+        for group in optimizer.groups:
+            group["weight_decay"] = config.weight_decay
+        return optimizer
+
+    return patch("engine.engine.ModelOptimizer", make)
+
+
+def _muon_of_shards() -> Any:
+    """Every rank orthogonalises its own shard."""
+
+    def of_shards(work: Any, shard_of: Any, parameters: Any, _: Any) -> Any:
+        return [(parameter, work(shard_of(parameter))) for parameter in parameters]
+
+    return patch("optimizers.muon.on_whole_matrices", of_shards)
+
+
+def _muon_of_a_stack() -> Any:
+    """All experts of a stack are one matrix."""
+    from automodel_rl.optimizers.muon import orthogonal
+
+    def of_one(matrix: Tensor, num_steps: int) -> Tensor:
+        return orthogonal(matrix.flatten(0, -2), num_steps).view_as(matrix)
+
+    return patch("optimizers.muon.orthogonal", of_one)
+
+
+def _schedule_ignored(**settings: Any) -> Any:
+    from automodel_rl.optimizers import learning_rate
+
+    def rate(config: Any, *place: Any) -> float:
+        return learning_rate(config.model_copy(update=settings), *place)
+
+    return everywhere(rate, "engine.engine.learning_rate", "tools.verify.comparison.learning_rate")
+
+
+def _no_master_weights() -> Any:
+    def compute_alone(model: Any) -> tuple[torch.dtype, torch.dtype]:
+        return (getattr(torch, model.dtype),) * 2
+
+    return everywhere(compute_alone, "model.handle.dtypes_of", "model.parallelise.dtypes_of")
+
+
+WITH_MUON = {"optimizer": "muon"}
+PRECISION = "distributed/model/test_precision.py"
+
+FAULTS: dict[str, Fault] = {
+    "eps hard-coded": Fault(lambda: _setting_ignored(eps=1e-8), Verified("qwen3")),
+    "betas hard-coded": Fault(lambda: _setting_ignored(betas=(0.9, 0.95)), Verified("qwen3")),
+    "weight decay left out": Fault(lambda: _setting_ignored(weight_decay=0.0), Verified("qwen3")),
+    "weight decay of norms": Fault(_decay_of_everything, Verified("qwen3")),
+    "Muon orthogonalises shards of dp": Fault(_muon_of_shards, Verified("qwen3", {"dp_shard": 2}, case=WITH_MUON)),
+    "Muon orthogonalises shards of tp": Fault(_muon_of_shards, Verified("qwen3", {"tp": 2}, case=WITH_MUON)),
+    "Muon takes a stack of experts for one matrix": Fault(_muon_of_a_stack, Verified("qwen3_moe", case=WITH_MUON)),
+    "Muon's settings hard-coded": Fault(
+        lambda: _setting_ignored(muon=MuonConfig()),
+        Verified("qwen3", case={**WITH_MUON, "muon": MuonConfig(momentum=0.8)}),
+    ),
+    "warm-up ignored": Fault(lambda: _schedule_ignored(warmup_steps=0), Verified("qwen3")),
+    "decay of the learning rate ignored": Fault(lambda: _schedule_ignored(decay="constant"), Verified("qwen3")),
+    "master weights in bfloat16": Fault(
+        _no_master_weights, f"{PRECISION}::test_updates_that_bfloat16_would_lose_are_kept_in_float32"
+    ),
+}

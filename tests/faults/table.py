@@ -1,0 +1,37 @@
+"""All bugs by name, and the one that is planted."""
+
+import contextlib
+from collections.abc import Iterator
+
+from tests.faults import (
+    attention_and_head,
+    checkpoints,
+    data_and_batches,
+    gradients,
+    layouts,
+    losses,
+    mixtures,
+    optimizers,
+)
+from tests.faults.fault import Fault
+
+PLANTED = "AUTOMODEL_RL_PLANTED_FAULT"
+"""Environment variable with the fault that tests and their ranks run with."""
+
+FAULTS: dict[str, Fault] = {
+    **data_and_batches.FAULTS,
+    **attention_and_head.FAULTS,
+    **gradients.FAULTS,
+    **layouts.FAULTS,
+    **mixtures.FAULTS,
+    **optimizers.FAULTS,
+    **checkpoints.FAULTS,
+    **losses.FAULTS,
+}
+
+
+@contextlib.contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """Puts a known bug into the package for the length of a block."""
+    with contextlib.nullcontext() if not fault else FAULTS[fault].plant():
+        yield
