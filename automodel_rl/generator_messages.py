@@ -57,7 +57,8 @@ class Written:
         token_ids: the completion's token ids, with the token that ended it.
         logprobs: the log-probability of each token, under the distribution it was sampled from.
         finish: why the completion ended, in the generator's own word: "stop", "length" or another one.
-        oldest, newest: the oldest and newest policy version that wrote some of it; None if they are not known.
+        oldest, newest: numbers of the oldest and the newest weight sync whose weights wrote some of it; None if they
+            are not known.
         routes: the experts of its tokens and its prompt's, in a form that `read_routes` takes; None if not known.
     """
 
@@ -233,7 +234,7 @@ class Begin(Message):
     """The start of a weight sync. From here to the commit the generator's weights are incomplete.
 
     Attributes:
-        version: the policy version of the new weights.
+        version: the number of the weight sync.
         seconds: longest time without a message from the rank.
     """
 
@@ -297,7 +298,7 @@ class Committed(Message):
     """The weight sync is complete.
 
     Attributes:
-        version: the policy version of the generator's weights.
+        version: the number of the weight sync that the generator's weights are from.
         checksums: checksums of its tensors, by name, if they were asked for.
     """
 

@@ -124,8 +124,8 @@ def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
         return None
     if len(known) < len(pieces):
         raise ValueError(
-            f"{len(pieces) - len(known)} of {len(pieces)} sequences in a row have no routes: give all of them some "
-            "(read_routes(None, ...) where a generator gave none), or none"
+            f"{len(pieces) - len(known)} of {len(pieces)} sequences in a microbatch have no routes: give all of them "
+            "some (read_routes(None, ...) where a generator gave none), or none"
         )
     return Routes(known[0].layers, torch.cat([piece.experts for piece in known]))
 

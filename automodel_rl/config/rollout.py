@@ -63,8 +63,8 @@ class RolloutConfig(Section):
     rank's device."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Most weight syncs between the start of a step's rollouts and training on them. Above 0, generators write the
-    completions of later steps while earlier steps are trained on, and get new weights while they write."""
+    """Most policy versions between the weights that wrote a completion and those that train on it. Above 0, generators
+    write the completions of later steps while earlier steps are trained on, and get new weights while they write."""
 
     batch_size: Positive = 256
     """Most completions that the transformers generator writes at once on each rank."""

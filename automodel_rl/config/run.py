@@ -109,7 +109,7 @@ class RunConfig(Section):
 
     loss_function: str | None = None
     """Import path `package.module:function` of a loss that replaces the algorithm's own. It is called as
-    function(outputs, batch), with the same arguments."""
+    function(outputs, microbatch), with the same arguments."""
 
     parallel: ParallelConfig = ParallelConfig()
 

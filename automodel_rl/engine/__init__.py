@@ -1,4 +1,4 @@
-"""Optimizer steps, forward-only work and checkpoints, the same on every layout."""
+"""Optimizer steps and forward-only work, the same on every layout."""
 
 from automodel_rl.engine.engine import Engine, TrainOutput
 

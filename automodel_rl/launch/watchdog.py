@@ -50,7 +50,10 @@ FAREWELL_POLL_SECONDS = 0.02
 
 PACKAGE = Path(__file__).parents[1]
 
-OWN_WORK = tuple(f"{PACKAGE / room}{os.sep}" for room in ("data", "rollout", "observe"))
+OWN_WORK = tuple(
+    f"{PACKAGE / room}{os.sep}"
+    for room in ("config", "data", "launch", "observe", "quickstart", "rollout", "tools", "trainers")
+)
 """Rooms in which a rank does work of its own or waits for processes of its own. Elsewhere in the package, and in torch,
 it waits for peers, or for a device that waits for peers."""
 
@@ -272,7 +275,8 @@ def _waits(frame: FrameType | None) -> bool:
     if frame is None:
         return False
     file = frame.f_code.co_filename
-    return "/torch/" in file or (file.startswith(f"{PACKAGE}{os.sep}") and not file.startswith(OWN_WORK))
+    is_ours = file.startswith(f"{PACKAGE}{os.sep}") and not file.startswith(OWN_WORK)
+    return is_ours or "/torch/" in file or file == __file__
 
 
 def _write_stacks() -> None:

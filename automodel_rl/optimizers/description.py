@@ -1,4 +1,4 @@
-"""Descriptions of optimizers, which engine, checkpoints, plan and verify use."""
+"""Descriptions of optimizers, from which the Engine, checkpoints, plan and verify follow."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

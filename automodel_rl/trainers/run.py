@@ -340,11 +340,11 @@ def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
         return default
     function = import_function("loss_function", config.loss_function)
     try:
-        inspect.signature(function).bind("outputs", "batch")
+        inspect.signature(function).bind("outputs", "microbatch")
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"loss_function={config.loss_function}: cannot be called as function(outputs, batch) ({error}): give a "
-            "function of these two"
+            f"loss_function={config.loss_function}: cannot be called as function(outputs, microbatch) ({error}): give "
+            "a function of these two"
         ) from None
     return function
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Plan, Source, StageBuckets
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -43,7 +44,8 @@ class Producer:
         adapters_alone: bool = False,
         reach: Reach,
     ):
-        assert not handle.has_encoder  # the table of supported combinations refuses such runs
+        if handle.has_encoder:  # of a run the table of supported combinations has refused it
+            raise InputError("weight sync: generators have no encoder of images: use a model that reads text only")
         self.handle, self.dtype, self.adapters_alone = handle, dtype, adapters_alone
         self.layout = handle.layout
         self._stage = StageBuckets(self._sources(), handle.family, self.layout, most_bytes, whole=whole)

@@ -68,7 +68,7 @@ def plan_encoder(
 
     Args:
         config: the whole model's config.
-        model: the config section with its precision and its frozen components.
+        model: the config section with its precision and what is frozen.
         memory: the config section on recomputation and offloading.
         components: the layout.
         patches: number of patches of all images of a step.

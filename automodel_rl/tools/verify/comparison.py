@@ -45,7 +45,7 @@ class Case:
         memory: the config section on recomputation and offloading.
         replay: whether tokens of a mixture follow routes.
         components: meshes for the components of a vision-language model, in place of `parallel`.
-        frozen: components that are not trained.
+        frozen: what `model.frozen` names, which is not trained.
         aux_loss: weight of a mixture's load-balancing loss. Only without cp, under which each rank takes it over its
             part of a microbatch.
         optimizer: the optimizer's name.

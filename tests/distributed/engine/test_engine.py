@@ -177,7 +177,7 @@ def test_a_gradient_that_is_not_finite_on_one_stage_skips_the_step_on_every_rank
         )
         assert "gradient norm inf" in message
     microbatches = load_file(kept / "data_rank_0.safetensors")
-    assert microbatches["microbatch_0.input_ids"].shape == microbatches["row_0.loss_mask"].shape
+    assert microbatches["microbatch_0.input_ids"].shape == microbatches["microbatch_0.loss_mask"].shape
 
 
 def with_metrics(folder: Path, parallel: ParallelConfig) -> tuple[float, dict[str, float]]:

@@ -222,12 +222,12 @@ def load_refused(folder: Path) -> str:
     return "loaded"
 
 
-def test_a_checkpoint_without_a_module_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_component_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_vision_model(tmp_path)
     ranks(3).run(save_without_encoder, tmp_path)
     messages = set(ranks(3).run(load_refused, tmp_path))
     (message,) = messages
-    assert "for the vision module the checkpoint has no vision.model.model." in message
+    assert "for the vision component the checkpoint has no vision.model.model." in message
 
 
 def train_on_a_wrong_count(folder: Path) -> str:

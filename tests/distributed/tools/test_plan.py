@@ -48,14 +48,14 @@ def allocate(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerC
     engine = Engine(handle, optimizer)
     rows = [pack_microbatch(make_sequences(2, m)) for m in range(3)]
     gradients: list[int] = []
-    update = engine._update
+    update = engine._optimizer_step
 
     def watch(lr: float, norm: float) -> None:
         trained = [p for part in handle.parts for p in part.parameters() if p.grad is not None]
         gradients.append(sum(local_tensor(p.grad).nbytes for p in trained))
         update(lr, norm)
 
-    engine._update = watch
+    engine._optimizer_step = watch
     engine.train_step(rows, sft_loss)
     return Allocated(
         handle.layout.pp_rank,

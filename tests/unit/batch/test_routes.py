@@ -129,7 +129,7 @@ def test_routes_stay_with_their_tokens_in_bins_and_over_cp(cp: int, multiple: in
 def test_a_row_takes_routes_of_all_its_sequences_or_of_none() -> None:
     bare = dataclasses.replace(sequence(3, 9), routes=None)
     assert pack_microbatch([bare, bare]).routes is None
-    with pytest.raises(ValueError, match="1 of 2 sequences in a row have no routes"):
+    with pytest.raises(ValueError, match="1 of 2 sequences in a microbatch have no routes"):
         pack_microbatch([sequence(3, 9), bare])
 
 
