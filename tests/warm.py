@@ -53,8 +53,9 @@ ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}
 MOST_BYTES = 1 << 18
 """Of a request."""
 
-HIGH = 300
-"""From here on a process's descriptors are free while it starts."""
+HIGH = 700
+"""The descriptors from here on are free while a fork starts: those that it is to have are below, for ranks are replaced
+when they have many files open (`rank_pool.MOST_FILES`)."""
 
 CAN_FORK = not os.path.exists("/dev/nvidiactl")
 """A process that has looked for CUDA devices, as libraries do when they are imported, cannot be forked."""
@@ -295,6 +296,7 @@ def _run(request: _Request, descriptors: list[int]) -> None:
         descriptors: of the streams and of `request.descriptors`, under other numbers.
     """
     os.setsid()
+    assert max(request.descriptors, default=0) < HIGH
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, HIGH) for descriptor in descriptors]
     for number, descriptor in zip([0, 1, 2, *request.descriptors], moved, strict=True):
         os.dup2(descriptor, number)
