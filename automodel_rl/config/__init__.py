@@ -17,10 +17,9 @@ from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLos
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
-from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig
+from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig, WeightSyncConfig
 from automodel_rl.config.run import CheckpointConfig, LengthConfig, ObserveConfig, RunConfig
 from automodel_rl.config.sft import SFTConfig
-from automodel_rl.config.weight_sync import WeightSyncConfig
 
 __all__ = [
     "ALGORITHMS",

@@ -7,10 +7,16 @@ from pydantic import Field, model_validator
 
 from automodel_rl.config.data import PolicyBatchConfig, PromptDataConfig
 from automodel_rl.config.losses import AdvantageConfig, PolicyLossConfig
-from automodel_rl.config.rollout import NEED_ANSWER, FilterConfig, RewardConfig, RolloutConfig
-from automodel_rl.config.router_replay import RouterReplayConfig
+from automodel_rl.config.rollout import (
+    NEED_ANSWER,
+    FilterConfig,
+    RewardConfig,
+    RolloutConfig,
+    RouterReplayConfig,
+    Transport,
+    WeightSyncConfig,
+)
 from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
-from automodel_rl.config.weight_sync import Transport, WeightSyncConfig
 
 TAKEN_NAMES = ("mean", "std", "errors")
 """Names of metrics about all rewards together. No reward may have one of these names."""

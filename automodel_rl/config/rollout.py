@@ -1,4 +1,4 @@
-"""Generation and rewards of completions."""
+"""How completions are generated and rewarded, and how weights reach the generators."""
 
 import math
 from typing import Annotated, Literal
@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from automodel_rl.config.base import BatchSize, Fraction, PathText, Positive, Section
+
+Transport = Literal["local", "ipc", "collective", "vllm"]
+ReplayStage = Literal["old_logprobs", "ref_logprobs", "train"]
 
 
 class VllmConfig(Section):
@@ -158,3 +161,65 @@ class FilterConfig(Section):
 
     reward_scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor of all rewards, applied before anything else."""
+
+
+class WeightSyncConfig(Section):
+    transport: Transport | Literal["auto"] = "auto"
+    """How weights are sent. local: to a generator in this process. ipc: to a generator's process on the same device,
+    which reads the trainer's buffers in place. collective: one rank of each stage broadcasts to all generators, over
+    NCCL, or over gloo on the CPU. vllm: vLLM's own weight transfer, over IPC on the same device and over NCCL to other
+    devices. auto: the one that fits the generator's place."""
+
+    buffer_mib: Annotated[float, Field(gt=0)] = 256.0
+    """Size of a buffer in MiB. Buffers stay allocated between weight syncs. A larger tensor is sent in several buffers;
+    for vllm, the buffers are made as large as the largest tensor."""
+
+    num_buffers: Positive = 4
+    """Number of buffers, which are used in turn, each on a stream of its own: one is filled while another is being
+    sent."""
+
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
+    """Precision in which weights are sent and the generator computes; null takes model.dtype. Shards are cast before
+    they are gathered."""
+
+    adapters: Literal["merged", "alone"] = "merged"
+    """What is sent with model.lora. merged: whole weights, to which the adapters are added in float32. alone: only the
+    adapters, which the generator applies as the trainer does."""
+
+    checksum: bool = False
+    """Compare every tensor of the generator with what the trainer sent, after every weight sync."""
+
+    timeout: Annotated[float, Field(gt=0)] = 300.0
+    """Most seconds that the trainer or a generator waits for the other at any point of a weight sync. After that the
+    generator is started again; servers are only connected to again."""
+
+
+class RouterReplayConfig(Section):
+    """Router replay (R3, arXiv:2510.11370)."""
+
+    enabled: bool = False
+    """Send tokens to the experts that the generator chose for them. The weights of these experts still come from the
+    trained router."""
+
+    stages: tuple[ReplayStage, ...] = ("old_logprobs", "train")
+    """Passes with replay. old_logprobs: the policy's log-probabilities before the optimizer steps. ref_logprobs: the
+    reference's log-probabilities. train: forward and backward of the optimizer steps."""
+
+    on_missing: Literal["live", "error"] = "error"
+    """What happens if the generator does not report a token's experts. live: the router chooses. error: the completion
+    counts as failed, and its group is left out."""
+
+    compare: bool = False
+    """Diagnosis: run one more pass without replay in each step, for the metric train/logprob_error_live, to compare
+    with train/logprob_error."""
+
+    @model_validator(mode="after")
+    def _train(self) -> "RouterReplayConfig":
+        if self.enabled and "train" not in self.stages:
+            raise ValueError(
+                f"stages={list(self.stages)} leave out train, and gradients would be those of other experts than the "
+                "rollouts': add train, or set enabled to false"
+            )
+        if self.compare and not self.enabled:
+            raise ValueError("compare=true has nothing to compare without enabled=true: set it, or compare to false")
+        return self
