@@ -70,6 +70,8 @@ STAGES = Rule(
         ),
     ),
 )
+OPTIMIZERS = Rule("optimizers", "adamw, muon: with every axis, with LoRA and with encoders")
+
 FSDP = Rule("FSDP2 (dp_shard)", "with every other axis")
 
 

@@ -20,6 +20,7 @@ RULES = (
     model_rules.SOFTCAP_AND_SINKS,
     layout_rules.SCHEDULE,
     layout_rules.STAGES,
+    layout_rules.OPTIMIZERS,
     layout_rules.FSDP,
     layout_rules.HSDP,
     model_rules.TIED,
