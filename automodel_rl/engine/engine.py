@@ -150,11 +150,11 @@ class Engine:
             InputError: on every rank, if the microbatches do not fit the model or each other.
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        counts = self.runner.global_batch(microbatches).counts
-        totals = self.runner.evaluate(microbatches, loss_fn, readout, counts)
+        agreed = self.runner.global_batch(microbatches)
+        totals = self.runner.evaluate(microbatches, loss_fn, readout, agreed)
         nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
         shared = share_totals(totals, nothing, self.handle.layout)
-        return shared.mean_loss(counts), shared.mean_metrics
+        return shared.mean_loss(agreed.counts), shared.mean_metrics
 
     def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of this data rank's tokens, equal on all its stages.

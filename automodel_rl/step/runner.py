@@ -116,7 +116,10 @@ class StepRunner:
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
         """
-        num_microbatches = self.global_batch(microbatches).num_microbatches
+        return self._forward(microbatches, self.global_batch(microbatches).num_microbatches, output_fn)
+
+    def _forward(self, microbatches: Sequence[Microbatch], num_microbatches: int, output_fn: OutputFn) -> list[Tensor]:
+        """`forward` of microbatches whose number the ranks have agreed on."""
         for part in self.handle.parts:
             part.eval()
         results: list[Tensor] = []
@@ -136,7 +139,7 @@ class StepRunner:
         return results
 
     def evaluate(
-        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
+        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, agreed: GlobalBatch
     ) -> LossTotals:
         """The sums of a loss over this data rank's microbatches, without gradients.
 
@@ -144,18 +147,17 @@ class StepRunner:
             microbatches: this data rank's microbatches; every data rank has equally many.
             loss_fn: gives sums over a microbatch.
             readout: what the loss gets for every token.
-            counts: `global_batch(microbatches).counts`, the global denominators of these sums.
+            agreed: `global_batch(microbatches)`.
 
         Returns:
             Undivided sums of this data rank, equal on all its stages.
 
         Raises:
-            InputError: on every rank, if the microbatches do not fit the model or each other.
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        columns = self.forward(microbatches, read_targets(readout))
+        columns = self._forward(microbatches, agreed.num_microbatches, read_targets(readout))
         whole = [microbatch.to(self.layout.device) for microbatch in microbatches]
-        adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
+        adapter = PPLossAdapter(loss_fn, whole, agreed.counts, stage=self.layout.parallel.num_stages - 1)
         with torch.no_grad():
             for index, of_microbatch in enumerate(columns):
                 adapter(of_microbatch, index)
