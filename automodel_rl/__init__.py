@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from automodel_rl.engine import Engine, TrainOutput
     from automodel_rl.errors import InputError, MicrobatchError
-    from automodel_rl.losses import LossOutput, Readout, TokenOutputs, dpo_loss, grpo_loss, sft_loss
+    from automodel_rl.losses import LinearLoss, LossOutput, Readout, TokenOutputs, dpo_loss, grpo_loss, sft_loss
     from automodel_rl.model.handle import ModelHandle
     from automodel_rl.step.agreement import GlobalBatch
     from automodel_rl.step.runner import StepRunner
@@ -82,6 +82,7 @@ _HOMES = {
     "TrainOutput": "engine",
     "InputError": "errors",
     "MicrobatchError": "errors",
+    "LinearLoss": "losses",
     "LossOutput": "losses",
     "Readout": "losses",
     "TokenOutputs": "losses",
@@ -111,6 +112,7 @@ __all__ = [
     "InputError",
     "KLConfig",
     "LanguageComponent",
+    "LinearLoss",
     "LoraConfig",
     "LossOutput",
     "MemoryConfig",

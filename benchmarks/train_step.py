@@ -8,10 +8,11 @@
     torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 --one-each padded    a microbatch for each sequence,
                                                                                       all as long as the longest
     python benchmarks/train_step.py W1 - --profile                                    host syncs and reductions
+    python benchmarks/train_step.py W1 - --kernels 20                                 kernel time by kind
     python benchmarks/train_step.py W1 - --tiny --tokens 2048 --steps 3               check the script on a CPU
 
 Prints one JSON line for each layout. bf16 compute, fp32 master weights, clip 1.0, 65,536 tokens a step and GPU in
-microbatches of 8,192, no activation checkpointing and no compilation unless the layout says so. Median of `--steps`
+microbatches of 8,192, no activation checkpointing unless the layout says so. Median of `--steps`
 steps after 5 to warm up; the device is synchronised at step edges only. Loss and gradient norm of the first step are
 printed too; `--reference` computes them with plain transformers in fp32, one sequence at a time, on one device.
 """
@@ -28,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from kernels import kernel_times
 from transformers import AutoModelForCausalLM
 from workload import MICROBATCH_TOKENS, make_sequences, model_sizes, one_sequence, parse_layout, write_model
 
@@ -45,11 +47,13 @@ def main() -> None:
     parallel, _ = parse_layout(options.layouts[0])
     device = join_process_group(parallel.world_size)
     sizes, capacity = model_sizes(options.workload, options.tiny), 128 if options.tiny else MICROBATCH_TOKENS
-    folder = Path(options.folder) / (options.workload + ("_tiny" if options.tiny else ""))
+    sizes["vocab_size"] = options.vocab or sizes["vocab_size"]
+    folder = Path(options.folder) / f"{options.workload}{'_tiny' if options.tiny else ''}_{sizes['vocab_size']}"
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, sizes)
     dist.barrier()
     data, capacity = make_data(options, sizes["vocab_size"], capacity, dist.get_world_size())
+    capacity = options.capacity or capacity
     if options.reference:
         report({"reference": True, **reference(folder, data[0], device)})
     for layout in [] if options.reference else options.layouts:
@@ -79,6 +83,9 @@ def parse_arguments() -> argparse.Namespace:
         "--one-each", choices=["own", "padded"], help="a microbatch for each sequence, or as long as the longest"
     )
     parser.add_argument("--profile", action="store_true", help="count host synchronisations and reductions of a step")
+    parser.add_argument("--kernels", type=int, help="kernel time of a step by kind, and so many single kernels")
+    parser.add_argument("--capacity", type=int, help="tokens of a microbatch, 8,192 by default")
+    parser.add_argument("--vocab", type=int, help="size of the vocabulary, 32,768 by default")
     parser.add_argument("--implementation", default="transformers")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "automodel_rl_benchmarks"))
@@ -164,8 +171,14 @@ def measure(
         "spread_s": [round(min(seconds[timed]), 4), round(max(seconds[timed]), 4)],
         "loss1": round(outputs[0].loss, 5),
         "gnorm1": round(outputs[0].grad_norm, 5),
+        "first_step_s": round(seconds[0], 1),
         "torch": torch.__version__,
         **(count_events(engine, microbatches) if options.profile else {}),
+        **(
+            {}
+            if options.kernels is None
+            else kernel_times(lambda: engine.train_step(microbatches, sft_loss), options.kernels)
+        ),
     }
 
 

@@ -9,7 +9,7 @@ Shape letters: T tokens of the microbatch, t tokens of one rank, N sequences.
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,17 +21,20 @@ from automodel_rl.batch.move import move
 from automodel_rl.batch.routes import Routes
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: torch.compile would make graphs for the values of all fields of a frozen dataclass
 class AttentionCall:
     """The arguments of one causal attention: segments of queries and of keys, aligned at the bottom right.
 
-    The last query of a segment sees all keys of the segment, the query before it all but the last key, and so on.
+    The last query of a segment sees all keys of the segment, the query before it all but the last key, and so on. It is
+    never changed. Compiled layers read tensors and the two longest lengths, and never the tuples, whose number of
+    elements differs between microbatches.
 
     Attributes:
         queries: places of the queries among this rank's tokens, int64; None for all of this rank's tokens, in order.
         keys: places of the keys in the tokens of all ranks, rank 0's first, int64; None for all of this rank's tokens.
         cu_queries, cu_keys: the starts of the segments, and the total at the end, int32 [N + 1].
         query_lengths, key_lengths: tokens of every segment; on the host.
+        longest_query, longest_key: the largest of them.
     """
 
     queries: Tensor | None
@@ -40,14 +43,11 @@ class AttentionCall:
     cu_keys: Tensor
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
+    longest_query: int = field(init=False)
+    longest_key: int = field(init=False)
 
-    @property
-    def longest_query(self) -> int:
-        return max(self.query_lengths)
-
-    @property
-    def longest_key(self) -> int:
-        return max(self.key_lengths)
+    def __post_init__(self) -> None:
+        self.longest_query, self.longest_key = max(self.query_lengths), max(self.key_lengths)
 
     def to(self, device: torch.device) -> "AttentionCall":
         return replace(
@@ -59,12 +59,11 @@ class AttentionCall:
         )
 
 
-@dataclass(eq=False)  # not frozen: torch.compile would look into the fields of a frozen dataclass
+@dataclass(eq=False)  # not frozen, as `AttentionCall`
 class LocalMicrobatch:
     """One rank's tokens of a microbatch. It is never changed.
 
-    A dataclass is a single leaf to pytree, so schedules pass it on untouched. Compiled layers do not look into it when
-    they pass it to attention, so microbatches with other numbers of sequences need no new compilation.
+    A dataclass is a single leaf to pytree, so schedules pass it on untouched.
 
     Attributes:
         input_ids, position_ids, targets: int64 [t]; pads have token 0 and no target.
@@ -76,6 +75,8 @@ class LocalMicrobatch:
         routes: the experts that the tokens must go to, `MISSING` for pads; None if the routers choose.
         images: the image tokens among the rank's tokens.
         rotary_positions: positions in time, height and width, int64 [3, t], for a model with M-RoPE; pads have 0.
+        logprob_gradient: the derivative of the loss by the log-probability of every target, float64 [t], if it is known
+            before the forward; pads have 0.
         index: its place among the microbatches of a step.
     """
 
@@ -89,6 +90,7 @@ class LocalMicrobatch:
     routes: Routes | None = None
     images: ImageTokens = NO_IMAGES
     rotary_positions: Tensor | None = None
+    logprob_gradient: Tensor | None = None
     index: int = 0
 
     def to(self, device: torch.device) -> "LocalMicrobatch":
@@ -104,11 +106,17 @@ class LocalMicrobatch:
             routes=None if self.routes is None else replace(self.routes, experts=move(self.routes.experts, device)),
             images=self.images.to(device),
             rotary_positions=None if self.rotary_positions is None else move(self.rotary_positions, device),
+            logprob_gradient=None if self.logprob_gradient is None else move(self.logprob_gradient, device),
         )
 
 
 def local_microbatch(
-    microbatch: Microbatch, cp: int = 1, cp_rank: int = 0, multiple: int = 1, rotary_positions: Tensor | None = None
+    microbatch: Microbatch,
+    cp: int = 1,
+    cp_rank: int = 0,
+    multiple: int = 1,
+    rotary_positions: Tensor | None = None,
+    logprob_gradient: Tensor | None = None,
 ) -> LocalMicrobatch:
     """The tokens of one context-parallel rank; every rank gets the same number.
 
@@ -117,6 +125,8 @@ def local_microbatch(
         cp, cp_rank: number of ranks that the microbatch is cut over, and the rank whose tokens are returned.
         multiple: t is a multiple of this. A sequence of pads is added at the end if needed. It must be even for cp > 1.
         rotary_positions: M-RoPE positions of the microbatch, int64 [3, T]; None for a model that uses `position_ids`.
+        logprob_gradient: the derivative of the loss by the log-probabilities of the microbatch, float64 [T]; None if it
+            is not known.
     """
     lengths = list(microbatch.lengths)
     chunks = 1 if cp == 1 else 2 * cp
@@ -149,6 +159,7 @@ def local_microbatch(
         routes=None if microbatch.routes is None else microbatch.routes.take(places, real),
         images=_images(microbatch, places, real),
         rotary_positions=None if rotary_positions is None else rotary_positions[:, places] * real,
+        logprob_gradient=None if logprob_gradient is None else logprob_gradient[places] * real,
     )
 
 

@@ -6,6 +6,7 @@ Checked with torch 2.11.0 and 2.13.0. If torch 2.12 has other names, it raises.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from automodel_rl.compat.versions import TORCH
@@ -25,6 +26,30 @@ def drop_unsharded_gradients(unit: FSDPModule) -> None:
         parameter.unsharded_accumulated_grad = None
         if "_unsharded_param" in vars(parameter):  # it exists once the weight has been gathered
             parameter._unsharded_param.grad = None
+
+
+def gradient_sum(unit: FSDPModule, weight: Tensor) -> Tensor:
+    """The sum of a weight's gradients over the microbatches of a step, not yet reduced over ranks: a buffer to add to.
+
+    What is added here is neither rounded to the weight's dtype nor copied. FSDP reduces the gradients of a unit
+    together, in one dtype, so the unit's other weights get such a sum, too.
+
+    Args:
+        unit: the FSDP unit.
+        weight: one of its weights, gathered.
+
+    Returns:
+        A tensor like the weight, in the dtype in which gradients are reduced.
+    """
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    sums = {}
+    for parameter in group.fsdp_params:
+        gathered = parameter.unsharded_param
+        if parameter.unsharded_accumulated_grad is None and gathered.requires_grad:
+            dtype = parameter.reduce_dtype or gathered.dtype
+            parameter.unsharded_accumulated_grad = torch.zeros_like(gathered, dtype=dtype, requires_grad=False)
+        sums[gathered] = parameter.unsharded_accumulated_grad
+    return sums[weight]
 
 
 def reset_fsdp(root: FSDPModule) -> None:

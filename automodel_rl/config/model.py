@@ -7,7 +7,7 @@ from pydantic import Field
 from automodel_rl.config.base import PathText, Positive, Section
 
 Implementation = Literal["transformers", "nemo_automodel"]
-Attention = Literal["auto", "varlen", "te", "sdpa", "eager"]
+Attention = Literal["auto", "fa3", "te", "varlen", "sdpa", "eager"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 
 
@@ -73,9 +73,10 @@ class ModelConfig(Section):
     """Precision in which the model computes. Master weights are float32, or float64 if this is float64."""
 
     attention: Attention = "auto"
-    """Attention kernel. varlen: torch's varlen_attn. te: TransformerEngine. Both need CUDA and bfloat16. sdpa: torch's
-    scaled_dot_product_attention, sequence by sequence. eager: plain matrix products and a softmax. auto: eager for
-    models with sinks or a soft cap, else varlen on CUDA in bfloat16, else sdpa."""
+    """Attention kernel. fa3: FlashAttention-3, for Hopper GPUs. te: TransformerEngine. varlen: torch's varlen_attn. All
+    three need CUDA and bfloat16. sdpa: torch's scaled_dot_product_attention, sequence by sequence. eager: plain matrix
+    products and a softmax. auto: eager for models with sinks or a soft cap, else the first of fa3, te and varlen that
+    can run here, else sdpa."""
 
     frozen: tuple[Literal["vision", "projector", "language"], ...] = ()
     """Parts of a vision-language model that are not trained: the encoder of images, the projector after it, the
@@ -102,5 +103,6 @@ class MemoryConfig(Section):
     offload_optimizer: bool = False
     """Keep the optimizer's moments in host memory, and copy them to the device only for each optimizer step."""
 
-    compile: bool = False
-    """Compile every layer, except its attention, with torch.compile. This takes a minute at the start."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile every layer with torch.compile, which takes half a minute in the first step. auto: on CUDA in bfloat16,
+    unless the schedule splits the backward."""

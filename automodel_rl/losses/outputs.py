@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch
@@ -92,6 +93,49 @@ class LossOutput:
 
 
 LossFn = Callable[[TokenOutputs, Microbatch], LossOutput]
+
+
+@dataclass(frozen=True)
+class LinearLoss:
+    """A loss that is a weighted sum of log-probabilities, with weights that do not depend on the model.
+
+    Its gradient is known before the forward. So the head makes gradients while it has the logits, and need not make
+    the logits again. As every loss it is called with `outputs` and a `microbatch`.
+
+    Attributes:
+        weights: gives the weight of every log-probability of a microbatch, [T].
+        denominator: what the sum is divided by.
+
+    Example:
+        >>> import torch
+        >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]))
+        >>> (microbatch,) = pack([sequence], capacity=8)
+        >>> likelihood = LinearLoss(lambda microbatch: microbatch.loss_mask.float(), "sequences")
+        >>> likelihood(TokenOutputs(torch.tensor([-0.5, -1.5, 0.0])), microbatch).sums["sequences"].item()
+        -2.0
+    """
+
+    weights: Callable[[Microbatch], Tensor]
+    denominator: Denominator = "tokens"
+
+    def __call__(self, outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
+        """The loss of a microbatch.
+
+        Args:
+            outputs: log-probabilities under the model.
+            microbatch: the microbatch that they are for.
+        """
+        weights = self.weights(microbatch).to(outputs.logprobs.dtype)
+        return LossOutput(sums={self.denominator: torch.where(weights == 0, 0.0, weights * outputs.logprobs).sum()})
+
+    def gradient(self, microbatch: Microbatch, counts: dict[Denominator, int]) -> Tensor:
+        """The derivative of the loss of the global batch by every log-probability of a microbatch, [T], float64.
+
+        Args:
+            microbatch: one of the global batch.
+            counts: denominators over the global batch.
+        """
+        return self.weights(microbatch).double() / max(counts[self.denominator], 1)
 
 
 def count(microbatches: Sequence[Microbatch]) -> dict[Denominator, int]:

@@ -1,27 +1,14 @@
 """Supervised fine-tuning: negative log-likelihood of the trained tokens."""
 
-import torch
+from torch import Tensor
 
 from automodel_rl.batch import Microbatch
-from automodel_rl.losses.outputs import LossOutput, TokenOutputs
+from automodel_rl.losses.outputs import LinearLoss
 
 
-def sft_loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
-    """-sum of log p(target) over the tokens in `loss_mask`; divided by their global number it is the token mean.
+def _weights(microbatch: Microbatch) -> Tensor:
+    return -microbatch.loss_mask.float()
 
-    Args:
-        outputs: log-probabilities under the model.
-        microbatch: the microbatch that they are for.
 
-    Returns:
-        A sum over tokens.
-
-    Example:
-        >>> import torch
-        >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]))
-        >>> (microbatch,) = pack([sequence], capacity=8)
-        >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0]))
-        >>> sft_loss(outputs, microbatch).sums["tokens"].item()
-        2.0
-    """
-    return LossOutput(sums={"tokens": -torch.where(microbatch.loss_mask, outputs.logprobs, 0.0).sum()})
+sft_loss = LinearLoss(_weights, "tokens")
+"""-sum of log p(target) over the tokens in `loss_mask`; divided by their global number it is the token mean."""

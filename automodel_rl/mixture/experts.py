@@ -46,7 +46,8 @@ def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_
         [n, H] in the dtype of `hidden_nH`.
     """
     expert_s, order = experts_nK.flatten().sort(stable=True)
-    slots_sH = hidden_nH[order // experts_nK.shape[1]]
+    place = _inverse(order)
+    slots_sH = ToSlots.apply(hidden_nH, order, place)
     # Not bincount: the host would wait for the device, in every layer, to learn the largest id.
     bounds = torch.searchsorted(expert_s, torch.arange(module.num_experts + 1, device=expert_s.device))
     counts_E = bounds.diff()
@@ -54,8 +55,56 @@ def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_
         outputs_sH = _run(module, slots_sH, counts_E)
     else:
         outputs_sH = _run_elsewhere(module, slots_sH, counts_E, module.ep_group)
-    weighted_sH = outputs_sH * weights_nK.flatten()[order, None]
-    return weighted_sH[_inverse(order)].view(*experts_nK.shape, -1).sum(1).to(hidden_nH.dtype)
+    return FromSlots.apply(outputs_sH, weights_nK, order, place).to(hidden_nH.dtype)
+
+
+class ToSlots(torch.autograd.Function):
+    """A copy of each token for each of its experts, [n, H] to [s, H].
+
+    torch's own backward of an index adds gradients up one by one, for it does not know that each token is taken K
+    times. Here it is a gather and a sum.
+
+    Args (of `apply`):
+        hidden_nH: hidden states of the tokens.
+        order: slot i of the result belongs to choice order[i] of all n * K choices, int64 [s].
+        place: the inverse of `order`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_nH: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.num_tokens = len(hidden_nH)
+        return hidden_nH[order // (len(order) // len(hidden_nH))]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        (d_slots_sH,) = gradients
+        return d_slots_sH[place].view(ctx.num_tokens, -1, d_slots_sH.shape[1]).sum(1), None, None
+
+
+class FromSlots(torch.autograd.Function):
+    """The weighted sum of each token's slots, [s, H] to [n, H].
+
+    Args (of `apply`):
+        outputs_sH: outputs of the experts.
+        weights_nK: weights of each token's experts.
+        order, place: as for `ToSlots`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, outputs_sH: Tensor, weights_nK: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(outputs_sH, weights_nK, order, place)
+        return (outputs_sH[place].view(*weights_nK.shape, -1) * weights_nK[..., None]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        outputs_sH, weights_nK, order, place = ctx.saved_tensors
+        (d_hidden_nH,) = gradients
+        d_outputs_sH = d_hidden_nH[order // weights_nK.shape[1]] * weights_nK.flatten()[order, None]
+        by_choice_nKH = outputs_sH[place].view(*weights_nK.shape, -1)
+        d_weights_nK = (by_choice_nKH * d_hidden_nH[:, None]).sum(-1)
+        return d_outputs_sH.to(outputs_sH.dtype), d_weights_nK.to(weights_nK.dtype), None, None
 
 
 def _run_elsewhere(module: Any, slots_sH: Tensor, counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -88,7 +137,7 @@ def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:
 def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) -> Tensor:
     weight = local_tensor(getattr(module, name))
     weight = weight if module.is_transposed else weight.transpose(1, 2)  # [e, in, out]
-    if inputs.is_cuda and inputs.dtype == torch.bfloat16:
+    if inputs.dtype == torch.bfloat16:
         output = F.grouped_mm(inputs, weight, offs=counts_e.cumsum(0, dtype=torch.int32))
     else:
         stretches = inputs.split(counts_e.tolist())

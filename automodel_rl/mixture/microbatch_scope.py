@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from automodel_rl.batch import LocalMicrobatch
 
 
@@ -15,14 +18,37 @@ class MicrobatchScope:
 
     Attributes:
         microbatch: this rank's tokens of the microbatch.
+        is_first: 1 where a layer computes a microbatch for the first time in a step, 0 where it computes it again for
+            the backward, fp32 []. It is a tensor, so that compiled layers need no graph for each.
     """
 
     def __init__(self) -> None:
         self.microbatch: LocalMicrobatch | None = None
+        self.is_first = torch.ones(())
+        self._computed: set[tuple[int, int]] = set()
+        self._flags: dict[bool, Tensor] = {}
 
-    def follow(self, layer: Any) -> None:
-        """Notes the microbatch of every call of a layer from now on."""
-        layer.forward = _Followed(self, layer.forward)
+    def start_step(self) -> None:
+        self._computed = set()
+
+    def follow(self, layers: dict[int, Any]) -> None:
+        """Notes the microbatch of every call of these layers from now on.
+
+        Args:
+            layers: layers by number.
+        """
+        for number, layer in layers.items():
+            layer.forward = _Followed(self, number, layer.forward)
+
+    def enter(self, number: int, microbatch: LocalMicrobatch) -> None:
+        """Notes that a layer computes a microbatch."""
+        self.microbatch = microbatch
+        key = (number, microbatch.index)
+        device = microbatch.is_real.device
+        if not self._flags or self._flags[True].device != device:
+            self._flags = {flag: torch.tensor(float(flag), device=device) for flag in (True, False)}
+        self.is_first = self._flags[key not in self._computed]
+        self._computed.add(key)
 
     def clear(self) -> None:
         self.microbatch = None
@@ -31,11 +57,11 @@ class MicrobatchScope:
 class _Followed:
     """A forward that notes its microbatch. As an object, no closure, it is copied with its scope in a deep copy."""
 
-    def __init__(self, scope: MicrobatchScope, inner: Callable[..., Any]):
-        self.scope, self.inner = scope, inner
+    def __init__(self, scope: MicrobatchScope, number: int, inner: Callable[..., Any]):
+        self.scope, self.number, self.inner = scope, number, inner
 
     def __call__(self, *args: Any, microbatch: LocalMicrobatch, **kwargs: Any) -> Any:
-        self.scope.microbatch = microbatch
+        self.scope.enter(self.number, microbatch)
         result = self.inner(*args, microbatch=microbatch, **kwargs)
-        self.scope.microbatch = None
+        self.scope.clear()
         return result

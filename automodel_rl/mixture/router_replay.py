@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from automodel_rl.batch.routes import MISSING
+from automodel_rl.batch.routes import MISSING, Routes
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.routers import sum_over_stage
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -39,7 +39,7 @@ class RouterReplay:
         self.num_experts, self.scope, self.layers = num_experts, scope, tuple(routers)
         self._noted: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         for number, router in routers.items():
-            router.forward = _Replayed(self, number, router, router.forward)
+            router.replayed = Replayed(self, number)
 
     def start_step(self) -> None:
         self._noted = {}
@@ -88,26 +88,42 @@ def replay_metrics(replays: list[RouterReplay], layout: Layout) -> dict[str, flo
     }
 
 
-class _Replayed:
-    """A forward of a router that follows routes. It is an object, so that deep copies of a part follow routes, too."""
+class Replayed:
+    """Makes one router follow routes.
 
-    def __init__(self, replay: RouterReplay, number: int, router: nn.Module, inner: Callable[..., Any]):
-        self.replay, self.number, self.router, self.inner = replay, number, router, inner
+    Args:
+        replay: the replay of its part.
+        number: the number of its layer.
+    """
 
-    @torch.compiler.disable  # it would be compiled again for every layer and microbatch
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, replay: RouterReplay, number: int):
+        self.replay, self.number = replay, number
+
+    @property
+    def routes(self) -> Routes | None:
+        """Routes of the microbatch that is computed; None if the router chooses."""
         microbatch = self.replay.scope.microbatch
-        if microbatch is None or microbatch.routes is None:
-            return self.inner(*args, **kwargs)
-        target = microbatch.routes.of(self.number).long()
+        return None if microbatch is None else microbatch.routes
+
+    @torch.compiler.disable  # a mode that answers calls of functions
+    def follow(self, routes: Routes, router: nn.Module, choose: Callable[..., Any], *args: Any) -> Any:
+        """The router's output with the experts of the routes.
+
+        Args:
+            routes: experts of the microbatch's tokens.
+            router: the router.
+            choose: its forward.
+            args: arguments of its forward.
+        """
+        target = routes.of(self.number).long()
         is_known = target[:, :1] != MISSING
 
-        def choose(live: Tensor) -> Tensor:
+        def answer(live: Tensor) -> Tensor:
             return torch.where(is_known, target, live)
 
-        with Selection(choose, target.shape, self.replay.num_experts) as selection:
-            result = self.inner(*args, **kwargs)
-        if self.router.training and torch.is_grad_enabled():
+        with Selection(answer, target.shape, self.replay.num_experts) as selection:
+            result = choose(router, *args)
+        if router.training and torch.is_grad_enabled():
             self.replay.note(self.number, selection.live, target, is_known)
         return result
 

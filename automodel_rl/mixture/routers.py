@@ -1,22 +1,24 @@
 """Trains the routers of a mixture: the load of experts, the auxiliary loss, and DeepSeek's bias.
 
-Routers are the models' own modules. They return logits, weights and ids of the chosen experts, and are only watched
-here. Pads and empty microbatches do not count. A token that follows a route (mixture/router_replay.py) counts where the
-route sends it.
+Routers are the models' own modules and are only watched here (mixture/router_forward.py calls `Watched.count`). Pads
+and empty microbatches do not count. A token that follows a route (mixture/router_replay.py) counts where the route
+sends it.
 """
 
-import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from automodel_rl.batch import RouterShape
 from automodel_rl.config.model import MoEConfig
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.support.families import Family
+
+RouterOutput = tuple[Tensor, Tensor, Tensor]
+"""Logits of all experts, and weights and ids of the chosen ones, of each token."""
 
 LOAD_METRIC = "moe/load_max"
 """Metric: the largest load of an expert relative to the mean load, averaged over layers; 1 is even."""
@@ -57,11 +59,9 @@ class RouterWatch:
 
     def __init__(self, routers: dict[int, Any], scope: MicrobatchScope, config: MoEConfig):
         self.config, self.routers, self.scope = config, routers, scope
-        self.loads: dict[int, Tensor] = {}
-        self.num_tokens = 1
-        self._counted: set[tuple[int, int]] = set()
+        self._watched = {number: Watched(scope, bool(config.aux_loss)) for number in routers}
         for number, router in routers.items():
-            router.register_forward_hook(functools.partial(self._seen, number))
+            router.watched = self._watched[number]
 
     def start_step(self, num_tokens: int) -> None:
         """Starts counting for a new step.
@@ -69,25 +69,14 @@ class RouterWatch:
         Args:
             num_tokens: number of tokens in the global batch, by which the auxiliary loss is divided.
         """
-        self.num_tokens = max(num_tokens, 1)
-        self.loads, self._counted = {}, set()
+        for number, watched in self._watched.items():
+            router = self.routers[number]
+            watched.start_step(router.num_experts, router.weight.device, self.config.aux_loss / max(num_tokens, 1))
 
-    @torch.compiler.disable  # it would be compiled again for every layer and microbatch
-    def _seen(self, number: int, module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """Forward hook of a router: counts the load of its experts and adds the auxiliary loss."""
-        if not (module.training and torch.is_grad_enabled()):
-            return output
-        microbatch = self.scope.microbatch
-        assert microbatch is not None
-        logits, weights, chosen = output
-        load = _load(chosen, microbatch.is_real, logits.shape[-1])
-        if (number, microbatch.index) not in self._counted:  # a recomputation is not counted again
-            self._counted.add((number, microbatch.index))
-            self.loads[number] = self.loads.get(number, 0) + load
-        if self.config.aux_loss:
-            loss = _load_balancing(logits, load, microbatch.is_real) * (self.config.aux_loss / self.num_tokens)
-            weights = _AddLoss.apply(weights, loss)
-        return logits, weights, chosen
+    @property
+    def loads(self) -> dict[int, Tensor]:
+        """Number of this rank's tokens of each expert, by layer, since the step began, fp32 [E]."""
+        return {number: watched.load for number, watched in self._watched.items()}
 
     @torch.no_grad()
     def update_biases(self, loads: dict[int, Tensor]) -> None:
@@ -99,6 +88,45 @@ class RouterWatch:
         for number, router in self.routers.items():
             load = loads[number].to(router.e_score_correction_bias.device)
             router.e_score_correction_bias += self.config.bias_update_rate * (load.mean() - load).sign()
+
+
+class Watched:
+    """What is counted of one router. Compiled layers hold the counting in their graph, so it is all done with tensors.
+
+    Attributes:
+        load: number of tokens of each expert, fp32 [E].
+        factor: factor of the auxiliary loss, which is computed as a sum over tokens, float64 [].
+    """
+
+    def __init__(self, scope: MicrobatchScope, has_loss: bool):
+        self.scope, self.has_loss = scope, has_loss
+        self.load = self.factor = torch.zeros(())
+
+    def start_step(self, num_experts: int, device: torch.device, factor: float) -> None:
+        if self.load.shape != (num_experts,) or self.load.device != device:
+            self.load = torch.zeros(num_experts, device=device)
+            self.factor = torch.zeros((), dtype=torch.float64, device=device)
+        self.load.zero_()
+        self.factor.fill_(factor)
+
+    def count(self, output: RouterOutput) -> RouterOutput:
+        """Counts the load of experts and adds the auxiliary loss.
+
+        Args:
+            output: what the router gives for a microbatch: logits, and weights and ids of the chosen experts.
+
+        Returns:
+            The same, with the loss in the gradient of the weights.
+        """
+        microbatch = self.scope.microbatch
+        assert microbatch is not None
+        logits, weights, chosen = output
+        load = _load(chosen, microbatch.is_real, logits.shape[-1])
+        self.load.add_(load * self.scope.is_first)
+        if self.has_loss:
+            loss = _load_balancing(logits, load, microbatch.is_real) * self.factor
+            weights = _AddLoss.apply(weights, loss)
+        return logits, weights, chosen
 
 
 def global_loads(watches: list[RouterWatch], layout: Layout) -> dict[int, Tensor]:

@@ -17,8 +17,10 @@ KEPT = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
+    "flash_attn_3::_flash_attn_forward",
 )
-"""Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work."""
+"""Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work. An
+operator of an optional library is only there once that library has been imported."""
 
 
 def checkpoint_layers(layers: Iterable[Any], mode: Literal["none", "selective", "full"]) -> None:
@@ -36,6 +38,6 @@ def _kept_operators() -> list[Any]:
     found = []
     for name in KEPT:
         namespace, operator = name.split("::")
-        packet = getattr(getattr(torch.ops, namespace), operator)
-        found += [getattr(packet, overload) for overload in packet.overloads()]
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        found += [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     return found

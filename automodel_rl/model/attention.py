@@ -24,9 +24,11 @@ from automodel_rl.batch import AttentionCall, LocalMicrobatch
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config.model import Attention
 from automodel_rl.errors import InputError
+from automodel_rl.model import flash_attention_3
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.parallel.sharding import local_tensor
-from automodel_rl.support.attention import ATTENTION
+from automodel_rl.support.attention import ATTENTION, FASTEST_FIRST
+from automodel_rl.support.rule import Combination
 
 # From torch 2.12 on, varlen_attn takes fewer KV heads than query heads only with this flag.
 _GQA: dict[str, Any] = {"enable_gqa": True} if TORCH >= (2, 12) else {}
@@ -56,33 +58,49 @@ Backend = Callable[[Tensor, Tensor, Tensor, AttentionCall, AttentionParameters],
 def register_attention() -> None:
     """Makes every backend known to transformers as `automodel_rl_NAME`."""
     for name, backend in BACKENDS.items():
-        AttentionInterface.register(_registered(name), functools.partial(packed_attention, backend))
+        function: Any = functools.partial(packed_attention, backend)
+        if not ATTENTION[name].is_traceable:
+            function = torch.compiler.disable(function)
+        AttentionInterface.register(_registered(name), function)
 
 
-def choose_attention(requested: Attention, needs_eager: bool, device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtype) -> str:
     """The registered name for a config's `attention`.
 
     Args:
-        requested: the config's `attention`.
-        needs_eager: whether the model has sinks or a soft cap, which only `eager` computes.
+        asked: the combination of model, layout and settings, which the table has accepted.
         device, dtype: device and dtype of the computation.
 
     Raises:
         InputError: the backend cannot run here.
     """
-    if requested != "auto" and ATTENTION[requested].needs_cuda and device.type != "cuda":
-        raise InputError(f"model.attention={requested} needs CUDA, and this rank has none: use model.attention=auto")
-    if requested == "te" and importlib.util.find_spec("transformer_engine") is None:
-        raise InputError(
-            "model.attention=te: TransformerEngine is not installed: install it, or use model.attention=auto"
-        )
+    requested, description = asked.model.attention, asked.description
     if requested == "auto":
-        fast = device.type == "cuda" and dtype == torch.bfloat16
-        requested = "eager" if needs_eager else "varlen" if fast else "sdpa"
+        if description.needs_eager_attention:
+            return _registered("eager")
+        return _registered(next((name for name in FASTEST_FIRST if not _obstacle(name, asked, device, dtype)), "sdpa"))
+    obstacle = _obstacle(requested, asked, device, dtype)
+    if obstacle:
+        raise InputError(f"model.attention={requested} {obstacle}: use model.attention=auto")
     return _registered(requested)
 
 
-@torch.compiler.disable  # microbatches differ in the number and lengths of their sequences
+def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot run here; None if it can."""
+    limits, description = ATTENTION[name], asked.description
+    if limits.needs_cuda and device.type != "cuda":
+        return "needs CUDA, and this rank has none"
+    if limits.needs_cuda and dtype != torch.bfloat16:
+        return f"computes in bfloat16, not {dtype}"
+    if asked.parallel.cp > 1 and description.has_windows and not limits.has_windows_over_cp:
+        return "has no sliding windows with context parallelism"
+    if name == "te" and importlib.util.find_spec("transformer_engine") is None:
+        return "needs TransformerEngine, which is not installed (pip install 'automodel-rl[te]')"
+    if name == "fa3":
+        return flash_attention_3.obstacle(description.head_dim, description.value_dim, device)
+    return None
+
+
 def packed_attention(
     backend: Backend,
     module: nn.Module,
@@ -182,6 +200,22 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Att
     return output[..., :value_dim]
 
 
+def fa3(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
+    """FlashAttention-3 (Shah et al., arXiv:2407.08608), all sequences in one call. Hopper GPUs and 16-bit types."""
+    return flash_attention_3.attention(
+        q,
+        k,
+        v,
+        call.cu_queries,
+        call.cu_keys,
+        call.longest_query,
+        call.longest_key,
+        softmax_scale=parameters.scale,
+        causal=True,
+        window_size=(-1 if parameters.window is None else parameters.window - 1, 0),
+    )
+
+
 def te(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
     """TransformerEngine's fused attention over ragged sequences (THD). CUDA and 16-bit types."""
     attention = _te_attention(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], parameters.scale)
@@ -208,7 +242,7 @@ def _te_attention(heads: int, kv_heads: int, head_dim: int, value_dim: int, scal
     return DotProductAttention(heads, dims, num_gqa_groups=kv_heads, qkv_format="thd", softmax_scale=scale)
 
 
-BACKENDS: dict[str, Backend] = {"sdpa": sdpa, "eager": eager, "varlen": varlen, "te": te}
+BACKENDS: dict[Attention, Backend] = {"sdpa": sdpa, "eager": eager, "varlen": varlen, "fa3": fa3, "te": te}
 """The backends by name. `ATTENTION` says what each can compute."""
 
 

@@ -4,7 +4,7 @@ The chain dominates a 16-bit step on CUDA. The fused kernel rounds once where th
 float64 the chain stays, for its exact results.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -13,12 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def install_fused_norms(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Replaces the forward of a part's norms, which compute weight * x / rms(x), if it runs in bfloat16 on CUDA."""
+def install_fused_norms(
+    part: nn.Module, compiled: Iterable[nn.Module], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Replaces the forward of a part's norms, which compute weight * x / rms(x), if it runs in bfloat16 on CUDA.
+
+    Args:
+        part: the part with the norms.
+        compiled: modules whose norms are left as they are, since the compiler fuses them.
+        device, dtype: device and dtype of the computation.
+    """
     if device.type != "cuda" or dtype != torch.bfloat16:
         return
-    for module in plain_norms(part):
-        module.forward = MethodType(_fused_forward, module)
+    left = {norm for module in compiled for norm in plain_norms(module)}
+    for norm in plain_norms(part):
+        if norm not in left:
+            norm.forward = MethodType(_fused_forward, norm)
 
 
 def plain_norms(part: nn.Module) -> Iterator[Any]:

@@ -24,6 +24,7 @@ from automodel_rl.lora.peft import AdapterOrigin, save_adapters
 from automodel_rl.mixture.routers import router_shape, routers_of
 from automodel_rl.model.attention import choose_attention
 from automodel_rl.model.build import EmptyModel, build_empty_model
+from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
@@ -139,11 +140,13 @@ class ModelHandle:
         folder = resolve_checkpoint(model.path)
         config = read_config(folder)
         description = describe_model(config)
-        check_supported(Combination(description, model, parallel, memory, components))
+        asked = Combination(description, model, parallel, memory, components)
+        check_supported(asked)
         device = join_process_group(parallel.world_size if components is None else components.world_size)
         meshes = build_meshes(parallel, components, device, has_encoder=description.vision is not None)
         compute, master = dtypes_of(model)
-        attention = choose_attention(model.attention, description.needs_eager_attention, device, compute)
+        attention = choose_attention(asked, device, compute)
+        memory = memory.model_copy(update={"compile": are_compiled(asked, device, compute)})
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
         checkpoint = Checkpoint(folder, config.model_type, model.pickled_weights)
         for part in empty.parts:

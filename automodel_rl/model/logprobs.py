@@ -16,6 +16,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
+from automodel_rl.model.softmax import Given, Softmax, cap
 from automodel_rl.parallel.collectives import all_gather
 
 
@@ -24,14 +25,19 @@ class Head:
     """The output projection as one rank holds it.
 
     Attributes:
-        weight: this rank's part, [V, H].
+        weight: this rank's part, [V, H]; detached if its gradient goes to `gradient`.
         softcap: turns logits into softcap * tanh(logits / softcap), if not None.
         tp_group: the ranks that hold the parts of the vocabulary, in order; None if this rank holds all of it.
+        gradient: sum of the weight's gradients over microbatches, [V, H] in fp32 or wider, to which the head adds;
+            None: autograd gets the gradient.
+        compiled: whether what is not a matrix product is compiled.
     """
 
     weight: Tensor
     softcap: float | None = None
     tp_group: dist.ProcessGroup | None = None
+    gradient: Tensor | None = None
+    compiled: bool = False
 
     @property
     def first_token(self) -> int:
@@ -62,114 +68,147 @@ def target_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, read
         [T, 1], or [T, 2] with the entropy; 0 where there is no target; float64 for float64 hidden states, else float32;
         equal on all tp ranks.
     """
+    known = microbatch.logprob_gradient
+    if known is not None and not readout.entropy and torch.is_grad_enabled():
+        known = known.to(_accurate(hidden.dtype))
+        return _TargetsOfLinearLoss.apply(hidden, head.weight, microbatch.targets, known, head, readout)
     return _TargetReadout.apply(hidden, head.weight, microbatch.targets, head, readout)
 
 
 class _TargetReadout(torch.autograd.Function):
-    """Keeps the log-sum-exp (and entropy) of every token and recomputes each chunk's logits in the backward."""
+    """Keeps the log-sum-exp (and entropy) of every token and makes each chunk's logits again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, readout: Readout) -> Tensor:
-        softmax = _Softmax(weight, head.softcap, readout.temperature)
-        picked = torch.empty(targets.shape, dtype=_accurate(hidden.dtype), device=hidden.device)
-        logsumexp = torch.empty_like(picked)
-        mean_logit = torch.empty_like(picked) if readout.entropy else None
-        places = targets - head.first_token
-        for chunk in _chunks(len(targets)):
-            mean = None if mean_logit is None else mean_logit[chunk]
-            picked[chunk], logsumexp[chunk] = softmax.score(hidden[chunk], places[chunk], mean)
-        if head.tp_group is not None:
-            picked, logsumexp, mean_logit = _over_vocabulary(picked, logsumexp, mean_logit, head.tp_group)
-        is_target = targets >= 0
-        entropy = None if mean_logit is None else logsumexp - mean_logit
-        ctx.save_for_backward(hidden, weight, targets, logsumexp, entropy)
-        ctx.softmax, ctx.first_token = softmax, head.first_token
-        columns = [picked - logsumexp] if entropy is None else [picked - logsumexp, entropy]
-        return torch.stack([torch.where(is_target, column, 0.0) for column in columns], dim=1)
+        work = _HeadWork(hidden, weight, targets, head, readout.temperature)
+        scores = work.empty_scores(readout.entropy)
+        for chunk in work.chunks:
+            scores.put(chunk, work.score(work.products(chunk), chunk, readout.entropy))
+        ctx.save_for_backward(hidden, weight, targets, scores.logsumexp, scores.entropy)
+        ctx.head, ctx.readout = head, readout
+        return scores.columns(targets)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
-        gradient = torch.where((targets >= 0)[:, None], gradients[0], 0.0)
-        places = targets - ctx.first_token
-        d_hidden = torch.empty_like(hidden)
-        d_weight = None
-        if ctx.needs_input_grad[1]:  # not if only adapters are trained
-            d_weight = torch.zeros(weight.shape, dtype=_accurate(weight.dtype), device=weight.device)
-        for chunk in _chunks(len(targets)):
-            d_logits = ctx.softmax.gradient(
-                hidden[chunk],
-                places[chunk],
-                logsumexp[chunk],
-                gradient[chunk],
-                None if entropy is None else entropy[chunk],
-            )
-            d_hidden[chunk] = d_logits @ weight
-            if d_weight is not None:
-                _add_matmul(d_weight, d_logits.t(), hidden[chunk])
-            del d_logits  # before the next chunk's
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+        d_columns = torch.where((targets >= 0)[:, None], gradients[0], 0.0)
+        work = _HeadWork(hidden, weight, targets, ctx.head, ctx.readout.temperature)
+        sums = _GradientSums(work, ctx.needs_input_grad[1])
+        for tokens, chunks in work.groups:
+            for chunk in chunks:
+                of_entropy = () if entropy is None else (entropy[chunk], d_columns[chunk, 1])
+                given = Given(logsumexp[chunk], d_columns[chunk, 0], *of_entropy)
+                sums.put(work.products(chunk), chunk, tokens.start, given)
+            sums.add(tokens)
+        return sums.d_hidden, sums.for_autograd(), None, None, None
 
 
-@dataclass(frozen=True)
-class _Softmax:
-    """softmax(cap(hidden @ weight.T) / temperature) over this rank's part of the vocabulary, a chunk at a time."""
+class _TargetsOfLinearLoss(torch.autograd.Function):
+    """Makes the gradients in the forward, while it has the logits, for a loss whose gradient is known before."""
 
-    weight: Tensor
-    softcap: float | None
-    temperature: float
-
-    def score(self, hidden_CH: Tensor, places_C: Tensor, mean_logit_C: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logit of every target (0 if it is not in this part) and log-sum-exp of all logits, both [C].
-
-        It works in place in one [C, V] buffer. If `mean_logit_C` is given, it is filled with the softmax's mean logit,
-        which takes a second buffer.
-        """
-        logits_CV = self._logits(hidden_CH)
-        inside_C = _inside(places_C, self.weight)
-        picked_C = logits_CV.gather(1, places_C.where(inside_C, 0)[:, None])[:, 0].where(inside_C, 0.0)
-        largest_C = logits_CV.amax(1)
-        if mean_logit_C is None:
-            return picked_C, logits_CV.sub_(largest_C[:, None]).exp_().sum(1).log_().add_(largest_C)
-        weights_CV = (logits_CV - largest_C[:, None]).exp_()
-        total_C = weights_CV.sum(1)
-        mean_logit_C.copy_(weights_CV.mul_(logits_CV).sum(1) / total_C)
-        return picked_C, total_C.log_().add_(largest_C)
-
-    def gradient(
-        self,
-        hidden_CH: Tensor,
-        places_C: Tensor,
-        logsumexp_C: Tensor,
-        gradient_CK: Tensor,
-        entropy_C: Tensor | None,
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, known: Tensor, head: Head, readout: Readout
     ) -> Tensor:
-        """The gradient of the projection's output, [C, V] in the weight's dtype.
+        work = _HeadWork(hidden, weight, targets, head, readout.temperature)
+        scores, sums = work.empty_scores(False), _GradientSums(work, ctx.needs_input_grad[1])
+        for tokens, chunks in work.groups:
+            for chunk in chunks:
+                products = work.products(chunk)
+                scores.put(chunk, work.score(products, chunk, False))
+                sums.put(products, chunk, tokens.start, Given(scores.logsumexp[chunk], known[chunk]))
+                del products  # before the next chunk's
+            sums.add(tokens)
+        ctx.save_for_backward(sums.d_hidden, sums.for_autograd())
+        return scores.columns(targets)
 
-        The derivative of log p(target) by the logits is one-hot(target) - p. That of the entropy is
-        -p * (log p + entropy).
-        """
-        logits_CV = self._logits(hidden_CH)
-        slope_CV = None if self.softcap is None else 1 - (logits_CV * (self.temperature / self.softcap)).square()
-        logprobs_CV = logits_CV.sub_(logsumexp_C[:, None])
-        d_target_C = gradient_CK[:, 0]
-        if entropy_C is None:
-            d_logits_CV = logprobs_CV.exp_().mul_(-d_target_C[:, None])
-        else:
-            p_CV = logprobs_CV.exp()
-            surprise_CV = logprobs_CV.add_(entropy_C[:, None]).mul_(gradient_CK[:, 1:])
-            d_logits_CV = surprise_CV.add_(d_target_C[:, None]).mul_(p_CV).neg_()
-        inside_C = _inside(places_C, self.weight)
-        d_logits_CV.scatter_add_(1, places_C.where(inside_C, 0)[:, None], d_target_C.where(inside_C, 0.0)[:, None])
-        if slope_CV is not None:
-            d_logits_CV.mul_(slope_CV)
-        if self.temperature != 1.0:
-            d_logits_CV.div_(self.temperature)
-        return d_logits_CV.to(self.weight.dtype)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden, d_weight, None, None, None, None
 
-    def _logits(self, hidden_CH: Tensor) -> Tensor:
-        logits_CV = _logits(hidden_CH, self.weight, self.softcap)
-        return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)
+
+@dataclass
+class _Scores:
+    """What the forward reads for every token, [T]; over the whole vocabulary."""
+
+    picked: Tensor
+    logsumexp: Tensor
+    mean_logit: Tensor | None
+
+    def put(self, chunk: slice, of_chunk: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        for all_tokens, tokens in zip((self.picked, self.logsumexp, self.mean_logit), of_chunk, strict=True):
+            if all_tokens is not None and tokens is not None:
+                all_tokens[chunk] = tokens
+
+    @property
+    def entropy(self) -> Tensor | None:
+        return None if self.mean_logit is None else self.logsumexp - self.mean_logit
+
+    def columns(self, targets: Tensor) -> Tensor:
+        logprobs, entropy = self.picked - self.logsumexp, self.entropy
+        columns = [logprobs] if entropy is None else [logprobs, entropy]
+        return torch.stack([torch.where(targets >= 0, column, 0.0) for column in columns], dim=1)
+
+
+class _HeadWork:
+    """The head's work on the tokens of a microbatch: chunks of tokens, and groups of chunks, as large as memory allows.
+
+    Attributes:
+        chunks: tokens whose products with the weight exist at once.
+        groups: tokens for which gradients of the products exist at once, each with its chunks.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, temperature: float):
+        self.hidden, self.weight, self.head = hidden, weight, head
+        self.places = targets - head.first_token
+        self.softmax = Softmax(head.softcap, temperature, head.compiled)
+        self.chunks = _chunks(len(targets), weight)
+        size = block_sizes.head_group
+        groups = [self.chunks[start : start + size] for start in range(0, len(self.chunks), size)]
+        self.groups = [(slice(group[0].start, group[-1].stop), group) for group in groups]
+
+    def empty_scores(self, with_mean: bool) -> _Scores:
+        empty = torch.empty(self.places.shape, dtype=_accurate(self.hidden.dtype), device=self.hidden.device)
+        return _Scores(empty, torch.empty_like(empty), torch.empty_like(empty) if with_mean else None)
+
+    def products(self, chunk: slice) -> Tensor:
+        return _accurate_matmul(self.hidden[chunk], self.weight.t())
+
+    def score(self, products: Tensor, chunk: slice, with_mean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        scores = self.softmax.score(products, self.places[chunk], with_mean)
+        return scores if self.head.tp_group is None else _over_vocabulary(*scores, self.head.tp_group)
+
+
+class _GradientSums:
+    """Gradients of hidden states and of the weight, made group by group."""
+
+    def __init__(self, work: _HeadWork, for_autograd: bool):
+        self.work, weight = work, work.weight
+        self.d_hidden = torch.empty_like(work.hidden)
+        longest = max((tokens.stop - tokens.start for tokens, _ in work.groups), default=0)
+        self._d_products = torch.empty(longest, len(weight), dtype=weight.dtype, device=weight.device)
+        self._d_weight = work.head.gradient  # None if only adapters are trained
+        if for_autograd:
+            self._d_weight = torch.zeros(weight.shape, dtype=_accurate(weight.dtype), device=weight.device)
+
+    def put(self, products: Tensor, chunk: slice, first: int, given: Given) -> None:
+        """Makes the gradient of a chunk's products. `first` is the first token of its group."""
+        out = self._d_products[chunk.start - first : chunk.stop - first]
+        self.work.softmax.gradient(products, self.work.places[chunk], given, out)
+
+    def add(self, tokens: slice) -> None:
+        """Adds the gradients of a group, whose chunks have all been put."""
+        d_products = self._d_products[: tokens.stop - tokens.start]
+        torch.mm(d_products, self.work.weight, out=self.d_hidden[tokens])
+        if self._d_weight is not None:
+            _add_matmul(self._d_weight, d_products.t(), self.work.hidden[tokens])
+
+    def for_autograd(self) -> Tensor | None:
+        """The weight's gradient, if autograd is to have it."""
+        if self._d_weight is None or self.work.head.gradient is not None:
+            return None
+        return self._d_weight.to(self.work.weight.dtype)
 
 
 def _over_vocabulary(
@@ -185,7 +224,9 @@ def _over_vocabulary(
 
 def top_logits(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     """The k largest logits of every token and their ids, both [T, k], largest first. No gradient."""
-    pieces = [_logits(hidden[chunk], head.weight, head.softcap).topk(k, dim=1) for chunk in _chunks(len(hidden))]
+    pieces = [
+        _logits(hidden[chunk], head.weight, head.softcap).topk(k, dim=1) for chunk in _chunks(len(hidden), head.weight)
+    ]
     values = torch.cat([piece.values for piece in pieces])
     ids = torch.cat([piece.indices for piece in pieces]) + head.first_token
     if head.tp_group is None:
@@ -200,13 +241,12 @@ def _side_by_side(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(all_gather(tensor, group).chunk(group.size()), dim=1)
 
 
-def _inside(places_C: Tensor, weight_VH: Tensor) -> Tensor:
-    return (places_C >= 0) & (places_C < len(weight_VH))
-
-
-def _chunks(num_tokens: int) -> list[slice]:
-    size = block_sizes.head_tokens
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+def _chunks(num_tokens: int, weight_VH: Tensor) -> list[slice]:
+    """Slices of tokens whose logits exist at once; a multiple of 128 tokens if that many fit."""
+    most = block_sizes.head_bytes if weight_VH.is_cuda else block_sizes.head_bytes // 16  # a GPU wants large matrices
+    size = max(1, most // (len(weight_VH) * _accurate(weight_VH.dtype).itemsize))
+    size -= size % 128 if size > 128 else 0
+    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:
@@ -214,14 +254,15 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None) -> Tensor:
-    logits_CV = _accurate_matmul(hidden_CH, weight_VH.t())
-    return logits_CV if softcap is None else logits_CV.div_(softcap).tanh_().mul_(softcap)
+    return cap(_accurate_matmul(hidden_CH, weight_VH.t()), softcap)
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, without a product of its own where the dtypes allow it."""
+    """total += a @ b, in place and without a product of its own where the dtypes allow it."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += _accurate_matmul(a, b)
 

@@ -5,9 +5,9 @@
 3. adapters set the forwards of their linear layers (lora/layers.py)
 4. the part and its head get a forward over microbatches (model/part_forward.py), norms a fused one
    (model/fused_norm.py)
-5. routers follow routes (mixture/router_replay.py) and are watched (mixture/routers.py); the forward of their layer
-   notes the microbatch for them (mixture/microbatch_scope.py)
-6. layers are compiled, then recomputed in the backward (model/activation_checkpointing.py)
+5. routers follow routes and are watched (mixture/router_forward.py)
+6. layers note their microbatch for routers (mixture/microbatch_scope.py) and are recomputed in the backward
+   (model/activation_checkpointing.py); compiled layers (model/compiled_layers.py) hold their recomputation
 7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
 """
 
@@ -23,9 +23,11 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
+from automodel_rl.mixture.router_forward import install_router_forwards
 from automodel_rl.mixture.router_replay import RouterReplay
 from automodel_rl.mixture.routers import RouterWatch, routers_of
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
+from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
 from automodel_rl.parallel.layout import Layout
@@ -88,20 +90,25 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         layout.cp_group,
         family.rotary_by_layer_type,
         part.config.to_dict().get("final_logit_softcapping"),
+        compiled=bool(memory.compile),
     )
     install_part_forward(part, context)
     if family.has_plain_norms:
-        install_fused_norms(part, layout.device, compute)
+        # A compiler fuses written-out norms with what is around them.
+        install_fused_norms(part, layers_of(part) if memory.compile else [], layout.device, compute)
     scope = MicrobatchScope()
     routers = routers_of(numbered_layers(part), family)
-    for number in routers:
-        scope.follow(numbered_layers(part)[number])
     num_experts = max((router.num_experts for router in routers.values()), default=0)
     replay, watch = RouterReplay(routers, num_experts, scope), RouterWatch(routers, scope, model.moe)
-    if memory.compile:
-        for layer in layers_of(part):
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-    checkpoint_layers(layers_of(part), memory.activation_checkpointing)
+    install_router_forwards(routers.values())
+    mixtures = {number: layer for number, layer in numbered_layers(part).items() if number in routers}
+    if memory.compile:  # a graph holds its recomputation, and is always told of its microbatch from outside
+        checkpoint_layers(layers_of(part), memory.activation_checkpointing)
+        compile_layers(layers_of(part))
+        scope.follow(mixtures)
+    else:
+        scope.follow(mixtures)
+        checkpoint_layers(layers_of(part), memory.activation_checkpointing)
     own_units = experts if layout.parallel.ep > 1 else []
     wrap_fsdp(part, layers_of(part), own_units, layout.fsdp_mesh, layout.expert_fsdp_mesh, mixed_precision(model))
     return Extras(scope, replay, watch, partial)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_rl.batch import LocalMicrobatch
+from automodel_rl.compat.fsdp import gradient_sum
 from automodel_rl.model.logprobs import Head, OutputFn
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import TensorParallel
@@ -26,12 +28,14 @@ class ForwardContext:
         cp_group: the ranks that share a microbatch; None without context parallelism.
         rotary_by_layer_type: whether rotary embeddings differ between kinds of layers.
         softcap: the soft cap of the final logits; None for no cap.
+        compiled: whether layers are compiled, and with them the head.
     """
 
     tp: TensorParallel
     cp_group: dist.ProcessGroup | None = None
     rotary_by_layer_type: bool = False
     softcap: float | None = None
+    compiled: bool = False
 
 
 def install_part_forward(part: Any, context: ForwardContext) -> None:
@@ -44,7 +48,13 @@ def install_part_forward(part: Any, context: ForwardContext) -> None:
     if part.lm_head is not None:
 
         def head(self: Any, hidden: Tensor, microbatch: LocalMicrobatch, output_fn: OutputFn) -> Tensor:
-            return output_fn(hidden, Head(local_tensor(self.weight), context.softcap, context.tp.group), microbatch)
+            sums = None
+            if torch.is_grad_enabled() and self.weight.requires_grad:
+                sums = local_tensor(gradient_sum(part, self.weight))
+            weight = local_tensor(self.weight.detach())
+            return output_fn(
+                hidden, Head(weight, context.softcap, context.tp.group, sums, context.compiled), microbatch
+            )
 
         # Called as `lm_head(...)`, so that FSDP's hooks gather the weight before and reduce its gradient after.
         part.lm_head.forward = MethodType(head, part.lm_head)

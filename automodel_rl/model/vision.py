@@ -148,7 +148,7 @@ def parallelise_encoder(part: VisionPart, layout: Layout, model: ModelConfig, me
         split_linears(part, lambda name: plan.get(name.rpartition(".")[2]), layout.mesh["tp"], how)
     compute, _ = dtypes_of(model)
     choose_attention(part, layout.device, compute)
-    install_fused_norms(part, layout.device, compute)
+    install_fused_norms(part, [], layout.device, compute)
     layers = encoder_layers(part)
     checkpoint_layers(layers, memory.activation_checkpointing)
     wrap_fsdp(part, layers, [], layout.fsdp_mesh, layout.fsdp_mesh, mixed_precision(model))

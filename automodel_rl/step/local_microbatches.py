@@ -2,7 +2,7 @@
 rank's layers and the embeddings of images."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -12,7 +12,10 @@ from automodel_rl.model.vision import rotary_merge
 
 
 def local_microbatches(
-    microbatches: Sequence[Microbatch], embeddings: Sequence[Tensor], handle: ModelHandle
+    microbatches: Sequence[Microbatch],
+    embeddings: Sequence[Tensor],
+    handle: ModelHandle,
+    logprob_gradient: Callable[[Microbatch], Tensor] | None = None,
 ) -> list[LocalMicrobatch]:
     """This rank's part of every microbatch.
 
@@ -20,6 +23,8 @@ def local_microbatches(
         microbatches: this data rank's microbatches.
         embeddings: embeddings of the images of every microbatch; empty on ranks that do not use them.
         handle: the model. This rank's layers decide which routes are needed.
+        logprob_gradient: gives the derivative of the loss by the log-probabilities of a microbatch, float64 [T]; None
+            if it is not known before the forward.
     """
     layout = handle.layout
     sequence_parallel = layout.parallel.sequence_parallel
@@ -30,7 +35,8 @@ def local_microbatches(
         positions = None if merge is None else multimodal_positions(microbatch.images, microbatch.lengths, merge)
         if microbatch.routes is not None:
             microbatch = dataclasses.replace(microbatch, routes=microbatch.routes.select(handle.router_layers))
-        part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, positions)
+        gradient = None if logprob_gradient is None else logprob_gradient(microbatch)
+        part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, positions, gradient)
         if embeddings:
             tokens = dataclasses.replace(part.images, embeddings=embeddings[number])
             if sequence_parallel:  # between blocks a rank has its share of the tokens

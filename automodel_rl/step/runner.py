@@ -1,7 +1,8 @@
 """Runs a step: microbatches through a model on any layout, forward and backward, or forward alone."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch, empty_microbatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.compat.fsdp import reset_fsdp
-from automodel_rl.losses import Denominator, LossFn, Readout
+from automodel_rl.losses import Denominator, LinearLoss, LossFn, Readout
 from automodel_rl.mixture.router_replay import replay_metrics
 from automodel_rl.mixture.routers import global_loads, load_metric
 from automodel_rl.model.handle import ModelHandle
@@ -94,7 +95,10 @@ class StepRunner:
             adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
             if self._driver is not None:
                 with self._microbatches_let_go():
-                    local = self._local(microbatches, embeddings)
+                    known = (
+                        functools.partial(loss_fn.gradient, counts=counts) if isinstance(loss_fn, LinearLoss) else None
+                    )
+                    local = self._local(microbatches, embeddings, known)
                     self._driver.forward_backward(local, adapter, self._whole_microbatches(read_targets(readout)))
             self._complete_gradients()
             if self._encoder is not None:
@@ -214,6 +218,7 @@ class StepRunner:
         for part in self.handle.parts:
             part.train()
         for extras in self.handle.extras:
+            extras.microbatch_scope.start_step()
             extras.router_watch.start_step(num_tokens)
             extras.router_replay.start_step()
 
@@ -247,16 +252,16 @@ class StepRunner:
     def _whole_microbatches(self, output_fn: OutputFn) -> OutputFn:
         return whole_microbatches(output_fn, self.layout.cp_group)
 
-    def _local(self, microbatches: Sequence[Microbatch], embeddings: Sequence[Tensor]) -> list[LocalMicrobatch]:
-        """This rank's tokens of every microbatch.
-
-        Args:
-            microbatches: this data rank's microbatches.
-            embeddings: embeddings of the images of every microbatch; empty on ranks that do not use them.
-        """
+    def _local(
+        self,
+        microbatches: Sequence[Microbatch],
+        embeddings: Sequence[Tensor],
+        logprob_gradient: Callable[[Microbatch], Tensor] | None = None,
+    ) -> list[LocalMicrobatch]:
+        """This rank's tokens of every microbatch. The arguments are those of `local_microbatches`."""
         if not self.handle.is_mixture and any(microbatch.routes is not None for microbatch in microbatches):
             raise ValueError("a microbatch has routes, and no layer of this model has a router: leave routes out")
-        return local_microbatches(microbatches, embeddings, self.handle)
+        return local_microbatches(microbatches, embeddings, self.handle, logprob_gradient)
 
     @contextlib.contextmanager
     def _microbatches_let_go(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ class ModelDescription:
     Attributes:
         family: its `model_type`.
         num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: the model's sizes.
+        head_dim, value_dim: dims of an attention head's queries and keys, and of its values.
         num_experts: number of experts in a layer; 0 for a dense model.
         noise: the config's entries above 0 that make training random.
         rope_types: the kinds of scaling of rotary embeddings, over all layers.
@@ -42,6 +43,8 @@ class ModelDescription:
     num_kv_heads: int = 1
     vocab_size: int = 1
     mlp_size: int = 1
+    head_dim: int = 1
+    value_dim: int = 1
     num_experts: int = 0
     has_softcap: bool = False
     has_windows: bool = False
@@ -82,6 +85,8 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         num_kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
         vocab_size=config.vocab_size,
         mlp_size=values.get("intermediate_size") or 0,
+        head_dim=_head_dim(values),
+        value_dim=values.get("v_head_dim") or _head_dim(values),
         num_experts=_num_experts(values),
         has_softcap=values.get("attn_logit_softcapping") is not None,
         has_windows=any(layer_windows(config)),
@@ -89,6 +94,13 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         is_quantized=values.get("quantization_config") is not None,
         context=_context(values),
     )
+
+
+def _head_dim(values: dict[str, Any]) -> int:
+    """Dims of a head's queries: with multi-head latent attention those with and without position together."""
+    if values.get("qk_nope_head_dim"):
+        return values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
 
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -174,39 +174,19 @@ RECOMPUTATION = Rule(
 
 
 def _compiled(asked: Combination) -> str | None:
-    if not asked.memory.compile:
+    if asked.memory.compile is not True or not asked.splits_backward:
         return None
-    tp = asked.parallel.tp
-    if tp > 1:
-        return f"memory.compile=true with parallel.tp={tp}: split layers cannot be compiled: set it to false"
-    if asked.splits_backward:
-        return (
-            f"memory.compile=true: {asked.parallel.schedule} splits the backward, which compiled layers do not allow: "
-            "set it to false, or use another parallel.schedule"
-        )
-    if asked.memory.activation_checkpointing == "selective":
-        return (
-            "memory.compile=true with memory.activation_checkpointing=selective: compiled layers overwrite what it "
-            "keeps: use full or none"
-        )
-    return None
+    return (
+        f"memory.compile=true: {asked.parallel.schedule} splits the backward, which compiled layers do not allow: "
+        "set it to auto, or use another parallel.schedule"
+    )
 
 
 COMPILED = Rule(
     "compiled layers",
-    "without tp and selective, with schedules that do not split the backward",
+    "with schedules that do not split the backward",
     _compiled,
-    (
-        Example(
-            "memory.compile=true with parallel.tp=2: split layers cannot", {"memory.compile": True}, {"parallel.tp": 2}
-        ),
-        Example("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),
-        Example(
-            "memory.compile=true with memory.activation_checkpointing=selective: compiled layers overwrite",
-            {"memory.compile": True},
-            {"memory.activation_checkpointing": "selective"},
-        ),
-    ),
+    (Example("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),),
 )
 
 

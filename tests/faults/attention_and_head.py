@@ -50,8 +50,8 @@ def _keys_of_own_rank() -> Any:
 def _first_chunk_again() -> Any:
     from automodel_rl.model.logprobs import _chunks
 
-    def chunks(num_tokens: int) -> list[slice]:
-        found = _chunks(num_tokens)
+    def chunks(num_tokens: int, weight: Tensor) -> list[slice]:
+        found = _chunks(num_tokens, weight)
         return [found[0], *found[:-2], found[-1]] if len(found) > 2 else found
 
     return patch("model.logprobs._chunks", chunks)

@@ -171,13 +171,13 @@ class MemoryModel:
         return received * num_microbatches * tokens * self.config.hidden_size * self.compute
 
     def _head(self, parallel: ParallelConfig) -> int:
-        vocab, hidden = self.config.vocab_size // parallel.tp, self.config.hidden_size
-        logits = block_sizes.head_tokens * vocab * (self.master * (2 if self.reads_entropy else 1) + self.compute)
-        gradient = vocab * hidden * (self.master + self.compute) if self.trains_head else 0
-        states = (
-            4 * self._tokens(parallel) * hidden * self.compute
-        )  # the final norm's inputs and outputs, and their gradients
-        return logits + gradient + states
+        vocab, hidden, tokens = self.config.vocab_size // parallel.tp, self.config.hidden_size, self._tokens(parallel)
+        logits = min(block_sizes.head_bytes, tokens * vocab * self.master)
+        of_logits = min(block_sizes.head_group * logits, tokens * vocab * self.master) * self.compute // self.master
+        # Frozen heads have no sum of gradients; others have it from the first microbatch on, and the embedding with it.
+        gradient = 2 * vocab * hidden * self.master if self.trains_head and parallel.pp == 1 else 0
+        states = 4 * tokens * hidden * self.compute  # the final norm's inputs and outputs, and their gradients
+        return logits + of_logits + gradient + states
 
     def _tokens(self, parallel: ParallelConfig) -> int:
         return -(-self.microbatch_tokens // parallel.cp)

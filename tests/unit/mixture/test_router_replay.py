@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from automodel_rl.batch import Routes, TokenSequence, local_microbatch, pack_microbatch
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
+from automodel_rl.mixture.router_forward import install_router_forwards
 from automodel_rl.mixture.router_replay import RouterReplay, Selection
 
 HIDDEN, EXPERTS, TOP_K, TOKENS, LAYER = 8, 12, 3, 10, 5
@@ -77,13 +78,21 @@ def routed_microbatch() -> Any:
     return local_microbatch(pack_microbatch([sequence]))
 
 
+def replay_of(gate: Any, scope: MicrobatchScope) -> RouterReplay:
+    """Makes a gate follow routes, without counting its load."""
+    gate.watched = SimpleNamespace(count=lambda output: output)
+    replay = RouterReplay({LAYER: gate}, EXPERTS, scope)
+    install_router_forwards([gate])
+    return replay
+
+
 @pytest.mark.parametrize("kind", GATES)
 def test_gates_of_nemo_automodel_follow_routes(kind: str) -> None:
     torch.manual_seed(0)
     gate, scope, microbatch = make_gate(kind), MicrobatchScope(), routed_microbatch()
     hidden, real = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), torch.ones(TOKENS, dtype=torch.bool)
     live = gate(hidden, real, None)[1]
-    replay = RouterReplay({LAYER: gate}, EXPERTS, scope)
+    replay = replay_of(gate, scope)
     assert torch.equal(gate(hidden, real, None)[1], live)  # without a microbatch
     scope.microbatch = microbatch
     weights, chosen, _ = gate(hidden, real, None)
@@ -115,8 +124,8 @@ class Layer(nn.Module):
 def test_deep_copies_follow_routes_on_their_own() -> None:
     torch.manual_seed(0)
     part = SimpleNamespace(layer=Layer(), scope=MicrobatchScope())
-    part.scope.follow(part.layer)
-    part.replay = RouterReplay({LAYER: part.layer.router}, EXPERTS, part.scope)
+    part.scope.follow({LAYER: part.layer})
+    part.replay = replay_of(part.layer.router, part.scope)
     twin = copy.deepcopy(part)
     nn.init.normal_(twin.layer.router.weight)
     hidden, microbatch = torch.randn(TOKENS, HIDDEN, dtype=torch.float64), routed_microbatch()

@@ -1,5 +1,6 @@
 """Chunked log-probabilities: exact values and gradients, with a tenth of the memory."""
 
+import dataclasses
 import resource
 import sys
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout, top_logits
 from tests.processes import run_command
+
+SEVEN_TOKENS = 16 * 7 * 40 * 8
+"""Setting for blocks of 7 tokens in float64, on a CPU, with a vocabulary of 40."""
 
 
 def make_inputs(num_tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, LocalMicrobatch]:
@@ -39,7 +43,7 @@ def naive(states: Tensor, weight: Tensor, microbatch: LocalMicrobatch, softcap: 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_values_and_gradients_equal_the_naive_way(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
-    monkeypatch.setattr(block_sizes, "head_tokens", 7)
+    monkeypatch.setattr(block_sizes, "head_bytes", SEVEN_TOKENS)
     upstream = torch.randn(30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     results = []
     for function in (chunked, naive):
@@ -56,7 +60,7 @@ def test_values_and_gradients_equal_the_naive_way(monkeypatch: pytest.MonkeyPatc
 def test_entropy_and_temperature_equal_the_naive_way(
     monkeypatch: pytest.MonkeyPatch, temperature: float, softcap: float | None
 ) -> None:
-    monkeypatch.setattr(block_sizes, "head_tokens", 7)
+    monkeypatch.setattr(block_sizes, "head_bytes", SEVEN_TOKENS)
     upstream = torch.randn(30, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     states, weight, microbatch = make_inputs(30, 8, 40, torch.float64)
     scores = target_readout(states, Head(weight, softcap), microbatch, Readout(temperature, entropy=True))
@@ -69,6 +73,30 @@ def test_entropy_and_temperature_equal_the_naive_way(
     expected = [expected_scores, *torch.autograd.grad((expected_scores * upstream).sum(), (states, weight))]
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_gradient_known_before_the_forward_equals_that_of_autograd(
+    monkeypatch: pytest.MonkeyPatch, adds: bool
+) -> None:
+    monkeypatch.setattr(block_sizes, "head_bytes", SEVEN_TOKENS)
+    known = torch.randn(70, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    states, weight, microbatch = make_inputs(70, 8, 40, torch.float64)
+    known[microbatch.targets < 0] = 0.0
+    values = chunked(states, weight, microbatch, 1.5)
+    expected = [values, *torch.autograd.grad((values * known).sum(), (states, weight))]
+    informed = dataclasses.replace(microbatch, logprob_gradient=known)
+    if not adds:
+        values = chunked(states, weight, informed, 1.5)
+        actual = [values, *torch.autograd.grad((values * known).sum(), (states, weight))]
+    else:
+        before = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        total = before.clone()
+        head = Head(weight.detach(), 1.5, gradient=total)
+        values = target_readout(states, head, informed, Readout())[:, 0]
+        actual = [values, *torch.autograd.grad((values * known).sum(), (states,)), total - before]
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -85,7 +113,7 @@ def test_bf16_states_give_fp32_logprobs() -> None:
 
 
 def test_top_logits_are_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_sizes, "head_tokens", 7)
+    monkeypatch.setattr(block_sizes, "head_bytes", SEVEN_TOKENS)
     states, weight, _ = make_inputs(30, 8, 40, torch.float64)
     expected = (states @ weight.t()).topk(3)
     values, ids = top_logits(states.detach(), Head(weight.detach()), 3)

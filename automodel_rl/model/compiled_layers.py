@@ -1,0 +1,31 @@
+"""Compiled decoder layers: equal layers share one graph with gradients and one without, whatever microbatches hold.
+
+A layer is compiled whole, attention included where its backend allows it. Numbers of tokens and of sequences are
+symbols of the graph, so no microbatch needs a graph of its own.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from automodel_rl.compat.compilation import compile_for_any_size
+from automodel_rl.support.rule import Combination
+
+
+def are_compiled(asked: Combination, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers are compiled: as asked or, with `auto`, where it pays and works.
+
+    Args:
+        asked: the combination of model, layout and settings, which the table has accepted.
+        device, dtype: device and dtype of the computation.
+    """
+    if asked.memory.compile != "auto":
+        return asked.memory.compile
+    return device.type == "cuda" and dtype == torch.bfloat16 and not asked.splits_backward
+
+
+def compile_layers(layers: Iterable[Any]) -> None:
+    """Compiles the forwards of layers in place, each at its first call."""
+    for layer in layers:
+        layer.forward = compile_for_any_size(layer.forward)
