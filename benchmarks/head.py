@@ -8,6 +8,7 @@ one that reads entropies at a temperature. A linear loss needs three products, t
 """
 
 import dataclasses
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from automodel_rl import TokenSequence
-from automodel_rl.batch import local_microbatch, pack_microbatch
+from automodel_rl.batch import LocalMicrobatch, local_microbatch, pack_microbatch
 from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout
 
@@ -41,20 +42,21 @@ def main() -> None:
         for name, (given, readout) in cases.items():
             head = Head(weight, gradient=total, compiled=True)
 
-            def run(head: Head = head, given: object = given, readout: Readout = readout) -> None:
-                target_readout(states, head, given, readout).sum().backward()
-
-            milliseconds, added = measure(run)
+            milliseconds, added = measure(functools.partial(forward_backward, states, head, given, readout))
             needed = products if name == "linear" else products * 4 / 3
             result = {"vocab": vocab, "loss": name, "ms": milliseconds, "products_ms": round(needed, 2)}
             print(json.dumps({**result, "ratio": round(milliseconds / needed, 2), "added_gib": added}), flush=True)
+
+
+def forward_backward(states: torch.Tensor, head: Head, microbatch: LocalMicrobatch, readout: Readout) -> None:
+    target_readout(states, head, microbatch, readout).sum().backward()
 
 
 def product_times(states: torch.Tensor, weight: torch.Tensor) -> float:
     """Milliseconds of the three products at their full size, in bf16."""
     d_products = torch.empty(TOKENS, len(weight), dtype=torch.bfloat16, device="cuda").normal_()
     pairs = [(states, weight.t()), (d_products, weight), (d_products.t(), states)]
-    return sum(measure(lambda pair=pair: torch.mm(*pair))[0] for pair in pairs)
+    return sum(measure(functools.partial(torch.mm, *pair))[0] for pair in pairs)
 
 
 def measure(run: Callable[[], object]) -> tuple[float, float]:

@@ -26,8 +26,8 @@ T = TypeVar("T")
 IGNORED_TARGET = -100
 """Target of a position that predicts nothing: the last one of every sequence."""
 
-EMPTY_LENGTH = 2
-"""Tokens of the sequence in an empty microbatch; two, so that attention and the loss have something to run on."""
+EMPTY_LENGTH = 64
+"""Tokens of the sequence in an empty microbatch; some for every rank, since compiled layers run on two or more."""
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,15 @@ class GRPOConfig(RunConfig):
         return self.loss.kl.coefficient > 0
 
     @property
+    def is_on_policy(self) -> bool:
+        """Whether the current log-probabilities are taken for old ones, which are then not computed."""
+        if self.loss.on_policy != "auto":
+            return self.loss.on_policy
+        in_reward = self.needs_reference and self.loss.kl.where == "reward"
+        read_elsewhere = in_reward or self.router_replay.compare or self.loss_function is not None
+        return self.batch.optimizer_steps == 1 and not read_elsewhere
+
+    @property
     def reward_names(self) -> list[str]:
         """Names of the rewards in metrics: the names of their functions, with a number where a name is taken."""
         names: list[str] = []
@@ -116,23 +125,24 @@ class GRPOConfig(RunConfig):
             )
         if rollout.group_size == 1:
             raise ValueError("rollout.group_size=1: completions are compared within their group: use at least 2")
-        if self.loss.on_policy and batch.optimizer_steps > 1:
+        is_asked = self.loss.on_policy is True
+        if is_asked and batch.optimizer_steps > 1:
             raise ValueError(
                 f"loss.on_policy=true with batch.optimizer_steps={batch.optimizer_steps}: later optimizer steps are "
                 "off-policy: set it to false, or use one optimizer step"
             )
-        if self.loss.on_policy and self.loss.kl.coefficient and self.loss.kl.where == "reward":
+        if is_asked and self.loss.kl.coefficient and self.loss.kl.where == "reward":
             raise ValueError(
                 "loss.kl.where=reward with loss.on_policy=true: the reward needs log-probabilities from before the "
                 "optimizer step: set on_policy to false, or where to loss"
             )
-        if self.router_replay.compare and self.loss.on_policy:
+        if self.router_replay.compare and is_asked:
             raise ValueError(
                 "router_replay.compare=true with loss.on_policy=true: there are no old log-probabilities to compare: "
                 "set one of them to false"
             )
         replay = self.router_replay
-        if replay.enabled and "old_logprobs" not in replay.stages and not self.loss.on_policy:
+        if replay.enabled and "old_logprobs" not in replay.stages and not self.is_on_policy:
             raise ValueError(
                 f"router_replay.stages={list(replay.stages)} leave out old_logprobs, and ratios would compare "
                 "different experts: add old_logprobs, or set loss.on_policy to true"

@@ -131,9 +131,10 @@ class PolicyLossConfig(Section):
     by the length of the longest completion allowed, then the mean over completions (Dr. GRPO; Liu et al.,
     arXiv:2503.20783)."""
 
-    on_policy: bool = False
-    """Take the current log-probabilities for old_logprobs, which saves a forward. This is right if each batch of
-    rollouts is used for a single optimizer step."""
+    on_policy: Literal["auto"] | bool = "auto"
+    """Take the current log-probabilities for old_logprobs, which saves a forward. This is exact if each batch of
+    rollouts is used for a single optimizer step. auto: in a run where that is so, unless something else reads
+    old_logprobs: loss.kl.where=reward, router_replay.compare, or a loss_function of your own."""
 
     entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the policy's entropy."""

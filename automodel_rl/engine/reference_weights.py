@@ -4,17 +4,23 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from automodel_rl.hf.read import persistent_tensors
 from automodel_rl.lora.layers import without_adapters
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import local_tensor
 
+SPARE = 0.03
+"""Share of a device's memory that the copy leaves free."""
+
 
 class ReferenceWeights:
-    """A copy on the host of the weights that a model was loaded with, of all its parts.
+    """A copy of the weights that a model was loaded with, of all its parts.
 
-    If adapters are trained, there is no copy: the reference is the model without them.
+    The copy lies on the host at first. After the first step, whose peak of memory is known then, it moves to the device
+    in the compute dtype if there is room; the model computes the same with it. If adapters are trained, there is no
+    copy: the reference is the model without them.
 
     Args:
         handle: the model.
@@ -28,9 +34,14 @@ class ReferenceWeights:
             raise RuntimeError("ReferenceWeights are the first weights: make them before a step or a resume")
         self.handle = handle
         self._shards: list[torch.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
         if handle.model.lora is None:
-            self._shards = [local_tensor(t.detach()) for part in handle.parts for _, t in persistent_tensors(part)]
+            tensors = [tensor for part in handle.parts for _, tensor in persistent_tensors(part)]
+            self._shards = [local_tensor(tensor.detach()) for tensor in tensors]
+            # Parameters are cast before they are used, buffers are not.
+            self._dtypes = [handle.dtype if isinstance(tensor, nn.Parameter) else tensor.dtype for tensor in tensors]
         self._copies = [_on_host(shard) for shard in self._shards]
+        self._uses = 0
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -39,11 +50,45 @@ class ReferenceWeights:
             with without_adapters(self.handle.parts):
                 yield
             return
+        if self._uses == 1 and self._fits_on_device():
+            device = self.handle.layout.device
+            self._copies = [copy.to(device, dtype) for copy, dtype in zip(self._copies, self._dtypes, strict=True)]
+        self._uses += 1
+        if self.is_on_device:
+            with self._copied_over():
+                yield
+            return
         self._swap()
         try:
             yield
         finally:
             self._swap()
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the copy lies on a GPU."""
+        return any(copy.is_cuda for copy in self._copies)
+
+    def _fits_on_device(self) -> bool:
+        """Whether the device has room for the copy beside all that was reserved at the peak of a step."""
+        device = self.handle.layout.device
+        if device.type != "cuda":
+            return False
+        needed = sum(copy.numel() * dtype.itemsize for copy, dtype in zip(self._copies, self._dtypes, strict=True))
+        free, total = torch.cuda.mem_get_info(device)
+        return needed + SPARE * total < free
+
+    @contextlib.contextmanager
+    def _copied_over(self) -> Iterator[None]:
+        """The reference weights in place of the model's, which are kept on the device meanwhile: no more memory than
+        gradients take later in the step."""
+        self.handle.before_change()
+        own = [shard.clone() for shard in self._shards]
+        try:
+            _copy(self._copies, self._shards)
+            yield
+        finally:
+            _copy(own, self._shards)
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -55,6 +100,12 @@ class ReferenceWeights:
             copy.copy_(current, non_blocking=True)
         if self.handle.layout.device.type == "cuda":
             torch.cuda.synchronize(self.handle.layout.device)
+
+
+@torch.no_grad()
+def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

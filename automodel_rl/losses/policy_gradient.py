@@ -14,8 +14,8 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
 
     Args:
         outputs: log-probabilities under the policy, and its entropy.
-        microbatch: `loss_mask` marks the completions' tokens. `values` has `advantages`, `old_logprobs` unless the
-            config is on-policy, `rollout_logprobs` if there is a correction, and `ref_logprobs` if there is a KL term.
+        microbatch: `loss_mask` marks the completions' tokens. `values` has `advantages`, `old_logprobs` unless
+            `on_policy` is True, `rollout_logprobs` if there is a correction, and `ref_logprobs` if there is a KL term.
             If `rollout_logprobs` are there, a metric says how far they are from the trainer's log-probabilities. If
             `live_logprobs` (those without router replay) are there, a second metric says how far they are from these.
         config: the settings of the loss.
@@ -42,7 +42,7 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
         raise ValueError(f"entropy={config.entropy} needs the policy's entropy: read it with Readout(entropy=True)")
     _check_values(microbatch, config)
     values = {name: value.to(outputs.logprobs.dtype) for name, value in microbatch.values.items()}
-    old = outputs.logprobs.detach() if config.on_policy else values["old_logprobs"]
+    old = outputs.logprobs.detach() if config.on_policy is True else values["old_logprobs"]
     # Masked before exp: an overflow outside of the mask would still spoil gradients.
     log_ratio = torch.where(microbatch.loss_mask, outputs.logprobs - old, 0.0)
     if config.ratio == "sequence":
@@ -90,7 +90,7 @@ def _means(per_token: dict[str, Tensor], microbatch: Microbatch) -> dict[str, tu
 def _check_values(microbatch: Microbatch, config: PolicyLossConfig) -> None:
     needs = {
         "advantages": "every policy loss",
-        "old_logprobs": "" if config.on_policy else "on_policy=false",
+        "old_logprobs": "" if config.on_policy is True else f"on_policy={config.on_policy}",
         "rollout_logprobs": "" if config.correction.kind == "none" else f"correction.kind={config.correction.kind}",
         "ref_logprobs": (
             f"kl.coefficient={config.kl.coefficient}" if config.kl.coefficient and config.kl.where == "loss" else ""

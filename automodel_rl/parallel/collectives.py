@@ -72,16 +72,21 @@ class SumFromTP(torch.autograd.Function):
 
 
 class ScatterSum(torch.autograd.Function):
-    """Exit of a block under sequence parallelism: sums the ranks' parts and cuts, [t, ...] to [t / tp, ...]."""
+    """Exit of a block under sequence parallelism: sums the ranks' parts and cuts, [1, t, H] to [1, t / tp, H].
+
+    The result is no view of another tensor: compiled layers would need a graph for each kind of view.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return reduce_scatter(tensor, group)
+        own = tensor.new_empty(1, tensor.shape[1] // group.size(), tensor.shape[2])
+        _reduce_scatter_single(own.squeeze(0), tensor.squeeze(0).contiguous(), group=group)
+        return own
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradients[0], ctx.group), None
+        return all_gather(gradients[0].squeeze(0), ctx.group).unsqueeze(0), None
 
 
 class AllToAll(torch.autograd.Function):

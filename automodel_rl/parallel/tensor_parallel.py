@@ -49,7 +49,7 @@ class TensorParallel:
         if self.group is None:
             return partial
         if self.sequence_parallel:
-            return ScatterSum.apply(partial.squeeze(0), self.group).unsqueeze(0)
+            return ScatterSum.apply(partial, self.group)
         return SumFromTP.apply(partial, self.group)
 
 

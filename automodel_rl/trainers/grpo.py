@@ -180,7 +180,7 @@ class GRPOTrainer:
         """Adds log-probabilities of the policy before this step, and of the reference, to all microbatches."""
         everything = [microbatch for one in packed for microbatch in one.microbatches]
         stages = self.config.router_replay.stages
-        if not self.config.loss.on_policy:
+        if not self.config.is_on_policy:
             everything = self._add_logprobs(everything, "old_logprobs", replay="old_logprobs" in stages)
         if self.config.router_replay.compare:
             everything = self._add_logprobs(everything, "live_logprobs", replay=False)
@@ -269,7 +269,8 @@ class GRPOTrainer:
 
 def _own_loss(config: GRPOConfig) -> LossFn:
     longest = config.loss.max_completion_tokens or config.rollout.max_new_tokens
-    return functools.partial(grpo_loss, config=config.loss.model_copy(update={"max_completion_tokens": longest}))
+    decided = {"max_completion_tokens": longest, "on_policy": config.is_on_policy}
+    return functools.partial(grpo_loss, config=config.loss.model_copy(update=decided))
 
 
 def _steps_of_epochs(config: GRPOConfig, prompts: PromptStream) -> int:

@@ -43,6 +43,10 @@ class Resumable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+EARLY = 2
+"""Number of steps in which layers may be compiled: the first with gradients, the next without."""
+
+
 @dataclass(frozen=True)
 class Goal:
     """The goal of a run: its length, and the metric that decides which checkpoint is the best.
@@ -145,9 +149,10 @@ class Run:
             if self.step == 0 and baseline is not None:
                 with flight.top_phase("baseline"):
                     self._write({"step": 0, **baseline()})
+            first = self.step + 1
             while not self.is_over:
                 self.step += 1
-                step = Step(self.step, self.engine, self.config, self.say)
+                step = Step(self.step, self.engine, self.config, self.say, is_early=self.step < first + EARLY)
                 with flight.top_phase(f"step {self.step}"):
                     yield step
                     self._write(step.metrics)

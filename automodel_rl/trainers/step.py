@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from automodel_rl.compat.compilation import Compiled, compiled_so_far
 from automodel_rl.config import RunConfig
 from automodel_rl.data.loader import StepSize
 from automodel_rl.engine import Engine, TrainOutput
@@ -25,14 +26,18 @@ class Step:
         engine: the engine that trains.
         config: the run's config.
         say: prints a line on the console.
+        is_early: whether layers may still be compiled, as in the first steps of a process.
 
     Attributes:
         metrics: the step's record for metrics.jsonl.
     """
 
-    def __init__(self, number: int, engine: Engine, config: RunConfig, say: Callable[[str], None]):
-        self.number, self.engine, self.config, self.say = number, engine, config, say
+    def __init__(
+        self, number: int, engine: Engine, config: RunConfig, say: Callable[[str], None], is_early: bool = False
+    ):
+        self.number, self.engine, self.config, self.say, self.is_early = number, engine, config, say, is_early
         self.metrics: dict[str, Any] = {"step": number}
+        self.compiled_before = compiled_so_far() if engine.handle.memory.compile else None
         self.started = time.perf_counter()
 
     @contextlib.contextmanager
@@ -72,6 +77,16 @@ class Step:
             "time/step_s": seconds,
             "memory/peak_gib": _peak_memory(device) / 2**30,
         }
+        if self.compiled_before is not None:
+            self._record_compilation(compiled_so_far() - self.compiled_before)
+
+    def _record_compilation(self, compiled: Compiled) -> None:
+        self.metrics |= {"perf/graphs": compiled.graphs, "perf/compile_s": compiled.seconds}
+        if compiled.graphs and not self.is_early:
+            self.say(
+                f"warning: step {self.number} compiled {compiled.graphs} graphs anew, in {compiled.seconds:.0f} s; "
+                "graphs fit microbatches of any size, so this should not be: report it, or set memory.compile=false"
+            )
 
 
 def _peak_memory(device: torch.device) -> int:

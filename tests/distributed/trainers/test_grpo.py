@@ -186,6 +186,23 @@ def test_on_policy_needs_no_logprobs_from_before(ranks: RankPool, workspace: Pat
         assert row["train/logprob_error"] == pytest.approx(1, abs=1e-6)
 
 
+def test_old_logprobs_are_left_out_where_they_are_those_of_the_step(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    correction = {"kind": "sequence_mask", "low": 0.5, "high": 2.0}
+    rows = []
+    for on_policy in (False, "auto"):
+        loss = {"on_policy": on_policy, "ratio": "sequence", "correction": correction, "kl": {"coefficient": 0.1}}
+        settings = values(workspace, tmp_path / str(on_policy), length={"steps": 2}, loss=loss)
+        ranks(1).run(train, settings | {"batch": {"microbatch_tokens": 128}})
+        rows.append(metrics_of(tmp_path / str(on_policy)))
+    for computed, left_out in zip(*rows, strict=True):
+        same = [key for key in computed if key.startswith("train/")]
+        assert len(same) > 8
+        for key in same:
+            assert left_out[key] == pytest.approx(computed[key], rel=1e-5, abs=1e-7), key
+
+
 def constant(outputs: Any, batch: Any) -> Any:
     """A user's own loss."""
     from automodel_rl import LossOutput

@@ -298,7 +298,7 @@ def test_rows_whose_neighbours_are_no_pairs_are_refused(capacity: int) -> None:
     ("settings_", "values", "message"),
     [
         ({"on_policy": True}, (), r"every policy loss needs values\['advantages'\]"),
-        ({}, ("advantages",), r"on_policy=false needs values\['old_logprobs'\]"),
+        ({}, ("advantages",), r"on_policy=auto needs values\['old_logprobs'\]"),
         ({"on_policy": True, "correction": {"kind": "truncate"}}, ("advantages",), "correction.kind=truncate needs"),
         ({"on_policy": True, "kl": {"coefficient": 0.1}}, ("advantages",), "kl.coefficient=0.1 needs"),
     ],

@@ -1,0 +1,110 @@
+"""Compiled layers: a graph with gradients and one without for each kind of layer, and the same numbers as uncompiled.
+
+A backend of attention that a graph can hold stands in for the fused kernels, and torch's tracer alone for the compiler.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
+from automodel_rl.batch import AttentionCall, Microbatch, empty_microbatch, pack_microbatch
+from automodel_rl.config import ModelConfig, MoEConfig, ParallelConfig
+from automodel_rl.config.model import LoraConfig, MemoryConfig
+from automodel_rl.model.attention import BACKENDS, AttentionParameters
+from automodel_rl.support.attention import ATTENTION
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_model
+
+STEPS = 30
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
+    """Attention with one mask over all sequences, made of tensors alone."""
+    queries, keys = torch.arange(len(q)), torch.arange(len(k))
+    of_query = torch.searchsorted(call.cu_queries, queries, right=True)
+    of_key = torch.searchsorted(call.cu_keys, keys, right=True)
+    before_end = (call.cu_queries[of_query] - queries)[:, None] - (call.cu_keys[of_key] - keys)[None]
+    seen = (of_query[:, None] == of_key[None]) & (before_end <= 0)
+    if parameters.window is not None:
+        seen = seen & (before_end > -parameters.window)
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+    output = F.scaled_dot_product_attention(q, k, v, seen, scale=parameters.scale, enable_gqa=True)
+    return output[0].transpose(0, 1)
+
+
+@contextmanager
+def traced_only() -> Iterator[None]:
+    traceable = dataclasses.replace(ATTENTION["sdpa"], is_traceable=True)
+    tracer = functools.partial(torch.compile, backend="aot_eager", dynamic=True)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(BACKENDS, sdpa=masked))
+        stack.enter_context(mock.patch.dict(ATTENTION, sdpa=traceable))
+        stack.enter_context(mock.patch("automodel_rl.model.compiled_layers.compile_for_any_size", tracer))
+        yield
+
+
+def microbatches_of(step: int) -> list[Microbatch]:
+    """From one sequence to many, of one token to many; every third step with a microbatch that is empty."""
+    count = 1 + 7 * step % 11
+    microbatches = [pack_microbatch(make_sequences(count + m, seed=10 * step + m)) for m in range(2)]
+    return [*microbatches, empty_microbatch(microbatches[0])] if step % 3 == 0 else microbatches
+
+
+def train(
+    folder: Path, parallel: ParallelConfig, memory: MemoryConfig, options: dict
+) -> tuple[list[tuple[float, float]], list[int], dict]:
+    """Loss and gradient norm of each step, the number of graphs after each, and why graphs were broken."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = ModelConfig(path=str(folder), attention="sdpa", **options)
+    with traced_only():
+        handle = ModelHandle.from_pretrained(model, parallel, memory)
+        engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
+        results, graphs = [], []
+        for step in range(STEPS):
+            microbatches = microbatches_of(step + 50 * handle.layout.data_rank)
+            output = engine.train_step(microbatches, sft_loss)
+            engine.logprobs(microbatches)
+            results.append((output.loss, output.grad_norm, output.metrics.get("moe/load_max", 0.0)))
+            graphs.append(counters["stats"]["unique_graphs"])
+    return results, graphs, dict(counters["graph_break"])
+
+
+CASES = [
+    ("qwen3", {}, "selective", {}, 1),
+    ("qwen3", {}, "none", {"lora": LoraConfig(rank=2)}, 1.5),  # nothing needs the gradient of the first layer's input
+    ("gemma3_text", {}, "full", {}, 2),  # layers with windows and without
+    ("qwen3_moe", {}, "full", {"dtype": "bfloat16", "moe": MoEConfig(aux_loss=0.1)}, 1),
+    ("qwen3", {"pp": 2}, "none", {}, 1),
+    ("qwen3", {"cp": 2}, "none", {}, 1),
+    ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}, 1),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "recomputed", "options", "kinds"), CASES, ids=str)
+def test_microbatches_of_any_size_need_no_graph_of_their_own(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict, recomputed: str, options: dict, kinds: float
+) -> None:
+    options = {"dtype": "float32", **options}
+    save_tiny_model(tmp_path, family, num_layers=4)
+    parallel = ParallelConfig(**sizes)
+    run = functools.partial(ranks(parallel.world_size).run, train, tmp_path, parallel)
+    ((expected, none, _), *_) = run(MemoryConfig(compile=False, activation_checkpointing=recomputed), options)
+    ((found, graphs, breaks), *_) = run(MemoryConfig(compile=True, activation_checkpointing=recomputed), options)
+    assert none[-1] == 0
+    assert not breaks
+    of_head = 2 if graphs[0] > 2 * kinds else 0  # the rank with the head has two more
+    assert graphs[1] == 2 * kinds + of_head, graphs
+    assert graphs[1:] == [graphs[1]] * (STEPS - 1), graphs
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4 if options["dtype"] == "float32" else 2e-3)
