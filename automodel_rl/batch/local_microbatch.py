@@ -20,6 +20,9 @@ from automodel_rl.batch.microbatch import IGNORED_TARGET, Microbatch
 from automodel_rl.batch.move import move
 from automodel_rl.batch.routes import Routes
 
+LEAST_TOKENS = 2
+"""Least queries of an attention call: the graphs of compiled layers hold for all sizes but 1."""
+
 
 @dataclass(eq=False)  # not frozen: torch.compile would make graphs for the values of all fields of a frozen dataclass
 class AttentionCall:
@@ -123,7 +126,8 @@ def local_microbatch(
     Args:
         microbatch: the whole microbatch, on the host.
         cp, cp_rank: number of ranks that the microbatch is cut over, and the rank whose tokens are returned.
-        multiple: t is a multiple of this. A sequence of pads is added at the end if needed. It must be even for cp > 1.
+        multiple: t is a multiple of this, and every attention call has `LEAST_TOKENS` queries. A sequence of pads is
+            added at the end if needed. It must be even for cp > 1.
         rotary_positions: M-RoPE positions of the microbatch, int64 [3, T]; None for a model that uses `position_ids`.
         logprob_gradient: the derivative of the loss by the log-probabilities of the microbatch, float64 [T]; None if it
             is not known.
@@ -131,7 +135,8 @@ def local_microbatch(
     lengths = list(microbatch.lengths)
     chunks = 1 if cp == 1 else 2 * cp
     padded = [-(-length // chunks) * chunks for length in lengths]
-    missing = -(sum(padded) // cp) % multiple
+    present = sum(padded) // cp
+    missing = -(-max(present, LEAST_TOKENS * chunks // cp) // multiple) * multiple - present
     if missing:
         lengths.append(0)
         padded.append(missing * cp)

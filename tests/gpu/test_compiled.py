@@ -1,48 +1,75 @@
-"""Compiled layers on CUDA: one compilation, whatever microbatches hold."""
+"""Compiled layers on CUDA: the compiler's own kernels, and no compilation after the second step."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
-from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
-from automodel_rl.batch import Microbatch, pack_microbatch
-from automodel_rl.config import ModelConfig
-from automodel_rl.config.model import MemoryConfig
+from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, sft_loss
+from automodel_rl.batch import Microbatch, empty_microbatch, pack_microbatch
+from automodel_rl.compat.compilation import compiled_so_far
+from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.model import LoraConfig, MemoryConfig
 from tests.rank_pool import RankPool
-from tests.tiny import make_sequences, save_tiny_model
+from tests.tiny import VOCAB, save_tiny_model
 
 pytestmark = pytest.mark.gpu
 
+STEPS = 30
+LENGTHS = [(3000, 2100), (1,), (5, 1, 9), (6000,), (64,) * 40, (700, 20, 4000)]
 
-def microbatches_of(num_sequences: int) -> list[Microbatch]:
-    return [pack_microbatch(make_sequences(num_sequences + m, seed=10 * num_sequences + m)) for m in range(2)]
+
+def random_sequence(length: int) -> TokenSequence:
+    return TokenSequence(torch.randint(VOCAB, (length,)), torch.ones(length, dtype=torch.bool))
 
 
-def train(folder: Path, recomputed: str, compiled: bool) -> tuple[list[float], list[int]]:
-    """Losses of steps with ever more sequences in a row, and the graphs that there were after each."""
-    model = ModelConfig(path=str(folder), dtype="bfloat16")
-    memory = MemoryConfig(compile=compiled, activation_checkpointing=recomputed)
-    engine = Engine(ModelHandle.from_pretrained(model, memory=memory), OptimizerConfig(lr=1e-3, decay="constant"))
+def microbatches_of(step: int) -> list[Microbatch]:
+    """Few tokens and many, in few sequences and many; every third step with a microbatch that is empty."""
+    microbatches = [
+        pack_microbatch([random_sequence(length + step) for length in LENGTHS[(step + m) % len(LENGTHS)]])
+        for m in range(2)
+    ]
+    return [*microbatches, empty_microbatch(microbatches[0])] if step % 3 == 0 else microbatches
+
+
+def train(folder: Path, sizes: dict, memory: MemoryConfig, options: dict) -> tuple[list[float], list[int]]:
+    """Losses of steps, and the graphs that this process had compiled after each."""
     torch._dynamo.reset()
-    before = counters["stats"]["unique_graphs"]
+    torch.manual_seed(0)
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), **options), ParallelConfig(**sizes), memory)
+    engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
+    before = compiled_so_far().graphs
     losses, graphs = [], []
-    for num_sequences in range(2, 14):
-        losses.append(engine.train_step(microbatches_of(num_sequences), sft_loss).loss)
-        engine.logprobs(microbatches_of(num_sequences))
-        graphs.append(counters["stats"]["unique_graphs"] - before)
+    for step in range(STEPS):
+        losses.append(engine.train_step(microbatches_of(step), sft_loss).loss)
+        engine.logprobs(microbatches_of(step))
+        graphs.append(compiled_so_far().graphs - before)
     return losses, graphs
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("recomputed", ["none", "full"])
-def test_rows_with_other_numbers_of_sequences_compile_nothing_anew(
-    ranks: RankPool, tmp_path: Path, family: str, recomputed: str
+CASES = [
+    ("qwen3", {}, "none", {}),
+    ("qwen3", {}, "selective", {}),
+    ("qwen3_moe", {}, "full", {}),
+    ("qwen3", {}, "none", {"lora": LoraConfig(rank=4)}),
+    ("gemma3_text", {}, "none", {}),
+    ("qwen3", {"pp": 2}, "none", {}),
+    ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
+    ("qwen3", {"cp": 2}, "none", {}),
+    ("qwen3_moe", {"dp_shard": 2, "ep": 2}, "none", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "recomputed", "options"), CASES, ids=str)
+def test_microbatches_of_any_size_compile_nothing_anew(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict, recomputed: str, options: dict
 ) -> None:
-    save_tiny_model(tmp_path, family, dtype=torch.bfloat16, head_dim=64, num_layers=10)
-    ((eager, _),) = ranks(1).run(train, tmp_path, recomputed, False)
-    ((losses, graphs),) = ranks(1).run(train, tmp_path, recomputed, True)
-    assert graphs[1] > 0
-    assert graphs[2:] == [graphs[1]] * 10, graphs
-    assert losses == pytest.approx(eager, rel=2e-2)
+    save_tiny_model(tmp_path, family, dtype=torch.bfloat16, head_dim=64, num_layers=4)
+    size = ParallelConfig(**sizes).world_size
+    eager = MemoryConfig(compile=False, activation_checkpointing=recomputed)
+    expected, _ = ranks(size).run(train, tmp_path, sizes, eager, options)[0]
+    memory = MemoryConfig(activation_checkpointing=recomputed)
+    losses, graphs = ranks(size).run(train, tmp_path, sizes, memory, options)[-1]
+    assert graphs[0] > 0
+    assert graphs[2:] == [graphs[1]] * (STEPS - 2), graphs
+    assert losses == pytest.approx(expected, rel=2e-2)
