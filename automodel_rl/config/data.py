@@ -77,9 +77,16 @@ class PromptDataConfig(SourcesConfig):
 class CommonBatchConfig(Section):
     """Keys of `batch` that all algorithms have."""
 
-    microbatch_tokens: Annotated[int, Field(gt=0, lt=2**31)]
+    microbatch_tokens: Literal["auto"] | Annotated[int, Field(gt=0, lt=2**31)] = "auto"
     """Most tokens of a microbatch, which is never padded. It must hold the longest sequence, for dpo both sequences of
-    a pair."""
+    a pair. auto: as many as the GPU's memory allows by `plan`, but few enough that a step has work for every rank and
+    every stage; the console says how many. On a CPU 8,192."""
+
+    @property
+    def capacity(self) -> int:
+        """`microbatch_tokens`, once it is decided."""
+        assert self.microbatch_tokens != "auto"  # a run decides it before it reads data
+        return self.microbatch_tokens
 
 
 class BatchConfig(CommonBatchConfig):

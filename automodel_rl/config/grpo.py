@@ -113,7 +113,7 @@ class GRPOConfig(RunConfig):
     def _sizes(self) -> "GRPOConfig":
         rollout, batch = self.rollout, self.batch
         longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-        if batch.microbatch_tokens < longest:
+        if batch.microbatch_tokens != "auto" and batch.microbatch_tokens < longest:
             raise ValueError(
                 f"batch.microbatch_tokens={batch.microbatch_tokens} must hold the longest prompt and completion, "
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}: raise it, or lower one of these"

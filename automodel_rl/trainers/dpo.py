@@ -40,9 +40,9 @@ class DPOTrainer:
     """
 
     def __init__(self, config: DPOConfig, resume: str = "never", max_minutes: float | None = None):
-        self.config = config
         self.loss = choose_loss(config, functools.partial(dpo_loss, config=config.loss))
-        directory, chat, self.handle = open_run(config, resume)
+        config, directory, chat, self.handle = open_run(config, resume)
+        self.config = config
         self.tokenizer = chat.tokenizer
         self.data = PackedData(config, PairDataset, chat, self.handle)
         self.engine = Engine(self.handle, config.optimizer, self.data.total_steps)

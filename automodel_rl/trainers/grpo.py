@@ -47,9 +47,9 @@ class GRPOTrainer:
     """
 
     def __init__(self, config: GRPOConfig, resume: str = "never", max_minutes: float | None = None):
-        self.config = config
         self.loss = choose_loss(config, _own_loss(config))
-        directory, chat, self.handle = open_run(config, resume)
+        config, directory, chat, self.handle = open_run(config, resume)
+        self.config = config
         self.tokenizer = chat.tokenizer
         seed = config.seed if config.data.shuffle else None
         self.prompts = PromptStream(config.data.train, chat, config.rollout.max_prompt_tokens, seed)

@@ -32,6 +32,7 @@ from automodel_rl.observe.report import Sample, write_report
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import Tracker, check_trackers, make_trackers
 from automodel_rl.parallel.host_collectives import any_rank, gather_objects
+from automodel_rl.trainers.microbatch_size import AnyRun, with_microbatch_size
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
 from automodel_rl.trainers.step import Step
 
@@ -266,7 +267,7 @@ class Run:
         self.mentioned_overlong = True
         self.say(
             f"warning: in a step, {packed.num_truncated} examples were truncated to "
-            f"batch.microbatch_tokens={self.config.batch.microbatch_tokens} or the model's context and "
+            f"batch.microbatch_tokens={self.config.batch.capacity} or the model's context and "
             f"{packed.num_dropped} dropped; metrics.jsonl counts them in every step"
         )
 
@@ -322,8 +323,11 @@ def _short_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ChatTokenizer, ModelHandle]:
+def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTokenizer, ModelHandle]:
     """Opens what every trainer starts with: the run directory, which is only checked, the tokenizer, and the model.
+
+    Returns:
+        The config with the size of microbatches decided, run directory, tokenizer, and model.
 
     Raises:
         InputError: the config or the checkpoint is wrong. Most errors are found before weights are loaded.
@@ -336,7 +340,10 @@ def open_run(config: RunConfig, resume: str) -> tuple[RunDirectory, ChatTokenize
     chat = open_chat_tokenizer(config)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
     torch.manual_seed(config.seed + dist.get_rank())
-    return directory, chat, handle
+    config, chosen = with_microbatch_size(config, handle)
+    if chosen is not None and dist.get_rank() == 0:
+        print(f"batch.microbatch_tokens=auto: {chosen.num_tokens:,} tokens; {chosen.reason}")
+    return config, directory, chat, handle
 
 
 def choose_loss(config: RunConfig, default: LossFn) -> LossFn:

@@ -29,9 +29,9 @@ class SFTTrainer:
     """
 
     def __init__(self, config: SFTConfig, resume: str = "never", max_minutes: float | None = None):
-        self.config = config
         self.loss = choose_loss(config, sft_loss)
-        directory, chat, self.handle = open_run(config, resume)
+        config, directory, chat, self.handle = open_run(config, resume)
+        self.config = config
         self.tokenizer = chat.tokenizer
         self.data = PackedData(config, ChatDataset, chat, self.handle)
         self.validation = [

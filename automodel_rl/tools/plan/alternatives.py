@@ -7,10 +7,10 @@ from automodel_rl.config import ParallelConfig
 from automodel_rl.config.load import check_config
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
+from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
-from automodel_rl.tools.plan.memory import MemoryModel
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, microbatches
 
 GIB = 2**30

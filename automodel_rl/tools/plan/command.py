@@ -3,15 +3,16 @@
 import json
 from dataclasses import asdict
 
-from automodel_rl.config import ComponentsConfig, GRPOConfig, ParallelConfig, RunConfig
+from automodel_rl.config import ComponentsConfig, GRPOConfig, ParallelConfig
 from automodel_rl.config.components import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
+from automodel_rl.estimate.memory import MemoryModel, StepPlan
+from automodel_rl.estimate.microbatch_size import STEP, generator_bytes, largest_microbatch
 from automodel_rl.hf.read import read_supported_config
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.tools.plan.alternatives import GIB, nearest_that_fit, with_layout
 from automodel_rl.tools.plan.encoder import EncoderMemory, plan_encoder
-from automodel_rl.tools.plan.memory import MemoryModel, StepPlan
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, measure_packing, microbatches
 
 DEVICES = {"A100": 79.2, "H100": 79.2, "H200": 139.8, "B200": 178.4}
@@ -42,10 +43,10 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     full = read_supported_config(config)
     description = describe_model(full)
     compute, _ = dtypes_of(config.model)
-    reads_entropy = isinstance(config, GRPOConfig)
-    model = MemoryModel(
-        language_config(full), config.model, config.batch.microbatch_tokens, reads_entropy, config.optimizer
-    )
+    model = MemoryModel(language_config(full), config.model, STEP, isinstance(config, GRPOConfig), config.optimizer)
+    if config.batch.microbatch_tokens == "auto":
+        config = _with_largest_microbatch(config, model, device, compute.itemsize)
+    model = model.with_microbatches_of(config.batch.capacity)
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
     components = (config.components or one_layout(parallel)) if description.vision else None
@@ -53,18 +54,23 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     if components is not None:
         encoder = plan_encoder(full, config.model, config.memory, components, packing.patches or 0, config.optimizer)
     peak = _peak(step, encoder, components)
-    generator = generator_bytes(config, sum(step.stage_weights) * compute.itemsize, device)
+    generator = generator_bytes(config, sum(step.stage_weights) * compute.itemsize, DEVICES[device] * GIB)
     capacity = DEVICES[device] * USABLE * GIB - generator
     fits = peak <= capacity
     looks_further = not fits and encoder is None
     others = nearest_that_fit(model, description, config, parallel, packing, capacity) if looks_further else []
     if as_json:
         record = _record(parallel, step, packing, device, fits, others)
-        record |= {"world_size": config.world_size, "peak_bytes": peak, "generator_bytes": generator}
+        record |= {
+            "microbatch_tokens": config.batch.capacity,
+            "world_size": config.world_size,
+            "peak_bytes": peak,
+            "generator_bytes": generator,
+        }
         of_encoder = {} if encoder is None else {"encoder": {**asdict(encoder), "peak": encoder.peak}}
         print(json.dumps(record | of_encoder))
     else:
-        print(_tables(parallel, step, packing, device))
+        print(_tables(parallel, step, packing, device, config.batch.capacity))
         if encoder is not None and components is not None:
             print(_encoder_table(encoder, components, packing))
         if generator:
@@ -78,6 +84,17 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         )
     if not as_json:
         print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device} has to fill")
+
+
+def _with_largest_microbatch(config: AnyConfig, model: MemoryModel, device: str, itemsize: int) -> AnyConfig:
+    """The config with the capacity of microbatches that the device allows; with the least one if it allows none."""
+    weights = sum(model.plan(config.parallel, config.memory, config.parallel.pp).stage_weights)
+    room = USABLE * DEVICES[device] * GIB - generator_bytes(config, weights * itemsize, DEVICES[device] * GIB)
+    longest = STEP
+    if isinstance(config, GRPOConfig):
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    num_tokens = max(largest_microbatch(model, config.parallel, config.memory, room), longest)
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"microbatch_tokens": num_tokens})})
 
 
 def _peak(step: StepPlan, encoder: EncoderMemory | None, components: ComponentsConfig | None) -> int:
@@ -99,19 +116,6 @@ def _encoder_table(encoder: EncoderMemory, components: ComponentsConfig, packing
     )
 
 
-def generator_bytes(config: RunConfig, model_bytes: int, device: str) -> float:
-    """Bytes that a generator takes on each rank's device, including the buffers for weight syncs."""
-    if not isinstance(config, GRPOConfig):
-        return 0
-    rollout, sync = config.rollout, config.weight_sync
-    buffers = sync.num_buffers * min(sync.buffer_mib * 2**20, model_bytes)
-    if rollout.devices or (rollout.generator == "vllm" and rollout.vllm.servers):
-        return buffers
-    return buffers + (
-        model_bytes if rollout.generator == "transformers" else rollout.vllm.memory_fraction * DEVICES[device] * GIB
-    )
-
-
 def _spread(parallel: ParallelConfig, num_gpus: int) -> ParallelConfig:
     rest = parallel.pp * parallel.tp * parallel.cp * parallel.dp_replicate
     if num_gpus % rest:
@@ -119,7 +123,7 @@ def _spread(parallel: ParallelConfig, num_gpus: int) -> ParallelConfig:
     return parallel.model_copy(update={"dp_shard": num_gpus // rest})
 
 
-def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: str) -> str:
+def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: str, capacity: int) -> str:
     lines = [
         f"{parallel.world_size} ranks of {device}: {parallel}",
         "mesh (pp, dp_replicate, fsdp, tp) = "
@@ -149,6 +153,7 @@ def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: 
     lines += [
         "",
         f"largest all-gather {step.largest_gather / GIB:.2f} GiB",
+        f"microbatches of {capacity:,} tokens",
         f"{packing.microbatches} microbatches a step, {step.timeline.num_microbatches} microbatches on each data rank; "
         f"packing efficiency {efficiency}",
         f"bubble of the schedule {100 * step.timeline.bubble:.1f}% (stages weighed by their parameters)",

@@ -17,14 +17,14 @@ from transformers import AttentionInterface, AutoModelForImageTextToText, Pretra
 from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.estimate.activations import META, LiveBytes, attention_stand_in, stand_in_norms
+from automodel_rl.estimate.parameter_sizes import ParameterSize, split_dim
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.model.vision import VisionPart, encoder_layers, freeze, split_modules
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.support.description import language_config
 from automodel_rl.support.families import VISION_FAMILIES
-from automodel_rl.tools.plan.activations import META, LiveBytes, attention_stand_in, stand_in_norms
-from automodel_rl.tools.plan.parameter_sizes import ParameterSize, split_dim
 
 STAND_IN = "automodel_rl_plan_flash"
 """Name of the attention stand-in. It contains "flash", so encoders pass all images in one call (model/vision.py)."""

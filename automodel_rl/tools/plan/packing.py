@@ -35,7 +35,7 @@ def measure_packing(config: AnyConfig) -> Packing:
 
     For GRPO, assumes that every prompt and completion is as long as it may get.
     """
-    capacity, count = config.batch.microbatch_tokens, config.sequences_per_step
+    capacity, count = config.batch.capacity, config.sequences_per_step
     if isinstance(config, GRPOConfig):
         longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
         return Packing(math.ceil(count / (capacity // longest)), None)

@@ -15,6 +15,7 @@ from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
+from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.hf.read import read_config
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
@@ -22,7 +23,6 @@ from automodel_rl.parallel.pipeline.timeline import simulate
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.tools.plan.command import plan
 from automodel_rl.tools.plan.encoder import plan_encoder
-from automodel_rl.tools.plan.memory import MemoryModel
 from automodel_rl.tools.verify.images import with_images
 from tests.distributed.tools.test_verify import config_of
 from tests.processes import run_command

@@ -9,7 +9,8 @@ from transformers import AutoConfig
 
 from automodel_rl.config import load_config
 from automodel_rl.errors import DoesNotFitError
-from automodel_rl.tools.plan.command import GIB, generator_bytes, plan
+from automodel_rl.estimate.microbatch_size import generator_bytes
+from automodel_rl.tools.plan.command import DEVICES, GIB, plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -75,4 +76,4 @@ def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 )
 def test_plans_leave_room_for_the_generator(overrides: list[str], expected: float) -> None:
     config = load_config(CONFIGS / "qwen3_0.6b" / "grpo.yaml", overrides)
-    assert generator_bytes(config, 1000, "H200") == pytest.approx(expected + 4 * 1000)  # and buffers
+    assert generator_bytes(config, 1000, DEVICES["H200"] * GIB) == pytest.approx(expected + 4 * 1000)  # and buffers

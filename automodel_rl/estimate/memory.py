@@ -12,6 +12,7 @@ Counted in bytes, for the first rank of each FSDP group (no rank has more):
   backward       extra memory of one layer's backward, or of the reduction of one layer's gradients
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -22,12 +23,12 @@ from transformers import PretrainedConfig
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.estimate.activations import LayerActivations, layer_activations
+from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_model, parameter_sizes, stage_parameters
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
-from automodel_rl.tools.plan.activations import LayerActivations, layer_activations
-from automodel_rl.tools.plan.parameter_sizes import ParameterSize, empty_model, parameter_sizes, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,12 @@ class MemoryModel:
         # In a pipeline a tied head has a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
         self._activations: Callable[..., LayerActivations] = cache(self._measure)
+
+    def with_microbatches_of(self, num_tokens: int) -> "MemoryModel":
+        """The same model with microbatches of another capacity."""
+        other = copy.copy(self)
+        other.microbatch_tokens = num_tokens
+        return other
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
         """The plan of a step on one layout, with so many microbatches on each data rank."""

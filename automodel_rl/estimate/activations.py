@@ -18,10 +18,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from automodel_rl.compat.modules import apply_gate
 from automodel_rl.compat.tensors import TorchDispatchMode, tree_leaves
 from automodel_rl.config import ParallelConfig
+from automodel_rl.estimate.parameter_sizes import causal_model
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
 from automodel_rl.support.families import FAMILIES
-from automodel_rl.tools.plan.parameter_sizes import causal_model
 
 STAND_IN = "automodel_rl_plan"
 META = torch.device("meta")
