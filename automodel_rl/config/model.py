@@ -9,6 +9,7 @@ from automodel_rl.config.base import PathText, Positive, Section
 Implementation = Literal["transformers", "nemo_automodel"]
 Attention = Literal["auto", "fa3", "te", "varlen", "sdpa", "eager"]
 Dtype = Literal["bfloat16", "float32", "float64"]
+Float8 = Literal["rowwise", "tensorwise"]
 
 
 class LoraConfig(Section):
@@ -71,6 +72,11 @@ class ModelConfig(Section):
 
     dtype: Dtype = "bfloat16"
     """Precision in which the model computes. Master weights are float32, or float64 if this is float64."""
+
+    fp8: Float8 | None = None
+    """Compute the linear layers of decoder layers in fp8, with scales for each row or for each tensor, which is faster
+    and less accurate. Experts, embedding and head stay in bfloat16. It needs a GPU with fp8, such as H100; null: no
+    fp8."""
 
     attention: Attention = "auto"
     """Attention kernel. fa3: FlashAttention-3, for Hopper GPUs. te: TransformerEngine. varlen: torch's varlen_attn. All

@@ -25,6 +25,7 @@ from automodel_rl.mixture.routers import router_shape, routers_of
 from automodel_rl.model.attention import choose_attention
 from automodel_rl.model.build import EmptyModel, build_empty_model
 from automodel_rl.model.compiled_layers import are_compiled
+from automodel_rl.model.float8 import check_float8
 from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
@@ -146,6 +147,8 @@ class ModelHandle:
         meshes = build_meshes(parallel, components, device, has_encoder=description.vision is not None)
         compute, master = dtypes_of(model)
         attention = choose_attention(asked, device, compute)
+        if model.fp8 is not None:
+            check_float8(model.fp8, device)
         memory = memory.model_copy(update={"compile": are_compiled(asked, device, compute)})
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
         checkpoint = Checkpoint(folder, config.model_type, model.pickled_weights)

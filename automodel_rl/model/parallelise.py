@@ -2,7 +2,7 @@
 
 1. tensor parallelism cuts weights and sets the forwards of linear layers and embedding (parallel/tensor_parallel.py)
 2. expert parallelism cuts experts; their forward is ours by name (mixture/experts.py)
-3. adapters set the forwards of their linear layers (lora/layers.py)
+3. adapters set the forwards of their linear layers (lora/layers.py), or these become fp8 layers (model/float8.py)
 4. the part and its head get a forward over microbatches (model/part_forward.py), norms a fused one
    (model/fused_norm.py)
 5. routers follow routes and are watched (mixture/router_forward.py)
@@ -28,6 +28,7 @@ from automodel_rl.mixture.router_replay import RouterReplay
 from automodel_rl.mixture.routers import RouterWatch, routers_of
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.compiled_layers import compile_layers
+from automodel_rl.model.float8 import install_float8
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
 from automodel_rl.parallel.layout import Layout
@@ -85,6 +86,8 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     for module in experts:
         _split_experts(module, layout)
     install_adapters(part)
+    if model.fp8 is not None:
+        install_float8(layers_of(part), model.fp8)
     context = ForwardContext(
         how,
         layout.cp_group,

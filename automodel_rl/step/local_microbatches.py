@@ -2,11 +2,13 @@
 rank's layers and the embeddings of images."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
+from automodel_rl.model.float8 import MULTIPLE
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.vision import rotary_merge
 
@@ -29,6 +31,8 @@ def local_microbatches(
     layout = handle.layout
     sequence_parallel = layout.parallel.sequence_parallel
     multiple = layout.parallel.tp if sequence_parallel else 1
+    if handle.model.fp8 is not None:
+        multiple = math.lcm(multiple, MULTIPLE)
     merge = rotary_merge(handle.whole_config)
     parts = []
     for number, microbatch in enumerate(microbatches):

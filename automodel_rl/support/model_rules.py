@@ -193,6 +193,43 @@ ATTENTION_BACKENDS = Rule(
         ),
     ),
 )
+
+
+def _float8(asked: Combination) -> str | None:
+    recipe, model = asked.model.fp8, asked.model
+    if recipe is None:
+        return None
+    if model.dtype != "bfloat16":
+        return f"model.fp8={recipe} with model.dtype={model.dtype}: fp8 layers take and give bfloat16: use that"
+    if model.lora is not None:
+        return f"model.fp8={recipe} with model.lora: adapters have no fp8 layers: set one of them to null"
+    if asked.parallel.tp > 1:
+        return f"model.fp8={recipe} with parallel.tp={asked.parallel.tp}: split layers have no fp8: use tp=1"
+    if model.implementation != "transformers":
+        return f"model.fp8={recipe} with model.implementation={model.implementation}: use transformers"
+    if asked.description.vision is not None:
+        return f"model.fp8={recipe}: a vision-language model has no fp8 layers: set it to null"
+    return None
+
+
+_FP8 = {"model.fp8": "rowwise"}
+
+FLOAT8 = Rule(
+    "fp8",
+    "linear layers of text models without tp and LoRA, in bfloat16; GPUs with fp8",
+    _float8,
+    (
+        Example("model.fp8=rowwise with model.dtype=float32: fp8 layers take", {"model.dtype": "float32"}, _FP8),
+        Example("model.fp8=rowwise with model.lora: adapters have no", {"model.lora": {"rank": 4}}, _FP8),
+        Example("model.fp8=rowwise with parallel.tp=2: split layers", {"parallel.tp": 2}, _FP8),
+        Example("model.fp8=rowwise with model.implementation=nemo_automodel", _NEMO_CLASSES, _FP8),
+        Example(
+            "model.fp8=rowwise: a vision-language model has no fp8",
+            _FP8,
+            {"description.vision": "llava", "description.encoder": "clip_vision_model"},
+        ),
+    ),
+)
 WINDOWS = Rule("sliding windows", f"every attention backend; {', '.join(WITHOUT_WINDOWS_OVER_CP)} without cp")
 SOFTCAP_AND_SINKS = Rule("soft cap, sinks", f"attention {', '.join(WITH_SOFTCAP_AND_SINKS)} (auto chooses it)")
 TIED = Rule("tied embeddings", "with every axis")

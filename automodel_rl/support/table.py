@@ -30,6 +30,7 @@ RULES = (
     layout_rules.RECOMPUTATION,
     layout_rules.COMPILED,
     model_rules.LORA,
+    model_rules.FLOAT8,
     model_rules.ROUTERS,
     run_rules.ROUTER_REPLAY,
     layout_rules.EXPERT_PARALLEL,

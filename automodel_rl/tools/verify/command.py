@@ -108,9 +108,11 @@ def case_of(
         left_out.append(f"model.attention={attention}")
         attention = "auto"
     elif attention == "auto" and model.dtype == "bfloat16" and not describe_model(full).needs_eager_attention:
-        left_out.append("model.attention=varlen, which auto means on CUDA")
-    if memory.compile:
-        left_out.append("memory.compile")
+        left_out.append("the fused attention that model.attention=auto means on CUDA")
+    if memory.compile is True or (memory.compile == "auto" and model.dtype == "bfloat16"):
+        left_out.append(f"memory.compile={str(memory.compile).lower()}")
+    if model.fp8 is not None:
+        left_out.append("model.fp8")
     if model.lora is not None:
         left_out.append("model.lora")
     aux_loss = model.moe.aux_loss

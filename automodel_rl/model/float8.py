@@ -1,0 +1,48 @@
+"""Linear layers in fp8: weights, inputs and gradients are scaled and cast before each matrix product, by torchao.
+
+Scales are chosen anew for every product: `tensorwise` one for each tensor, `rowwise` one for each row, which is more
+accurate and a little slower (Micikevicius et al., arXiv:2209.05433, describe the formats). Master weights, gradients
+and all that is not a matrix product keep their dtype.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from automodel_rl.config.model import Float8
+from automodel_rl.errors import InputError
+
+MULTIPLE = 16
+"""Sizes of fp8 products, tokens included, are multiples of this."""
+
+OLDEST = (8, 9)
+"""Compute capability of the oldest GPUs with fp8 products."""
+
+
+def check_float8(recipe: Float8, device: torch.device) -> None:
+    """Raises InputError if the device has no fp8 products."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < OLDEST:
+        raise InputError(
+            f"model.fp8={recipe} needs a GPU with fp8, such as H100, and this rank has none: set it to null"
+        )
+
+
+def install_float8(layers: Iterable[nn.Module], recipe: Float8) -> None:
+    """Replaces the linear layers of decoder layers by fp8 ones with the same parameters.
+
+    Experts and routers are no linear layers and stay as they are.
+
+    Raises:
+        InputError: a linear layer has a size that is no multiple of `MULTIPLE`.
+    """
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    for layer in layers:
+        for name, linear in layer.named_modules():
+            if isinstance(linear, nn.Linear) and (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE):
+                raise InputError(
+                    f"model.fp8={recipe}: {name} has {linear.in_features} inputs and {linear.out_features} outputs, "
+                    f"and fp8 products need multiples of {MULTIPLE}: set it to null"
+                )
+        convert_to_float8_training(layer, config=config)
