@@ -10,7 +10,7 @@ class BlockSizes:
     """Sizes of blocks. They change results only by rounding.
 
     Attributes:
-        head_bytes: bytes of logits that exist at once on a GPU; on a CPU a sixteenth.
+        head_bytes: bytes of logits that exist at once on a GPU; on a CPU a 32nd.
         head_group: number of such blocks whose gradients, in the compute dtype, exist at once. The more, the seldomer
             the sum of the head's gradients is read and written.
         elementwise_bytes: bytes of logits that are worked on at once where nothing fuses that work; on a CPU a
@@ -36,7 +36,7 @@ def small_blocks() -> Iterator[None]:
     """Makes `block_sizes` so small that even a few short sequences need several blocks of each kind. For tests."""
     before = dict(vars(block_sizes))
     vars(block_sizes).update(
-        head_bytes=2**17, head_group=2, elementwise_bytes=2**16, forward_microbatches=2, bucket_bytes=2**13
+        head_bytes=2**18, head_group=2, elementwise_bytes=2**16, forward_microbatches=2, bucket_bytes=2**13
     )
     try:
         yield

@@ -40,7 +40,7 @@ GROUPS = {
         *("TokenSequence", "Microbatch", "pack", "DataShare", "unpack", "in_packed_order", "Image"),
         *("Routes", "RouterShape", "read_routes"),
     ),
-    "Losses": ("Readout", "TokenOutputs", "LossOutput", "sft_loss", "dpo_loss", "grpo_loss"),
+    "Losses": ("Readout", "TokenOutputs", "LinearLoss", "LossOutput", "sft_loss", "dpo_loss", "grpo_loss"),
     "Whole runs": ("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "SFTConfig", "DPOConfig", "GRPOConfig"),
     "Configs of a model": (
         *("ModelConfig", "LoraConfig", "MoEConfig", "MemoryConfig", "ParallelConfig"),

@@ -1,5 +1,6 @@
 """Activation checkpointing: layers compute activations again in the backward instead of keeping them."""
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -38,6 +39,7 @@ def _kept_operators() -> list[Any]:
     found = []
     for name in KEPT:
         namespace, operator = name.split("::")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        found += [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+        with contextlib.suppress(AttributeError):  # an optional library that is not there
+            packet = getattr(getattr(torch.ops, namespace), operator)
+            found += [getattr(packet, overload) for overload in packet.overloads()]
     return found

@@ -68,10 +68,8 @@ def target_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, read
         [T, 1], or [T, 2] with the entropy; 0 where there is no target; float64 for float64 hidden states, else float32;
         equal on all tp ranks.
     """
-    known = microbatch.logprob_gradient
-    if known is not None and not readout.entropy and torch.is_grad_enabled():
-        known = known.to(_accurate(hidden.dtype))
-        return _TargetsOfLinearLoss.apply(hidden, head.weight, microbatch.targets, known, head, readout)
+    if microbatch.logprob_gradient is not None and not readout.entropy and torch.is_grad_enabled():
+        return _TargetsOfLinearLoss.apply(hidden, head.weight, microbatch, head, readout)
     return _TargetReadout.apply(hidden, head.weight, microbatch.targets, head, readout)
 
 
@@ -108,8 +106,10 @@ class _TargetsOfLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, known: Tensor, head: Head, readout: Readout
+        ctx: Any, hidden: Tensor, weight: Tensor, microbatch: LocalMicrobatch, head: Head, readout: Readout
     ) -> Tensor:
+        assert microbatch.logprob_gradient is not None
+        targets, known = microbatch.targets, microbatch.logprob_gradient.to(_accurate(hidden.dtype))
         work = _HeadWork(hidden, weight, targets, head, readout.temperature)
         scores, sums = work.empty_scores(False), _GradientSums(work, ctx.needs_input_grad[1])
         for tokens, chunks in work.groups:
@@ -123,9 +123,9 @@ class _TargetsOfLinearLoss(torch.autograd.Function):
         return scores.columns(targets)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden, d_weight, None, None, None, None
+        return d_hidden, d_weight, None, None, None
 
 
 @dataclass
@@ -243,7 +243,7 @@ def _side_by_side(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _chunks(num_tokens: int, weight_VH: Tensor) -> list[slice]:
     """Slices of tokens whose logits exist at once; a multiple of 128 tokens if that many fit."""
-    most = block_sizes.head_bytes if weight_VH.is_cuda else block_sizes.head_bytes // 16  # a GPU wants large matrices
+    most = block_sizes.head_bytes if weight_VH.is_cuda else block_sizes.head_bytes // 32  # a GPU wants large matrices
     size = max(1, most // (len(weight_VH) * _accurate(weight_VH.dtype).itemsize))
     size -= size % 128 if size > 128 else 0
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

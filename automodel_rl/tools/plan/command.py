@@ -3,6 +3,8 @@
 import json
 from dataclasses import asdict
 
+from transformers import PretrainedConfig
+
 from automodel_rl.config import ComponentsConfig, GRPOConfig, ParallelConfig
 from automodel_rl.config.components import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
@@ -43,10 +45,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     full = read_supported_config(config)
     description = describe_model(full)
     compute, _ = dtypes_of(config.model)
-    model = MemoryModel(language_config(full), config.model, STEP, isinstance(config, GRPOConfig), config.optimizer)
-    if config.batch.microbatch_tokens == "auto":
-        config = _with_largest_microbatch(config, model, device, compute.itemsize)
-    model = model.with_microbatches_of(config.batch.capacity)
+    config, model = _with_model(config, language_config(full), device, compute.itemsize)
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
     components = (config.components or one_layout(parallel)) if description.vision else None
@@ -86,15 +85,20 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device} has to fill")
 
 
-def _with_largest_microbatch(config: AnyConfig, model: MemoryModel, device: str, itemsize: int) -> AnyConfig:
-    """The config with the capacity of microbatches that the device allows; with the least one if it allows none."""
+def _with_model(config: AnyConfig, full: PretrainedConfig, device: str, itemsize: int) -> tuple[AnyConfig, MemoryModel]:
+    """The config with the capacity of microbatches that the device allows, if it gives none, and its memory model. If
+    the device allows no capacity, the least one is planned."""
+    model = MemoryModel(full, config.model, STEP, isinstance(config, GRPOConfig), config.optimizer)
+    if config.batch.microbatch_tokens != "auto":
+        return config, model.with_microbatches_of(config.batch.capacity)
     weights = sum(model.plan(config.parallel, config.memory, config.parallel.pp).stage_weights)
     room = USABLE * DEVICES[device] * GIB - generator_bytes(config, weights * itemsize, DEVICES[device] * GIB)
     longest = STEP
     if isinstance(config, GRPOConfig):
         longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     num_tokens = max(largest_microbatch(model, config.parallel, config.memory, room), longest)
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"microbatch_tokens": num_tokens})})
+    batch = config.batch.model_copy(update={"microbatch_tokens": num_tokens})
+    return config.model_copy(update={"batch": batch}), model.with_microbatches_of(num_tokens)
 
 
 def _peak(step: StepPlan, encoder: EncoderMemory | None, components: ComponentsConfig | None) -> int:

@@ -223,7 +223,10 @@ def test_tokens_without_a_route_may_choose_by_themselves(
     ("changes", "message"),
     [
         ({"router_replay": {"enabled": True, "stages": ["old_logprobs"]}}, "leave out train"),
-        ({"router_replay": {"enabled": True, "stages": ["train"]}}, "leave out old_logprobs, and ratios would compare"),
+        (
+            {"router_replay": {"enabled": True, "stages": ["train"]}, "loss": {"on_policy": False}},
+            "leave out old_logprobs, and ratios would compare",
+        ),
         ({"router_replay": {"compare": True}}, "has nothing to compare"),
         ({"router_replay": {"enabled": True, "compare": True}, "loss": {"on_policy": True}}, "no old log-prob"),
         ({"router_replay": {"enabled": True, "on_missing": "skip"}}, "router_replay.on_missing"),

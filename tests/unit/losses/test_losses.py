@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch, TokenSequence, empty_microbatch, pack, unpack
+from automodel_rl.batch.microbatch import EMPTY_LENGTH
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, PolicyLossConfig
 from automodel_rl.losses import LossOutput, Readout, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss
 from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty
@@ -100,7 +101,7 @@ dpo_options = st.fixed_dictionaries(
 @given(dpo_options, SEEDS, st.integers(1, 4))
 def test_dpo_equals_the_padded_formula(options: dict, seed: int, num_pairs: int) -> None:
     microbatches = [*pack(random_sequences(seed, 2 * num_pairs), 40, together=2), empty_microbatch(None)]
-    microbatches[-1].values["ref_logprobs"] = torch.zeros(2)
+    microbatches[-1].values["ref_logprobs"] = torch.zeros(EMPTY_LENGTH)
     outputs = random_outputs(microbatches, seed)
     config = DPOLossConfig(**options)
     ours, metrics = total_loss(microbatches, outputs, lambda o, b: dpo_loss(o, b, config))

@@ -54,5 +54,7 @@ def test_sizes_that_fp8_products_do_not_have_are_refused() -> None:
 
 
 def test_devices_without_fp8_are_refused() -> None:
-    with pytest.raises(InputError, match="model.fp8=tensorwise needs a GPU with fp8, such as H100, which is not"):
+    with pytest.raises(
+        InputError, match="model.fp8=tensorwise needs a GPU with fp8, such as H100, and this rank has none"
+    ):
         check_float8("tensorwise", torch.device("cpu"))

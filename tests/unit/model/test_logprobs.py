@@ -15,7 +15,7 @@ from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout, top_logits
 from tests.processes import run_command
 
-SEVEN_TOKENS = 16 * 7 * 40 * 8
+SEVEN_TOKENS = 32 * 7 * 40 * 8
 """Setting for blocks of 7 tokens in float64, on a CPU, with a vocabulary of 40."""
 
 
