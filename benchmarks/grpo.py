@@ -4,6 +4,7 @@
     python benchmarks/grpo.py PROMPTS.jsonl --generator vllm --vllm-python PYTHON             on the same device
     python benchmarks/grpo.py PROMPTS.jsonl --generator vllm --vllm-python PYTHON --device 1  on another one
     python benchmarks/grpo.py PROMPTS.jsonl --workload W2 --replay ...                     with router replay
+    python benchmarks/grpo.py PROMPTS.jsonl --change loss.on_policy=false memory.compile=false   other settings
     python benchmarks/grpo.py PROMPTS.jsonl --tiny                                         check the script on a CPU
 
 W1, a dense 1.5B model, or W2, a mixture of 3.2B, with random weights and a tokenizer trained on the prompts, bf16. 16
@@ -13,6 +14,7 @@ the mean and the largest |generator's - trainer's log-probability| with replay a
 """
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 WORK = ("time/rollout_s", "time/logprobs_s", "time/train_s", "time/sync_s")
 """Times of the generator's and the trainer's work, and of weight syncs between them."""
@@ -116,6 +119,16 @@ def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
 
 
 def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The run's config as nested dictionaries."""
+    values = _settings(model, output, options)
+    for key, value in (change.split("=", 1) for change in options.change):
+        *sections, name = key.split(".")
+        section = functools.reduce(lambda outer, inner: outer.setdefault(inner, {}), sections, values)
+        section[name] = yaml.safe_load(value)
+    return values
+
+
+def _settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str, Any]:
     vllm: dict[str, Any] = {"memory_fraction": options.memory_fraction, "options": {"enforce_eager": options.eager}}
     if options.vllm_python:
         vllm["python"] = options.vllm_python
@@ -159,6 +172,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--memory-fraction", type=float, default=0.3)
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs, which starts sooner")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--change", nargs="*", default=[], help="keys of the config: batch.microbatch_tokens=auto")
     parser.add_argument("--tiny", action="store_true")
     return parser.parse_args()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import AttentionCall, TokenSequence, local_microbatch, pack_microbatch
+from automodel_rl.model import flash_attention_3
 from automodel_rl.model.attention import BACKENDS, AttentionParameters, Backend, sdpa
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
@@ -19,10 +20,12 @@ LENGTHS = (1, 700, 33, 2, 1289)
 DEVICE = torch.device("cuda")
 
 
-@pytest.fixture(params=["varlen", "te"])
+@pytest.fixture(params=["varlen", "fa3", "te"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "te" and not HAS_TE:
         pytest.skip("needs TransformerEngine")
+    if request.param == "fa3" and (obstacle := flash_attention_3.obstacle(128, 128, DEVICE)):
+        pytest.skip(obstacle)
     return BACKENDS[request.param]
 
 

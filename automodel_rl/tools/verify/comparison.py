@@ -21,6 +21,7 @@ from automodel_rl.losses import Readout, count, sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.optimizers import learning_rate
 from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.tools.verify.images import with_images
 from automodel_rl.tools.verify.one_process import OneProcess, Training
@@ -250,7 +251,7 @@ def _compare_step(
     for actual, right in zip(engine.logprobs(microbatches), logprobs, strict=True):
         found.note("log-probabilities", _largest(actual, right) / right.abs().max().item(), step)
     everywhere = [microbatch for rank in of_ranks for microbatch in rank if microbatch]
-    loss = expected.backward(everywhere)
+    loss = _backward(expected, everywhere, handle.layout)
     found.note("evaluated loss", abs(engine.evaluate(microbatches, sft_loss)[0] - loss) / abs(loss), step)
     _compare_gradients(step, engine, microbatches, everywhere, expected, found)
     rate = expected.training.rate(expected.num_steps)
@@ -263,6 +264,17 @@ def _compare_step(
     for component in handle.components:
         for name, parameter in component.every_parameter():
             found.note("weights", _largest(gather_whole(parameter, component.layout), weights[name]), step, name)
+
+
+def _backward(expected: OneProcess, microbatches: list[list[TokenSequence]], layout: Layout) -> float:
+    """The loss of one process, with its gradients in `expected`. The first rank computes both and hands them to the
+    others, which have the same weights. A collective."""
+    is_first = layout.world_control.rank() == 0
+    loss = expected.backward(microbatches) if is_first else 0.0
+    gradients = {name: p.grad.cpu() for name, p in expected.parameters() if p.grad is not None} if is_first else {}
+    loss, gradients = gather_objects((loss, gradients), layout.world_control)[0]
+    expected.take_gradients(gradients)
+    return loss
 
 
 def _compare_gradients(

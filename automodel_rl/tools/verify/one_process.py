@@ -178,7 +178,7 @@ class OneProcess:
 
     def freeze(self, names: set[str]) -> None:
         """Excludes the named parameters from training, and no others."""
-        for name, parameter in self._named_parameters():
+        for name, parameter in self.parameters():
             parameter.requires_grad_(name not in names)
 
     def logprobs(self, sequence: TokenSequence) -> Tensor:
@@ -243,7 +243,16 @@ class OneProcess:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by the parameters' names. A tied head has both of its names. A parameter that takes no part in the
         loss, such as an encoder's last layer, has zeros."""
-        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self._named_parameters()}
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self.parameters()}
+
+    def take_gradients(self, gradients: dict[str, Tensor]) -> None:
+        """Takes the gradients that another process with the same weights has computed.
+
+        Args:
+            gradients: gradients by the parameters' names; a parameter that is not named has none.
+        """
+        for name, parameter in self.parameters():
+            parameter.grad = gradients[name].to(self.device) if name in gradients else None
 
     def step(self) -> float:
         """Clips, takes the optimizer step, drops the gradients, and returns the gradient norm before clipping."""
@@ -257,9 +266,9 @@ class OneProcess:
         return norm.item()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self._named_parameters()}
+        return {name: p.detach() for name, p in self.parameters()}
 
-    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+    def parameters(self) -> list[tuple[str, Tensor]]:
         """Parameters with the names that the layout uses: the language model is named as if it were the whole model."""
         named = self.model.named_parameters(remove_duplicate=False)
         return [(name.replace("model.language_model.", "model.", 1), parameter) for name, parameter in named]

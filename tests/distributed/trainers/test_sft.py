@@ -60,6 +60,16 @@ def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config:
     assert AutoTokenizer.from_pretrained(folder / "final").chat_template
 
 
+def test_a_run_decides_on_the_size_of_microbatches_by_itself(ranks: RankPool, config: Settings, tmp_path: Path) -> None:
+    given = config | {"output": str(tmp_path / "given"), "length": {"steps": 1}}
+    ranks(1).run(train, given)
+    ranks(1).run(train, given | {"output": str(tmp_path / "auto"), "batch": {"sequences": 8}})
+    (small,), (large,) = metrics_of(tmp_path / "given"), metrics_of(tmp_path / "auto")
+    assert large["train/loss"] == pytest.approx(small["train/loss"], rel=1e-5)
+    tokens = small["perf/tokens_per_second"] * small["time/step_s"]
+    assert large["perf/packing_efficiency"] == pytest.approx(tokens / 8192, rel=1e-6)
+
+
 def test_a_stopped_run_resumes_to_the_same_weights_bit_for_bit(
     ranks: RankPool, config: Settings, tmp_path: Path
 ) -> None:
