@@ -17,6 +17,9 @@ from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.launch.flight import flight
 from automodel_rl.model.flops import peak_flops
 
+NEARLY_FULL = 0.95
+"""Share of a device's memory above which a step warns."""
+
 
 class Step:
     """Collects the metrics of one step.
@@ -77,8 +80,19 @@ class Step:
             "time/step_s": seconds,
             "memory/peak_gib": _peak_memory(device) / 2**30,
         }
+        if self.is_early and device.type == "cuda":
+            self._check_memory(torch.cuda.get_device_properties(device).total_memory)
         if self.compiled_before is not None:
             self._record_compilation(compiled_so_far() - self.compiled_before)
+
+    def _check_memory(self, num_bytes: int) -> None:
+        """Warns if a step has nearly filled the device, whose memory is given: another one may need a little more."""
+        reserved = self.metrics["memory/peak_gib"]
+        if reserved * 2**30 > NEARLY_FULL * num_bytes:
+            self.say(
+                f"warning: step {self.number} reserved {reserved:.0f} of {num_bytes / 2**30:.0f} GiB, and a later one "
+                "may need more: lower batch.microbatch_tokens, or use memory.activation_checkpointing"
+            )
 
     def _record_compilation(self, compiled: Compiled) -> None:
         self.metrics |= {"perf/graphs": compiled.graphs, "perf/compile_s": compiled.seconds}
