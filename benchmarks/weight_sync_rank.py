@@ -23,6 +23,8 @@ from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.make_generator import start_transformers
 from automodel_rl.rollout.model_copy import ModelCopy
 from automodel_rl.rollout.transformers_generator import Writing
+from automodel_rl.support.description import describe_model
+from automodel_rl.support.rule import Combination
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.ipc import Ipc
 from automodel_rl.weight_sync.sync import WeightSync
@@ -81,9 +83,10 @@ def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle
 
     device = join_process_group(parallel.world_size)
     config = AutoConfig.for_model(**sizes, bos_token_id=None, eos_token_id=None)
-    attention = choose_attention("auto", False, device, torch.bfloat16)
-    empty = build_empty_model(config, "transformers", torch.float32, attention, untie=parallel.pp > 1)
     model = ModelConfig(path="random", dtype="bfloat16")
+    asked = Combination(describe_model(config), model, parallel, MemoryConfig())
+    attention = choose_attention(asked, device, torch.bfloat16, compiled=False)
+    empty = build_empty_model(config, "transformers", torch.float32, attention, untie=parallel.pp > 1)
     handle = ModelHandle(empty, Meshes(build_layout(parallel, device)), model, MemoryConfig())
     torch.manual_seed(dist.get_rank())
     for part in handle.parts:

@@ -143,7 +143,7 @@ def public_methods(thing: type) -> list[tuple[str, Any]]:
 def _signature(thing: Any) -> str:
     if isinstance(thing, property) or (isinstance(thing, type) and issubclass(thing, BaseModel | Exception)):
         return ""
-    if dataclasses.is_dataclass(thing):
+    if dataclasses.is_dataclass(thing) and isinstance(thing, type):
         return f"({', '.join(field.name for field in dataclasses.fields(thing))})"
     shown = []
     for parameter in inspect.signature(thing).parameters.values():

@@ -2,7 +2,7 @@
 
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
 from automodel_rl.batch.images import Image, ImageTokens, multimodal_positions
-from automodel_rl.batch.local_microbatch import AttentionCall, LocalMicrobatch, local_microbatch
+from automodel_rl.batch.local_microbatch import LEAST_TOKENS, AttentionCall, LocalMicrobatch, local_microbatch
 from automodel_rl.batch.microbatch import (
     IGNORED_TARGET,
     Microbatch,
@@ -20,6 +20,7 @@ from automodel_rl.batch.routes import RouterShape, Routes, join_routes, read_rou
 
 __all__ = [
     "IGNORED_TARGET",
+    "LEAST_TOKENS",
     "AttentionCall",
     "DataShare",
     "Image",

@@ -93,6 +93,7 @@ def compile_for_rows(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
+        _prepare()
         for matrix in args:
             if isinstance(matrix, Tensor) and matrix.ndim == 2:
                 torch._dynamo.mark_static(matrix, 1)

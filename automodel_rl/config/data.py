@@ -79,8 +79,9 @@ class CommonBatchConfig(Section):
 
     microbatch_tokens: Literal["auto"] | Annotated[int, Field(gt=0, lt=2**31)] = "auto"
     """Most tokens of a microbatch, which is never padded. It must hold the longest sequence, for dpo both sequences of
-    a pair. auto: as many as the GPU's memory allows by `plan`, but few enough that a step has work for every rank and
-    every stage; the console says how many. On a CPU 8,192."""
+    a pair, and `overlong` says what happens to others. auto: as many as the GPU's memory allows by `plan`, at most
+    8,192 in a pipeline and on a CPU; the console and metrics.jsonl say how many. Give a number if the same examples
+    shall be cut on every GPU."""
 
     @property
     def capacity(self) -> int:

@@ -11,8 +11,8 @@ from automodel_rl.lora.layers import without_adapters
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import local_tensor
 
-SPARE = 0.03
-"""Share of a device's memory that the copy leaves free."""
+SPARE = 0.1
+"""Share of a device's memory that the copy leaves free, for later steps with more tokens than the first."""
 
 
 class ReferenceWeights:

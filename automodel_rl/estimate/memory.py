@@ -8,7 +8,7 @@ Counted in bytes, for the first rank of each FSDP group (no rank has more):
                  at once, and only shards are kept
   activations    activations of microbatches between forward and backward, at the worst moment of the schedule
   buffers        boundary activations and gradients of all microbatches that this rank's stages receive
-  head           logits of one chunk (twice if entropies are read), and gradients of the logits and of the head's weight
+  head           logits of one chunk, gradients of a group of chunks, and the sum of the gradients of head and embedding
   backward       extra memory of one layer's backward, or of the reduction of one layer's gradients
 """
 
@@ -88,7 +88,6 @@ class MemoryModel:
         config: the (language) model's config.
         model: the config section with its precision and adapters.
         microbatch_tokens: capacity of a microbatch in tokens.
-        reads_entropy: whether the loss gets entropies.
         optimizer: the optimizer's config.
     """
 
@@ -97,10 +96,9 @@ class MemoryModel:
         config: PretrainedConfig,
         model: ModelConfig,
         microbatch_tokens: int,
-        reads_entropy: bool,
         optimizer: OptimizerConfig,
     ):
-        self.config, self.microbatch_tokens, self.reads_entropy = config, microbatch_tokens, reads_entropy
+        self.config, self.microbatch_tokens = config, microbatch_tokens
         self.trains_head = model.lora is None and "language" not in model.frozen
         self._dtype, master = dtypes_of(model)
         self.compute, self.master = self._dtype.itemsize, master.itemsize

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -118,6 +118,10 @@ class LinearLoss:
     weights: Callable[[Microbatch], Tensor]
     denominator: Denominator = "tokens"
 
+    def __post_init__(self) -> None:
+        if self.denominator not in get_args(Denominator):
+            raise ValueError(f"denominator={self.denominator!r}: it is one of {', '.join(get_args(Denominator))}")
+
     def __call__(self, outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
         """The loss of a microbatch.
 
@@ -125,7 +129,7 @@ class LinearLoss:
             outputs: log-probabilities under the model.
             microbatch: the microbatch that they are for.
         """
-        weights = self.weights(microbatch).to(outputs.logprobs.dtype)
+        weights = self._checked(microbatch).to(outputs.logprobs.dtype)
         return LossOutput(sums={self.denominator: torch.where(weights == 0, 0.0, weights * outputs.logprobs).sum()})
 
     def gradient(self, microbatch: Microbatch, counts: dict[Denominator, int]) -> Tensor:
@@ -135,7 +139,16 @@ class LinearLoss:
             microbatch: one of the global batch.
             counts: denominators over the global batch.
         """
-        return self.weights(microbatch).double() / max(counts[self.denominator], 1)
+        return self._checked(microbatch).double() / max(counts[self.denominator], 1)
+
+    def _checked(self, microbatch: Microbatch) -> Tensor:
+        weights = self.weights(microbatch)
+        if weights.shape != microbatch.targets.shape:
+            raise ValueError(
+                f"the weights of a linear loss have shape {list(weights.shape)}: give one for each of the microbatch's "
+                f"{microbatch.num_tokens} tokens"
+            )
+        return weights
 
 
 def count(microbatches: Sequence[Microbatch]) -> dict[Denominator, int]:

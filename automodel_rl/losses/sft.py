@@ -6,9 +6,28 @@ from automodel_rl.batch import Microbatch
 from automodel_rl.losses.outputs import LinearLoss
 
 
+class SFTLoss(LinearLoss):
+    """-sum of log p(target) over the tokens in `loss_mask`; divided by their global number it is the token mean.
+
+    Args:
+        outputs: log-probabilities under the model.
+        microbatch: the microbatch that they are for.
+
+    Returns:
+        A sum over tokens.
+
+    Example:
+        >>> import torch
+        >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]))
+        >>> (microbatch,) = pack([sequence], capacity=8)
+        >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0]))
+        >>> sft_loss(outputs, microbatch).sums["tokens"].item()
+        2.0
+    """
+
+
 def _weights(microbatch: Microbatch) -> Tensor:
     return -microbatch.loss_mask.float()
 
 
-sft_loss = LinearLoss(_weights, "tokens")
-"""-sum of log p(target) over the tokens in `loss_mask`; divided by their global number it is the token mean."""
+sft_loss = SFTLoss(_weights, "tokens")

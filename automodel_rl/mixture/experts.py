@@ -137,7 +137,7 @@ def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:
 def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) -> Tensor:
     weight = local_tensor(getattr(module, name))
     weight = weight if module.is_transposed else weight.transpose(1, 2)  # [e, in, out]
-    if inputs.dtype == torch.bfloat16:
+    if inputs.dtype == torch.bfloat16 and not any(size % 8 for size in weight.shape[1:]):
         output = F.grouped_mm(inputs, weight, offs=counts_e.cumsum(0, dtype=torch.int32))
     else:
         stretches = inputs.split(counts_e.tolist())

@@ -119,7 +119,7 @@ class Watched:
             The same, with the loss in the gradient of the weights.
         """
         microbatch = self.scope.microbatch
-        assert microbatch is not None
+        assert microbatch is not None, "a router runs outside of a layer that notes its microbatch"
         logits, weights, chosen = output
         load = _load(chosen, microbatch.is_real, logits.shape[-1])
         self.load.add_(load * self.scope.is_first)

@@ -20,8 +20,10 @@ KEPT = (
     "torch_attn::_varlen_attn",
     "flash_attn_3::_flash_attn_forward",
 )
-"""Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work. An
-operator of an optional library is only there once that library has been imported."""
+"""Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work."""
+
+OPTIONAL = ("flash_attn_3",)
+"""Libraries whose operators are only there once the library has been imported."""
 
 
 def checkpoint_layers(layers: Iterable[Any], mode: Literal["none", "selective", "full"]) -> None:
@@ -39,7 +41,8 @@ def _kept_operators() -> list[Any]:
     found = []
     for name in KEPT:
         namespace, operator = name.split("::")
-        with contextlib.suppress(AttributeError):  # an optional library that is not there
+        optional = AttributeError if namespace in OPTIONAL else ()
+        with contextlib.suppress(*([optional] if optional else [])):
             packet = getattr(getattr(torch.ops, namespace), operator)
             found += [getattr(packet, overload) for overload in packet.overloads()]
     return found

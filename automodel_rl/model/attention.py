@@ -64,12 +64,13 @@ def register_attention() -> None:
         AttentionInterface.register(_registered(name), function)
 
 
-def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtype) -> str:
+def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtype, compiled: bool) -> str:
     """The registered name for a config's `attention`.
 
     Args:
         asked: the combination of model, layout and settings, which the table has accepted.
         device, dtype: device and dtype of the computation.
+        compiled: whether layers are compiled, for which `auto` takes a backend that their graphs can hold.
 
     Raises:
         InputError: the backend cannot run here.
@@ -78,7 +79,8 @@ def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtyp
     if requested == "auto":
         if description.needs_eager_attention:
             return _registered("eager")
-        return _registered(next((name for name in FASTEST_FIRST if not _obstacle(name, asked, device, dtype)), "sdpa"))
+        candidates = [name for name in FASTEST_FIRST if ATTENTION[name].is_traceable or not compiled]
+        return _registered(next((name for name in candidates if not _obstacle(name, asked, device, dtype)), "sdpa"))
     obstacle = _obstacle(requested, asked, device, dtype)
     if obstacle:
         raise InputError(f"model.attention={requested} {obstacle}: use model.attention=auto")
@@ -96,8 +98,22 @@ def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: 
         return "has no sliding windows with context parallelism"
     if name == "te" and importlib.util.find_spec("transformer_engine") is None:
         return "needs TransformerEngine, which is not installed (pip install 'automodel-rl[te]')"
-    if name == "fa3":
-        return flash_attention_3.obstacle(description.head_dim, description.value_dim, device)
+    dims = (description.head_dim, description.value_dim)
+    if name == "fa3" and (obstacle := flash_attention_3.obstacle(*dims, device)):
+        return obstacle
+    return _failure(name, dims, device) if limits.needs_cuda else None
+
+
+def _failure(name: Attention, dims: tuple[int, int], device: torch.device) -> str | None:
+    """How a backend fails on a few tokens of heads with these dims; None if it does not. Wheels for another torch or
+    GPU, and kernels that are not there, show only so."""
+    call = AttentionCall(None, None, *(torch.tensor([0, 8], dtype=torch.int32, device=device),) * 2, (8,), (8,))
+    query, value = (torch.zeros(8, 1, dim, dtype=torch.bfloat16, device=device) for dim in dims)
+    try:
+        key = query.clone().requires_grad_()
+        BACKENDS[name](query.requires_grad_(), key, value, call, AttentionParameters(1.0)).sum().backward()
+    except Exception as error:  # of any library, even while it is imported
+        return f"fails here for heads of {dims[0]} dims ({type(error).__name__}: {str(error)[:80]})"
     return None
 
 

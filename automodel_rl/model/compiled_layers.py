@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from automodel_rl.compat.compilation import compile_for_any_size
+from automodel_rl.support.layout_rules import why_not_compiled
 from automodel_rl.support.rule import Combination
 
 
@@ -22,7 +23,7 @@ def are_compiled(asked: Combination, device: torch.device, dtype: torch.dtype) -
     """
     if asked.memory.compile != "auto":
         return asked.memory.compile
-    return device.type == "cuda" and dtype == torch.bfloat16 and not asked.splits_backward
+    return device.type == "cuda" and dtype == torch.bfloat16 and why_not_compiled(asked) is None
 
 
 def compile_layers(layers: Iterable[Any]) -> None:

@@ -1,6 +1,5 @@
 """FlashAttention-3 for Hopper GPUs, an optional dependency: the package `flash_attn_interface`."""
 
-import functools
 import importlib.util
 from typing import Any
 
@@ -9,11 +8,8 @@ import torch
 HOPPER = (9, 0)
 
 
-@functools.cache
 def obstacle(head_dim: int, value_dim: int, device: torch.device) -> str | None:
-    """Why it cannot compute attention here; None if it can.
-
-    Builds differ in the dims that they have kernels for, and nothing lists them, so a few tokens are computed.
+    """Why it cannot compute attention here; None if it may. Builds differ in the dims that they have kernels for.
 
     Args:
         head_dim: dims of a head's queries and keys.
@@ -26,12 +22,6 @@ def obstacle(head_dim: int, value_dim: int, device: torch.device) -> str | None:
         return f"needs a Hopper GPU, and this is a {torch.cuda.get_device_name(device)}"
     if head_dim != value_dim:
         return f"computes heads whose queries and values have the same dims, and these have {head_dim} and {value_dim}"
-    query = torch.zeros(8, 1, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
-    starts = torch.tensor([0, 8], dtype=torch.int32, device=device)
-    try:
-        attention(query, query, query, starts, starts, 8, 8, causal=True).sum().backward()
-    except RuntimeError as error:
-        return f"has no kernel for heads of {head_dim} dims in the build that is installed ({str(error)[:60]})"
     return None
 
 

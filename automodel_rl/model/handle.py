@@ -146,10 +146,11 @@ class ModelHandle:
         device = join_process_group(parallel.world_size if components is None else components.world_size)
         meshes = build_meshes(parallel, components, device, has_encoder=description.vision is not None)
         compute, master = dtypes_of(model)
-        attention = choose_attention(asked, device, compute)
+        compiled = are_compiled(asked, device, compute)
+        attention = choose_attention(asked, device, compute, compiled)
         if model.fp8 is not None:
             check_float8(model.fp8, device)
-        memory = memory.model_copy(update={"compile": are_compiled(asked, device, compute)})
+        memory = memory.model_copy(update={"compile": compiled})
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
         checkpoint = Checkpoint(folder, config.model_type, model.pickled_weights)
         for part in empty.parts:

@@ -5,6 +5,7 @@ chunk, K numbers that are read for a token.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,8 @@ class _TargetsOfLinearLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, microbatch: LocalMicrobatch, head: Head, readout: Readout
     ) -> Tensor:
         assert microbatch.logprob_gradient is not None
-        targets, known = microbatch.targets, microbatch.logprob_gradient.to(_accurate(hidden.dtype))
+        targets = microbatch.targets
+        known = torch.where(targets >= 0, microbatch.logprob_gradient, 0.0).to(_accurate(hidden.dtype))
         work = _HeadWork(hidden, weight, targets, head, readout.temperature)
         scores, sums = work.empty_scores(False), _GradientSums(work, ctx.needs_input_grad[1])
         for tokens, chunks in work.groups:
@@ -246,7 +248,10 @@ def _chunks(num_tokens: int, weight_VH: Tensor) -> list[slice]:
     most = block_sizes.head_bytes if weight_VH.is_cuda else block_sizes.head_bytes // 32  # a GPU wants large matrices
     size = max(1, most // (len(weight_VH) * _accurate(weight_VH.dtype).itemsize))
     size -= size % 128 if size > 128 else 0
-    return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+    starts = list(range(0, num_tokens, size))
+    if len(starts) > 1 and num_tokens - starts[-1] == 1:  # compiled functions would need a graph for a single row
+        starts.pop()
+    return [slice(start, end) for start, end in itertools.pairwise([*starts, num_tokens])]
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,8 @@
    (model/fused_norm.py)
 5. routers follow routes and are watched (mixture/router_forward.py)
 6. layers note their microbatch for routers (mixture/microbatch_scope.py) and are recomputed in the backward
-   (model/activation_checkpointing.py); compiled layers (model/compiled_layers.py) hold their recomputation
+   (model/activation_checkpointing.py); they are compiled (model/compiled_layers.py) with their recomputation, those of
+   a mixture without it
 7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
 """
 
@@ -77,6 +78,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     """
     family = FAMILIES[part.config.model_type]
     compute, _ = dtypes_of(model)
+    compiled = memory.compile is True  # `auto` has been decided by ModelHandle.from_pretrained
     how = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
     partial: list[tuple[nn.Module, str]] = []
     if layout.parallel.tp > 1:
@@ -93,24 +95,25 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         layout.cp_group,
         family.rotary_by_layer_type,
         part.config.to_dict().get("final_logit_softcapping"),
-        compiled=bool(memory.compile),
+        compiled=compiled,
     )
     install_part_forward(part, context)
     if family.has_plain_norms:
         # A compiler fuses written-out norms with what is around them.
-        install_fused_norms(part, layers_of(part) if memory.compile else [], layout.device, compute)
+        install_fused_norms(part, layers_of(part) if compiled else [], layout.device, compute)
     scope = MicrobatchScope()
     routers = routers_of(numbered_layers(part), family)
     num_experts = max((router.num_experts for router in routers.values()), default=0)
     replay, watch = RouterReplay(routers, num_experts, scope), RouterWatch(routers, scope, model.moe)
     install_router_forwards(routers.values())
     mixtures = {number: layer for number, layer in numbered_layers(part).items() if number in routers}
-    if memory.compile:  # a graph holds its recomputation, and is always told of its microbatch from outside
+    if compiled and not mixtures:  # graphs hold their recomputation, which sees what is to be kept
         checkpoint_layers(layers_of(part), memory.activation_checkpointing)
         compile_layers(layers_of(part))
-        scope.follow(mixtures)
     else:
-        scope.follow(mixtures)
+        if compiled:
+            compile_layers(layers_of(part))
+        scope.follow(mixtures)  # a recomputation must note the microbatch, too
         checkpoint_layers(layers_of(part), memory.activation_checkpointing)
     own_units = experts if layout.parallel.ep > 1 else []
     wrap_fsdp(part, layers_of(part), own_units, layout.fsdp_mesh, layout.expert_fsdp_mesh, mixed_precision(model))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from automodel_rl.batch import LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
+from automodel_rl.batch import LEAST_TOKENS, LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
 from automodel_rl.model.float8 import MULTIPLE
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.vision import rotary_merge
@@ -17,7 +17,7 @@ def local_microbatches(
     microbatches: Sequence[Microbatch],
     embeddings: Sequence[Tensor],
     handle: ModelHandle,
-    logprob_gradient: Callable[[Microbatch], Tensor] | None = None,
+    logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
 ) -> list[LocalMicrobatch]:
     """This rank's part of every microbatch.
 
@@ -25,12 +25,12 @@ def local_microbatches(
         microbatches: this data rank's microbatches.
         embeddings: embeddings of the images of every microbatch; empty on ranks that do not use them.
         handle: the model. This rank's layers decide which routes are needed.
-        logprob_gradient: gives the derivative of the loss by the log-probabilities of a microbatch, float64 [T]; None
-            if it is not known before the forward.
+        logprob_gradient: gives the derivative of the loss by the log-probabilities of a microbatch and its place in
+            the step, float64 [T]; None if it is not known before the forward.
     """
     layout = handle.layout
     sequence_parallel = layout.parallel.sequence_parallel
-    multiple = layout.parallel.tp if sequence_parallel else 1
+    multiple = LEAST_TOKENS * layout.parallel.tp if sequence_parallel else 1
     if handle.model.fp8 is not None:
         multiple = math.lcm(multiple, MULTIPLE)
     merge = rotary_merge(handle.whole_config)
@@ -39,7 +39,7 @@ def local_microbatches(
         positions = None if merge is None else multimodal_positions(microbatch.images, microbatch.lengths, merge)
         if microbatch.routes is not None:
             microbatch = dataclasses.replace(microbatch, routes=microbatch.routes.select(handle.router_layers))
-        gradient = None if logprob_gradient is None else logprob_gradient(microbatch)
+        gradient = None if logprob_gradient is None else logprob_gradient(microbatch, number)
         part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, positions, gradient)
         if embeddings:
             tokens = dataclasses.replace(part.images, embeddings=embeddings[number])

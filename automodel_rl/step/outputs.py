@@ -16,7 +16,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch
 from automodel_rl.errors import MicrobatchError, first_in_chain
 from automodel_rl.launch.flight import in_microbatch
-from automodel_rl.losses import Denominator, LossFn, LossOutput, TokenOutputs
+from automodel_rl.losses import Denominator, LinearLoss, LossFn, LossOutput, TokenOutputs
 from automodel_rl.model.logprobs import OutputFn
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.step.totals import LossTotals
@@ -61,6 +61,24 @@ class PPLossAdapter:
                 traceback.clear_frames(first_in_chain(failure).__traceback__)  # or it would keep the loss's tensors
                 self.failure = failure
         return (columns * 0).sum()
+
+    def gradient_known_before(self, microbatch: Microbatch, index: int) -> Tensor | None:
+        """The derivative of the loss by the log-probabilities of a microbatch, float64 [T]; None if it depends on the
+        model. A failure is noted as one of the loss, with zeros in its place.
+
+        Args:
+            microbatch: microbatch `index`, on the host.
+            index: its place in the step.
+        """
+        if not isinstance(self.loss_fn, LinearLoss):
+            return None
+        if self.failure is None:
+            try:
+                with in_microbatch("loss", self.stage, index):
+                    return self.loss_fn.gradient(microbatch, self.counts)
+            except MicrobatchError as failure:
+                self.failure = failure
+        return torch.zeros(microbatch.num_tokens, dtype=torch.float64)
 
     def _loss(self, outputs: TokenOutputs, microbatch: Microbatch) -> Tensor:
         output = self.loss_fn(outputs, microbatch)

@@ -1,7 +1,6 @@
 """Runs a step: microbatches through a model on any layout, forward and backward, or forward alone."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch, empty_microbatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.compat.fsdp import reset_fsdp
-from automodel_rl.losses import Denominator, LinearLoss, LossFn, Readout
+from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.mixture.router_replay import replay_metrics
 from automodel_rl.mixture.routers import global_loads, load_metric
 from automodel_rl.model.handle import ModelHandle
@@ -95,9 +94,7 @@ class StepRunner:
             adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
             if self._driver is not None:
                 with self._microbatches_let_go():
-                    known = (
-                        functools.partial(loss_fn.gradient, counts=counts) if isinstance(loss_fn, LinearLoss) else None
-                    )
+                    known = adapter.gradient_known_before if self.layout.has_last_stage else None
                     local = self._local(microbatches, embeddings, known)
                     self._driver.forward_backward(local, adapter, self._whole_microbatches(read_targets(readout)))
             self._complete_gradients()
@@ -256,7 +253,7 @@ class StepRunner:
         self,
         microbatches: Sequence[Microbatch],
         embeddings: Sequence[Tensor],
-        logprob_gradient: Callable[[Microbatch], Tensor] | None = None,
+        logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
     ) -> list[LocalMicrobatch]:
         """This rank's tokens of every microbatch. The arguments are those of `local_microbatches`."""
         if not self.handle.is_mixture and any(microbatch.routes is not None for microbatch in microbatches):

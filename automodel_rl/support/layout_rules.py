@@ -173,20 +173,38 @@ RECOMPUTATION = Rule(
 )
 
 
+def why_not_compiled(asked: Combination) -> str | None:
+    """Why layers cannot be compiled, with the remedy; None if they can."""
+    if asked.splits_backward:
+        return (
+            f"{asked.parallel.schedule} splits the backward, which compiled layers do not allow: set it to auto, or "
+            "use another parallel.schedule"
+        )
+    if asked.family.is_moe and asked.memory.activation_checkpointing == "selective":
+        return (
+            "compiled layers of a mixture do not show memory.activation_checkpointing=selective what to keep: set it "
+            "to auto, or use full or none"
+        )
+    return None
+
+
 def _compiled(asked: Combination) -> str | None:
-    if asked.memory.compile is not True or not asked.splits_backward:
-        return None
-    return (
-        f"memory.compile=true: {asked.parallel.schedule} splits the backward, which compiled layers do not allow: "
-        "set it to auto, or use another parallel.schedule"
-    )
+    reason = why_not_compiled(asked) if asked.memory.compile is True else None
+    return None if reason is None else f"memory.compile=true: {reason}"
 
 
 COMPILED = Rule(
     "compiled layers",
-    "with schedules that do not split the backward",
+    "with schedules that do not split the backward; mixtures not with selective checkpointing",
     _compiled,
-    (Example("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),),
+    (
+        Example("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),
+        Example(
+            "memory.compile=true: compiled layers of a mixture do not show memory.activation_checkpointing=selective",
+            {"memory.compile": True},
+            {**MIXTURE, "memory.activation_checkpointing": "selective"},
+        ),
+    ),
 )
 
 

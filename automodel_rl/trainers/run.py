@@ -340,9 +340,9 @@ def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTok
     chat = open_chat_tokenizer(config)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
     torch.manual_seed(config.seed + dist.get_rank())
-    config, chosen = with_microbatch_size(config, handle)
-    if chosen is not None and dist.get_rank() == 0:
-        print(f"batch.microbatch_tokens=auto: {chosen.num_tokens:,} tokens; {chosen.reason}")
+    config, reason = with_microbatch_size(config, handle)
+    if reason is not None and dist.get_rank() == 0:
+        print(f"batch.microbatch_tokens=auto: {reason}")
     return config, directory, chat, handle
 
 

@@ -77,6 +77,7 @@ class Step:
             "perf/tokens_per_second": size.num_tokens / seconds,
             "perf/mfu": size.flops / (seconds * peak * dist.get_world_size()) if peak else None,
             "perf/packing_efficiency": size.num_tokens / (size.num_microbatches * self.config.batch.capacity),
+            "data/microbatch_tokens": self.config.batch.capacity,
             "time/step_s": seconds,
             "memory/peak_gib": _peak_memory(device) / 2**30,
         }

@@ -5,11 +5,11 @@ from dataclasses import asdict
 
 from transformers import PretrainedConfig
 
-from automodel_rl.config import ComponentsConfig, GRPOConfig, ParallelConfig
+from automodel_rl.config import ComponentsConfig, ParallelConfig
 from automodel_rl.config.components import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
-from automodel_rl.estimate.microbatch_size import STEP, generator_bytes, largest_microbatch
+from automodel_rl.estimate.microbatch_size import AUTO_WITH_IMAGES, choose_microbatch_size, generator_bytes
 from automodel_rl.hf.read import read_supported_config
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
@@ -45,7 +45,10 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     full = read_supported_config(config)
     description = describe_model(full)
     compute, _ = dtypes_of(config.model)
-    config, model = _with_model(config, language_config(full), device, compute.itemsize)
+    if description.vision and config.batch.microbatch_tokens == "auto":
+        raise InputError(AUTO_WITH_IMAGES)
+    config = _with_microbatch_size(config, language_config(full), device)
+    model = MemoryModel(language_config(full), config.model, config.batch.capacity, config.optimizer)
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
     components = (config.components or one_layout(parallel)) if description.vision else None
@@ -85,20 +88,14 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device} has to fill")
 
 
-def _with_model(config: AnyConfig, full: PretrainedConfig, device: str, itemsize: int) -> tuple[AnyConfig, MemoryModel]:
-    """The config with the capacity of microbatches that the device allows, if it gives none, and its memory model. If
-    the device allows no capacity, the least one is planned."""
-    model = MemoryModel(full, config.model, STEP, isinstance(config, GRPOConfig), config.optimizer)
+def _with_microbatch_size(config: AnyConfig, language: PretrainedConfig, device: str) -> AnyConfig:
+    """The config with the capacity of microbatches that a run on the device would take, if it gives none. If none fits,
+    the least one is planned."""
     if config.batch.microbatch_tokens != "auto":
-        return config, model.with_microbatches_of(config.batch.capacity)
-    weights = sum(model.plan(config.parallel, config.memory, config.parallel.pp).stage_weights)
-    room = USABLE * DEVICES[device] * GIB - generator_bytes(config, weights * itemsize, DEVICES[device] * GIB)
-    longest = STEP
-    if isinstance(config, GRPOConfig):
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    num_tokens = max(largest_microbatch(model, config.parallel, config.memory, room), longest)
-    batch = config.batch.model_copy(update={"microbatch_tokens": num_tokens})
-    return config.model_copy(update={"batch": batch}), model.with_microbatches_of(num_tokens)
+        return config
+    size = choose_microbatch_size(config, language, DEVICES[device] * GIB)
+    batch = config.batch.model_copy(update={"microbatch_tokens": max(size.num_tokens, size.needed)})
+    return config.model_copy(update={"batch": batch})
 
 
 def _peak(step: StepPlan, encoder: EncoderMemory | None, components: ComponentsConfig | None) -> int:

@@ -90,7 +90,7 @@ def test_bytes_are_those_of_a_run(
     save_tiny_model(tmp_path, family, tied=tied)
     parallel = ParallelConfig(**sizes)
     model = ModelConfig(path=str(tmp_path), dtype="float32", lora=lora)
-    memory_model = MemoryModel(read_config(tmp_path), model, 64, False, optimizer)
+    memory_model = MemoryModel(read_config(tmp_path), model, 64, optimizer)
     planned = memory_model.plan(parallel, MemoryConfig(), 3).ranks
     runs = ranks(parallel.world_size).run(allocate, model, parallel, optimizer)
     for rank, memory in enumerate(planned):

@@ -21,7 +21,7 @@ def peak(model: MemoryModel, parallel: ParallelConfig, num_tokens: int) -> int:
 def test_one_step_more_does_not_fit(sizes: dict) -> None:
     parallel = ParallelConfig(**sizes)
     config = Qwen3Config(**DENSE, num_hidden_layers=4)
-    model = MemoryModel(config, ModelConfig(path="x"), STEP, False, OptimizerConfig())
+    model = MemoryModel(config, ModelConfig(path="x"), STEP, OptimizerConfig())
     room = peak(model, parallel, 10 * STEP) + 1
     assert largest_microbatch(model, parallel, MemoryConfig(), room) == 10 * STEP
     assert largest_microbatch(model, parallel, MemoryConfig(), 0) == 0
