@@ -1,5 +1,7 @@
 """Chunked log-probabilities on CUDA: 16-bit inputs, fp32 logits, little memory."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -19,9 +21,16 @@ def make_inputs(num_tokens: int, vocab: int, hidden: int):
     return states, weight, microbatch.to(torch.device("cuda"))
 
 
-def test_bf16_inputs_give_fp32_logprobs_close_to_float64() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_bf16_inputs_give_fp32_logprobs_close_to_float64(compiled: bool, known: bool) -> None:
     states, weight, microbatch = make_inputs(1500, 32000, 256)
-    logprobs = target_readout(states, Head(weight), microbatch, Readout())[:, 0]
+    if known:
+        ones = torch.ones(1500, dtype=torch.float64, device="cuda")
+        microbatch = dataclasses.replace(microbatch, logprob_gradient=ones)
+    total = torch.zeros(weight.shape, device="cuda")
+    head = Head(weight.detach(), gradient=total, compiled=compiled)
+    logprobs = target_readout(states, head, microbatch, Readout())[:, 0]
     logprobs.sum().backward()
     exact_states, exact_weight = (t.detach().double().requires_grad_() for t in (states, weight))
     logits = (exact_states @ exact_weight.t())[:-1]
@@ -29,7 +38,7 @@ def test_bf16_inputs_give_fp32_logprobs_close_to_float64() -> None:
     exact.sum().backward()
     assert logprobs.dtype == torch.float32
     assert (logprobs[:-1] - exact).abs().max() < 2e-5
-    for actual, expected in ((states.grad, exact_states.grad), (weight.grad, exact_weight.grad)):
+    for actual, expected in ((states.grad, exact_states.grad), (total, exact_weight.grad)):
         assert (actual.double() - expected).norm() / expected.norm() < 1e-2
 
 
@@ -39,5 +48,5 @@ def test_memory_is_far_below_all_logits() -> None:
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
         target_readout(states, Head(weight), microbatch, Readout(0.7, entropy=True))
-    # Two buffers of 512 tokens: with entropies the logits and their weights.
+    # A block of logits, and what is made of a part of it at once.
     assert torch.cuda.max_memory_allocated() - before < 0.07 * 16384 * 151936 * 4

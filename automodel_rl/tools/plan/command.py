@@ -45,9 +45,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     full = read_supported_config(config)
     description = describe_model(full)
     compute, _ = dtypes_of(config.model)
-    if description.vision and config.batch.microbatch_tokens == "auto":
-        raise InputError(AUTO_WITH_IMAGES)
-    config = _with_microbatch_size(config, language_config(full), device)
+    config = _with_microbatch_size(config, full, device)
     model = MemoryModel(language_config(full), config.model, config.batch.capacity, config.optimizer)
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
@@ -88,12 +86,14 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device} has to fill")
 
 
-def _with_microbatch_size(config: AnyConfig, language: PretrainedConfig, device: str) -> AnyConfig:
+def _with_microbatch_size(config: AnyConfig, full: PretrainedConfig, device: str) -> AnyConfig:
     """The config with the capacity of microbatches that a run on the device would take, if it gives none. If none fits,
     the least one is planned."""
     if config.batch.microbatch_tokens != "auto":
         return config
-    size = choose_microbatch_size(config, language, DEVICES[device] * GIB)
+    if describe_model(full).vision:
+        raise InputError(AUTO_WITH_IMAGES)
+    size = choose_microbatch_size(config, language_config(full), DEVICES[device] * GIB)
     batch = config.batch.model_copy(update={"microbatch_tokens": max(size.num_tokens, size.needed)})
     return config.model_copy(update={"batch": batch})
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from automodel_rl import (
     Engine,
+    LinearLoss,
     LossOutput,
     Microbatch,
     ModelHandle,
@@ -344,3 +345,42 @@ def test_gradients_are_had_by_hugging_face_names(ranks: RankPool, tmp_path: Path
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (found[name] - gradient).abs().max() < 1e-9 * max(gradient.abs().max().item(), 1e-3), name
+
+
+def fail_in_weights(folder: Path, parallel: ParallelConfig) -> tuple[str, bool]:
+    """The error of a linear loss whose weights raise on one data rank alone, and whether it trains afterwards."""
+    engine = make_engine(folder, parallel)
+    is_bad = engine.handle.layout.data_rank == 1
+
+    def weights(microbatch: Microbatch) -> torch.Tensor:
+        return microbatch.values["advantages"] if is_bad else -microbatch.loss_mask.float()
+
+    with pytest.raises(MicrobatchError) as caught:
+        engine.train_step(microbatches_of(engine, 0), LinearLoss(weights))
+    return str(caught.value), engine.train_step(microbatches_of(engine, 1), sft_loss).skipped
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
+def test_weights_of_a_linear_loss_that_raise_are_a_failed_loss_everywhere(
+    ranks: RankPool, tmp_path: Path, sizes: dict
+) -> None:
+    save_tiny_model(tmp_path, num_layers=2)
+    parallel = ParallelConfig(**sizes)
+    for message, skipped in ranks(parallel.world_size).run(fail_in_weights, tmp_path, parallel):
+        assert "advantages" in message
+        assert not skipped
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda: LinearLoss(lambda microbatch: microbatch.loss_mask.float()[:, None])(None, pack_microbatch(SOME)),
+            "one",
+        ),
+        (lambda: LinearLoss(lambda microbatch: microbatch.loss_mask, "foo"), "denominator='foo': it is one of tokens"),
+    ],
+)
+def test_linear_losses_of_another_shape_or_unknown_denominator_are_refused(loss: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loss()
