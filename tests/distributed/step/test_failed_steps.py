@@ -371,16 +371,23 @@ def test_weights_of_a_linear_loss_that_raise_are_a_failed_loss_everywhere(
         assert not skipped
 
 
+SOME = make_sequences(2, seed=0)
+
+
+def two_columns(microbatch: Microbatch) -> torch.Tensor:
+    return torch.ones(microbatch.num_tokens, 2)
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (
-            lambda: LinearLoss(lambda microbatch: microbatch.loss_mask.float()[:, None])(None, pack_microbatch(SOME)),
-            "one",
-        ),
+        (lambda: LinearLoss(two_columns)(TokenOutputs(torch.zeros(3)), pack_microbatch(SOME)), "give one for each of"),
         (lambda: LinearLoss(lambda microbatch: microbatch.loss_mask, "foo"), "denominator='foo': it is one of tokens"),
     ],
+    ids=["shape", "denominator"],
 )
-def test_linear_losses_of_another_shape_or_unknown_denominator_are_refused(loss: Callable, message: str) -> None:
+def test_linear_losses_of_another_shape_or_unknown_denominator_are_refused(
+    loss: Callable[[], object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         loss()
