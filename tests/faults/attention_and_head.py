@@ -67,7 +67,27 @@ def _vocabulary_of_own_rank() -> Any:
     return patch("model.logprobs._over_vocabulary", own)
 
 
+def _known_gradient_by_own_count() -> Any:
+    """The gradient of a linear loss is divided by the count of its microbatch, not of the global batch."""
+    from automodel_rl.losses import LinearLoss
+
+    def gradient(loss: LinearLoss, microbatch: Microbatch, counts: object) -> Tensor:
+        return loss.weights(microbatch).double() / max(int(microbatch.loss_mask.sum()), 1)
+
+    return mock.patch.object(LinearLoss, "gradient", gradient)
+
+
+def _gradient_of_head_lost() -> Any:
+    from automodel_rl.compat.fsdp import gradient_sum
+
+    return patch("model.part_forward.gradient_sum", lambda unit, weight: gradient_sum(unit, weight).clone())
+
+
 FAULTS: dict[str, Fault] = {
+    "a linear loss's gradient divided by its microbatch's count": Fault(
+        _known_gradient_by_own_count, Verified("qwen3")
+    ),
+    "the head's gradient added to a copy of its sum": Fault(_gradient_of_head_lost, Verified("qwen3", {"pp": 2})),
     "rotary embeddings by the longest sequence": Fault(
         lambda: patch("support.model_rules.BY_LENGTH", ()),
         "unit/support/test_description.py::test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused",
