@@ -192,6 +192,8 @@ def why_not_compiled(asked: Combination) -> str | None:
             f"torch {'.'.join(map(str, TORCH))} computes wrong gradients of collectives in compiled layers, which tp "
             "and cp need: set it to auto, or use torch 2.13"
         )
+    elif asked.parallel.ep > 1:
+        reason = f"layers with parallel.ep={asked.parallel.ep} cannot be compiled yet: set it to auto"
     elif asked.family.is_moe and asked.memory.activation_checkpointing == "selective":
         reason = (
             "compiled layers of a mixture do not show memory.activation_checkpointing=selective what to keep: set it "
@@ -207,10 +209,15 @@ def _compiled(asked: Combination) -> str | None:
 
 COMPILED = Rule(
     "compiled layers",
-    "with schedules that do not split the backward; tp and cp from torch 2.13 on; mixtures not with selective",
+    "with schedules that do not split the backward; tp and cp from torch 2.13 on; not ep; mixtures not with selective",
     _compiled,
     (
         Example("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),
+        Example(
+            "memory.compile=true: layers with parallel.ep=2 cannot be compiled",
+            {"memory.compile": True},
+            {**MIXTURE, "parallel.ep": 2, "parallel.dp_shard": 2},
+        ),
         Example(
             "memory.compile=true: compiled layers of a mixture do not show memory.activation_checkpointing=selective",
             {"memory.compile": True},

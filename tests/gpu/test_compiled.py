@@ -58,7 +58,6 @@ CASES = [
     ("qwen3", {"pp": 2}, "none", {}),
     ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
     ("qwen3", {"cp": 2}, "none", {}),
-    ("qwen3_moe", {"dp_shard": 2, "ep": 2}, "none", {}),
 ]
 
 
