@@ -73,6 +73,11 @@ class GRPOConfig(RunConfig):
         return self.loss.kl.coefficient > 0
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and completion."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def is_on_policy(self) -> bool:
         """Whether the current log-probabilities are taken for old ones, which are then not computed."""
         if self.loss.on_policy != "auto":
@@ -112,7 +117,7 @@ class GRPOConfig(RunConfig):
     @model_validator(mode="after")
     def _sizes(self) -> "GRPOConfig":
         rollout, batch = self.rollout, self.batch
-        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+        longest = self.longest_sequence
         if batch.microbatch_tokens != "auto" and batch.microbatch_tokens < longest:
             raise ValueError(
                 f"batch.microbatch_tokens={batch.microbatch_tokens} must hold the longest prompt and completion, "

@@ -111,4 +111,4 @@ class MemoryConfig(Section):
 
     compile: Literal["auto"] | bool = "auto"
     """Compile every layer with torch.compile, which takes half a minute in the first step. auto: on CUDA in bfloat16,
-    unless the schedule splits the backward."""
+    wherever compiled layers are supported."""

@@ -58,9 +58,8 @@ def choose_microbatch_size(config: RunConfig, language: PretrainedConfig, device
 
     """
     model = MemoryModel(language, config.model, STEP, config.optimizer)
-    parallel, memory, longest = config.parallel, config.memory, 0
-    if isinstance(config, GRPOConfig):
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    parallel, memory = config.parallel, config.memory
+    longest = config.longest_sequence if isinstance(config, GRPOConfig) else 0
     weights = sum(model.plan(parallel, memory, parallel.pp).stage_weights) * dtypes_of(config.model)[0].itemsize
     room = USED * device_bytes - generator_bytes(config, weights, device_bytes)
     num_tokens = largest_microbatch(model, parallel, memory, room)

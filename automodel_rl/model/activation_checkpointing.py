@@ -41,8 +41,7 @@ def _kept_operators() -> list[Any]:
     found = []
     for name in KEPT:
         namespace, operator = name.split("::")
-        optional = AttributeError if namespace in OPTIONAL else ()
-        with contextlib.suppress(*([optional] if optional else [])):
+        with contextlib.suppress(*([AttributeError] if namespace in OPTIONAL else [])):
             packet = getattr(getattr(torch.ops, namespace), operator)
             found += [getattr(packet, overload) for overload in packet.overloads()]
     return found

@@ -33,9 +33,7 @@ def _choose(config: RunConfig, handle: ModelHandle) -> tuple[int, str]:
     if handle.has_encoder:
         raise InputError(AUTO_WITH_IMAGES)
     if handle.layout.device.type != "cuda":
-        longest = 0
-        if isinstance(config, GRPOConfig):
-            longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        longest = config.longest_sequence if isinstance(config, GRPOConfig) else 0
         return max(ON_CPU, longest), "on a CPU larger ones are no faster"
     own = torch.cuda.get_device_properties(handle.layout.device).total_memory
     of_device = min(gather_objects(own, handle.layout.world_control))

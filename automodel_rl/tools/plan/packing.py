@@ -37,8 +37,7 @@ def measure_packing(config: AnyConfig) -> Packing:
     """
     capacity, count = config.batch.capacity, config.sequences_per_step
     if isinstance(config, GRPOConfig):
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-        return Packing(math.ceil(count / (capacity // longest)), None)
+        return Packing(math.ceil(count / (capacity // config.longest_sequence)), None)
     if not all(Path(source.path).is_file() for source in config.data.train):
         return Packing(count, None)
     from automodel_rl.data.chat import open_chat_tokenizer
