@@ -8,6 +8,7 @@ Shape letters: n tokens, K experts of a token, s = n * K slots, E experts of the
 size.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from automodel_rl.compat.modules import apply_gate
-from automodel_rl.parallel.collectives import AllToAll
+from automodel_rl.parallel.collectives import AllToAll, all_to_all
 from automodel_rl.parallel.sharding import local_tensor
 
 EXPERTS = "automodel_rl"
@@ -108,19 +109,56 @@ class FromSlots(torch.autograd.Function):
 
 
 def _run_elsewhere(module: Any, slots_sH: Tensor, counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sends every slot to the rank of its expert, runs this rank's experts on what came, and sends results back.
+    """Sends every slot to the rank of its expert, runs this rank's experts on what came, and sends results back."""
+    slots_H, counts_e, route = _send(slots_sH, counts_E, group)
+    return _send_back(_run(module, slots_H, counts_e), route)
+
+
+@dataclass(frozen=True, eq=False)
+class _Route:
+    """The way of slots to this rank's experts.
+
+    Attributes:
+        sent, received: number of slots to and from every rank.
+        by_expert: the order of arrived slots by expert.
+        group: the ranks that share the experts.
+    """
+
+    sent: list[int]
+    received: list[int]
+    by_expert: Tensor
+    group: dist.ProcessGroup
+
+
+ADDED = 2
+"""Slots of zeros that every rank adds for its last expert. They change nothing, and compiled layers need no graph for a
+rank that gets no slots or one."""
+
+
+# Outside of graphs: the compiler would leave out an exchange whose result has no elements on one of the ranks.
+@torch.compiler.disable
+def _send(slots_sH: Tensor, counts_E: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, _Route]:
+    """Slots for this rank's experts in their order, numbers of slots of each, and the way that they came.
 
     The number of slots for each rank depends on the data, so the host waits for the device once in each layer.
     """
-    counts_re = torch.empty_like(counts_E)  # number of slots from each rank for each expert of this rank
-    dist.all_to_all_single(counts_re, counts_E, group=group)
     size = group.size()
-    sent, received = torch.stack([counts_E.view(size, -1).sum(1), counts_re.view(size, -1).sum(1)]).tolist()
+    each = [len(counts_E) // size] * size
+    counts_re = all_to_all(counts_E, each, each, group).view(size, -1)  # from each rank for each expert of this rank
+    sent, received = torch.stack([counts_E.view(size, -1).sum(1), counts_re.sum(1)]).tolist()
     arrived_H = AllToAll.apply(slots_sH, sent, received, group)
-    expert_ids = torch.arange(len(counts_E) // size, device=counts_E.device).repeat(size)
-    by_expert = expert_ids.repeat_interleave(counts_re, output_size=sum(received)).argsort(stable=True)
-    outputs_H = _run(module, arrived_H[by_expert], counts_re.view(size, -1).sum(0))
-    return AllToAll.apply(outputs_H[_inverse(by_expert)], received, sent, group)
+    expert_ids = torch.arange(each[0], device=counts_E.device).repeat(size)
+    by_expert = expert_ids.repeat_interleave(counts_re.flatten(), output_size=sum(received)).argsort(stable=True)
+    counts_e = counts_re.sum(0)
+    counts_e[-1] += ADDED
+    slots_H = F.pad(arrived_H[by_expert], (0, 0, 0, ADDED))
+    return slots_H, counts_e, _Route(sent, received, by_expert, group)
+
+
+@torch.compiler.disable
+def _send_back(outputs_H: Tensor, route: _Route) -> Tensor:
+    outputs_H = outputs_H[: len(outputs_H) - ADDED]
+    return AllToAll.apply(outputs_H[_inverse(route.by_expert)], route.received, route.sent, route.group)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.compat.versions import TORCH
-
-if TORCH >= (2, 13):  # new names for the same
-    _all_gather_single, _reduce_scatter_single = dist.all_gather_single, dist.reduce_scatter_single
-else:
-    _all_gather_single, _reduce_scatter_single = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+from automodel_rl.compat import collective_operators as operators
 
 Group = dist.ProcessGroup
 Backward = Literal["slice", "sum"]
@@ -80,9 +75,7 @@ class ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        own = tensor.new_empty(1, tensor.shape[1] // group.size(), tensor.shape[2])
-        _reduce_scatter_single(own.squeeze(0), tensor.squeeze(0).contiguous(), group=group)
-        return own
+        return operators.reduce_scatter(tensor, 1, group.size(), group.group_name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -110,29 +103,21 @@ class AllToAll(torch.autograd.Function):
 
 def all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
     """Exchanges rows: [sum of `sent`, ...], those for rank 0 first, to [sum of `received`, ...], rank 0's first."""
-    out = tensor.new_empty(sum(received), *tensor.shape[1:])
-    dist.all_to_all_single(out, tensor.contiguous(), received, sent, group=group)
-    return out
+    return operators.all_to_all(tensor, sent, received, group.group_name)
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """The tensors [n, ...] of all ranks, rank 0's first, as [size * n, ...]."""
-    out = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
-    _all_gather_single(out, tensor.contiguous(), group=group)
-    return out
+    return operators.all_gather(tensor, group.size(), group.group_name)
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     """This rank's part [n, ...] of the sum over ranks of [size * n, ...]."""
-    out = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
-    _reduce_scatter_single(out, tensor.contiguous(), group=group)
-    return out
+    return operators.reduce_scatter(tensor, 0, group.size(), group.group_name)
 
 
 def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+    return operators.all_reduce(tensor, group.group_name)
 
 
 def _own_rows(tensor: Tensor, group: Group) -> Tensor:

@@ -1,6 +1,5 @@
 """Rules of layouts and of settings that save memory."""
 
-from automodel_rl.compat.versions import TORCH
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, refuse_schedule
 from automodel_rl.parallel.pipeline.split import refuse_split
 from automodel_rl.support.families import TEXT_FAMILIES
@@ -174,11 +173,6 @@ RECOMPUTATION = Rule(
 )
 
 
-COMPILED_COLLECTIVES = (2, 13)
-"""First torch whose compiler was seen to get the backward of collectives right. With 2.11 a layer that is split over tp
-lost a part of its gradients without any error."""
-
-
 def why_not_compiled(asked: Combination) -> str | None:
     """Why layers cannot be compiled, with the remedy; None if they can."""
     reason = None
@@ -187,13 +181,6 @@ def why_not_compiled(asked: Combination) -> str | None:
             f"{asked.parallel.schedule} splits the backward, which compiled layers do not allow: set it to auto, or "
             "use another parallel.schedule"
         )
-    elif (asked.parallel.tp > 1 or asked.parallel.cp > 1) and TORCH < COMPILED_COLLECTIVES:
-        reason = (
-            f"torch {'.'.join(map(str, TORCH))} computes wrong gradients of collectives in compiled layers, which tp "
-            "and cp need: set it to auto, or use torch 2.13"
-        )
-    elif asked.parallel.ep > 1:
-        reason = f"layers with parallel.ep={asked.parallel.ep} cannot be compiled yet: set it to auto"
     elif asked.family.is_moe and asked.memory.activation_checkpointing == "selective":
         reason = (
             "compiled layers of a mixture do not show memory.activation_checkpointing=selective what to keep: set it "
@@ -209,15 +196,10 @@ def _compiled(asked: Combination) -> str | None:
 
 COMPILED = Rule(
     "compiled layers",
-    "with schedules that do not split the backward; tp and cp from torch 2.13 on; not ep; mixtures not with selective",
+    "with schedules that do not split the backward; mixtures not with selective",
     _compiled,
     (
         Example("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),
-        Example(
-            "memory.compile=true: layers with parallel.ep=2 cannot be compiled",
-            {"memory.compile": True},
-            {**MIXTURE, "parallel.ep": 2, "parallel.dp_shard": 2},
-        ),
         Example(
             "memory.compile=true: compiled layers of a mixture do not show memory.activation_checkpointing=selective",
             {"memory.compile": True},

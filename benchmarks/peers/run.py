@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 PEERS = ["ours", "torchtitan", "trl"]
 ROWS = 8
 TOKENS = {1: 8192, 2: 16500, 4: 33200}
-"""Tokens of this package's microbatches, by rows of 8,192 tokens in a microbatch of the peers. Sequences do not fill rows,
+"""Tokens of this package's microbatches, by rows of 8,192 tokens in a microbatch of peers. Sequences do not fill rows,
 so it takes a few tokens more to make as few microbatches."""
 
 

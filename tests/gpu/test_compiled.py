@@ -8,10 +8,8 @@ import torch
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, sft_loss
 from automodel_rl.batch import Microbatch, empty_microbatch, pack_microbatch
 from automodel_rl.compat.compilation import compiled_so_far
-from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig
-from automodel_rl.support.layout_rules import COMPILED_COLLECTIVES
 from tests.rank_pool import RankPool
 from tests.tiny import VOCAB, save_tiny_model
 
@@ -34,19 +32,20 @@ def microbatches_of(step: int) -> list[Microbatch]:
     return [*microbatches, empty_microbatch(microbatches[0])] if step % 3 == 0 else microbatches
 
 
-def train(folder: Path, sizes: dict, memory: MemoryConfig, options: dict) -> tuple[list[float], list[int]]:
-    """Losses of steps, and the graphs that this process had compiled after each."""
+def train(folder: Path, sizes: dict, memory: MemoryConfig, options: dict) -> tuple[list[list[float]], list[int]]:
+    """Losses and gradient norms of steps, and the graphs that this process had compiled after each."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), **options), ParallelConfig(**sizes), memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
     before = compiled_so_far().graphs
-    losses, graphs = [], []
+    results, graphs = [], []
     for step in range(STEPS):
-        losses.append(engine.train_step(microbatches_of(step), sft_loss).loss)
+        output = engine.train_step(microbatches_of(step), sft_loss)
+        results.append([output.loss, output.grad_norm])
         engine.logprobs(microbatches_of(step))
         graphs.append(compiled_so_far().graphs - before)
-    return losses, graphs
+    return results, graphs
 
 
 CASES = [
@@ -58,6 +57,7 @@ CASES = [
     ("qwen3", {"pp": 2}, "none", {}),
     ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
     ("qwen3", {"cp": 2}, "none", {}),
+    ("qwen3_moe", {"dp_shard": 2, "ep": 2}, "full", {}),
 ]
 
 
@@ -65,14 +65,12 @@ CASES = [
 def test_microbatches_of_any_size_compile_nothing_anew(
     ranks: RankPool, tmp_path: Path, family: str, sizes: dict, recomputed: str, options: dict
 ) -> None:
-    if TORCH < COMPILED_COLLECTIVES and {"tp", "cp"} & sizes.keys():
-        pytest.skip("refused with this torch")
     save_tiny_model(tmp_path, family, dtype=torch.bfloat16, head_dim=64, num_layers=4)
     size = ParallelConfig(**sizes).world_size
     eager = MemoryConfig(compile=False, activation_checkpointing=recomputed)
     expected, _ = ranks(size).run(train, tmp_path, sizes, eager, options)[0]
     memory = MemoryConfig(activation_checkpointing=recomputed)
-    losses, graphs = ranks(size).run(train, tmp_path, sizes, memory, options)[-1]
+    found, graphs = ranks(size).run(train, tmp_path, sizes, memory, options)[-1]
     assert graphs[0] > 0
     assert graphs[2:] == [graphs[1]] * (STEPS - 2), graphs
-    assert losses == pytest.approx(expected, rel=2e-2)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=3e-2, atol=0.0)

@@ -18,13 +18,11 @@ from torch._dynamo.utils import counters
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
 from automodel_rl.batch import AttentionCall, Microbatch, empty_microbatch, pack_microbatch
-from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, MoEConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.model import softmax
 from automodel_rl.model.attention import BACKENDS, AttentionParameters
 from automodel_rl.support.attention import ATTENTION
-from automodel_rl.support.layout_rules import COMPILED_COLLECTIVES
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
@@ -46,9 +44,9 @@ def masked(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Att
 
 
 @contextmanager
-def traced_only(whole: bool = True) -> Iterator[None]:
-    """Traces layers; as a whole, or up to their attention and from there on."""
-    traceable = dataclasses.replace(ATTENTION["sdpa"], is_traceable=whole)
+def traced_only() -> Iterator[None]:
+    """Traces layers, attention included."""
+    traceable = dataclasses.replace(ATTENTION["sdpa"], is_traceable=True)
     tracer = functools.partial(torch.compile, backend="aot_eager", dynamic=True)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(BACKENDS, sdpa=masked))
@@ -79,7 +77,7 @@ def train(
         engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
         results, graphs = [], []
         for step in range(STEPS):
-            microbatches = microbatches_of(step + 50 * handle.layout.data_rank)
+            microbatches = microbatches_of(step + 51 * handle.layout.data_rank)
             output = engine.train_step(microbatches, sft_loss)
             engine.logprobs(microbatches)
             results.append((output.loss, output.grad_norm, output.metrics.get("moe/load_max", 0.0)))
@@ -87,8 +85,10 @@ def train(
     return results, graphs, dict(counters["graph_break"])
 
 
+MIXTURE = {"dtype": "bfloat16", "moe": MoEConfig(aux_loss=0.1)}
 CASES = [
-    ("qwen3_moe", {}, "full", {"dtype": "bfloat16", "moe": MoEConfig(aux_loss=0.1)}),
+    ("qwen3_moe", {}, "full", MIXTURE),
+    ("qwen3_moe", {"dp_shard": 2, "ep": 2}, "full", MIXTURE),
     ("qwen3", {"cp": 2}, "none", {}),
     ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
 ]
@@ -98,8 +98,6 @@ CASES = [
 def test_microbatches_of_any_size_need_no_graph_of_their_own(
     ranks: RankPool, tmp_path: Path, family: str, sizes: dict, recomputed: str, options: dict
 ) -> None:
-    if TORCH < COMPILED_COLLECTIVES and {"tp", "cp"} & sizes.keys():
-        pytest.skip("refused with this torch")
     options = {"dtype": "float32", **options}
     save_tiny_model(tmp_path, family, num_layers=2)
     parallel = ParallelConfig(**sizes)
@@ -107,25 +105,8 @@ def test_microbatches_of_any_size_need_no_graph_of_their_own(
     ((expected, none, _), *_) = run(MemoryConfig(compile=False, activation_checkpointing=recomputed), options)
     ((found, graphs, breaks), *_) = run(MemoryConfig(compile=True, activation_checkpointing=recomputed), options)
     assert none[-1] == 0
-    assert not breaks
-    assert graphs[1:] == [2] * (STEPS - 1), graphs
+    assert graphs[1:] == graphs[1:2] * (STEPS - 1), graphs
+    if parallel.ep == 1:  # otherwise FSDP gathers experts within a layer, and the host learns how many tokens they get
+        assert (graphs[1], breaks) == (2, {})
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4 if options["dtype"] == "float32" else 2e-2)
-
-
-def train_in_pieces(folder: Path, compiled: bool) -> list[tuple[float, float]]:
-    """Loss and gradient norm of steps whose layers have graphs that break."""
-    torch._dynamo.reset()
-    memory = MemoryConfig(compile=compiled, activation_checkpointing="full")
-    with traced_only(whole=False):
-        handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="bfloat16"), memory=memory)
-        engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
-        outputs = [engine.train_step(microbatches_of(step), sft_loss) for step in range(3)]
-    return [(output.loss, output.grad_norm) for output in outputs]
-
-
-def test_a_recomputed_layer_of_a_mixture_may_be_in_several_graphs(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "qwen3_moe", num_layers=1)
-    (expected,), (found,) = (ranks(1).run(train_in_pieces, tmp_path, compiled) for compiled in (False, True))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-2)
