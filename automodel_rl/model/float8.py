@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from automodel_rl.config.model import Float8
 from automodel_rl.errors import InputError
@@ -37,6 +36,9 @@ def install_float8(layers: Iterable[nn.Module], recipe: Float8) -> None:
     Raises:
         InputError: a linear layer has a size that is no multiple of `MULTIPLE`.
     """
+    # Here, because torchao takes long to import and complains of kernels that it cannot load.
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     config = Float8LinearConfig.from_recipe_name(recipe)
     for layer in layers:
         for name, linear in layer.named_modules():

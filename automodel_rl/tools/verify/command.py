@@ -18,6 +18,7 @@ from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.support.attention import ATTENTION
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.families import FAMILIES
+from automodel_rl.tools.verify.bf16 import compare_bf16
 from automodel_rl.tools.verify.cause import likeliest_cause
 from automodel_rl.tools.verify.comparison import NO_STEP, Case, Differences, compare
 from automodel_rl.tools.verify.layout import layout_to_verify, ranks_to_verify
@@ -55,6 +56,12 @@ FLOAT32 = Tolerances(numbers=1e-5, weights=None)
 """Tolerances for classes that compute parts in fp32. Only the first step is judged."""
 
 
+CAUSE_IN_BF16 = (
+    "what only runs in bf16: the fused attention (model.attention=sdpa is another) or compiled layers "
+    "(memory.compile=false leaves them out)"
+)
+
+
 def verify(config: RunConfig, as_json: bool) -> None:
     """Compares the config's layout with one process, and prints a verdict. A collective of the layout's ranks.
 
@@ -83,13 +90,20 @@ def verify(config: RunConfig, as_json: bool) -> None:
         dist.barrier()
         case, left_out = case_of(config, full, parallel, dtype)
         found = compare(case, folder / "model", folder)
+        rows = judge(found, tolerances)
+        if in_bf16(config, full):
+            if is_first:
+                save_random_model(shrink(full, parallel, whole_heads=True), folder / "bf16", torch.bfloat16)
+            dist.barrier()
+            errors = compare_bf16(case, config.memory, config.model, folder / "bf16")
+            rows += [Row(f"{kind} in bf16", *both, both[0] <= both[1]) for kind, both in errors.items()]
         dist.barrier()
-    rows = judge(found, tolerances)
     if is_first:
         print(json.dumps(as_record(components or parallel, case, rows, left_out)) if as_json else format_table(rows))
     failed = [row.kind for row in rows if not row.is_equal]
     if failed:
-        cause = likeliest_cause(found, tolerances.judge, parallel)
+        exact = any(not row.is_equal for row in rows[: len(found.found)])
+        cause = likeliest_cause(found, tolerances.judge, parallel) if exact else CAUSE_IN_BF16
         raise VerificationError(f"verdict: DIFFERENT from one process in {', '.join(failed)}\nlikeliest cause: {cause}")
     if is_first and not as_json:
         if left_out:
@@ -102,15 +116,10 @@ def case_of(
 ) -> tuple[Case, list[str]]:
     """The comparison for a config, and the settings left out because plain transformers has nothing like them."""
     model, memory = config.model, config.memory
-    left_out = ["weights of the checkpoint", f"model.dtype={model.dtype}"]
+    left_out = ["weights of the checkpoint", *([] if in_bf16(config, full) else _of_bf16(config, full))]
     attention = model.attention
     if attention != "auto" and ATTENTION[attention].needs_cuda:
-        left_out.append(f"model.attention={attention}")
         attention = "auto"
-    elif attention == "auto" and model.dtype == "bfloat16" and not describe_model(full).needs_eager_attention:
-        left_out.append("the fused attention that model.attention=auto means on CUDA")
-    if memory.compile is True or (memory.compile == "auto" and model.dtype == "bfloat16"):
-        left_out.append(f"memory.compile={str(memory.compile).lower()}")
     if model.fp8 is not None:
         left_out.append("model.fp8")
     if model.lora is not None:
@@ -141,6 +150,26 @@ def case_of(
         muon=config.optimizer.muon,
     )
     return case, left_out
+
+
+def in_bf16(config: RunConfig, full: PretrainedConfig) -> bool:
+    """Whether a step in bf16 is compared as well: on CUDA, where runs have kernels and compiled layers of their own."""
+    model = config.model
+    plain = model.implementation == "transformers" and describe_model(full).vision is None
+    return torch.cuda.is_available() and model.dtype == "bfloat16" and plain
+
+
+def _of_bf16(config: RunConfig, full: PretrainedConfig) -> list[str]:
+    """What is left out if no step in bf16 is compared."""
+    model, memory = config.model, config.memory
+    left_out = [f"model.dtype={model.dtype}"]
+    if model.attention != "auto" and ATTENTION[model.attention].needs_cuda:
+        left_out.append(f"model.attention={model.attention}")
+    elif model.attention == "auto" and model.dtype == "bfloat16" and not describe_model(full).needs_eager_attention:
+        left_out.append("the fused attention that model.attention=auto means on CUDA")
+    if memory.compile is True or (memory.compile == "auto" and model.dtype == "bfloat16"):
+        left_out.append(f"memory.compile={str(memory.compile).lower()}")
+    return left_out
 
 
 def precision(model: ModelConfig, family: str) -> tuple[Dtype, Tolerances]:

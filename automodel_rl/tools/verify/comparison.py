@@ -154,7 +154,7 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
 
 
 def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
-    handle = ModelHandle.from_pretrained(_model(case, folder), case.parallel, case.memory, case.components)
+    handle = ModelHandle.from_pretrained(model_of(case, folder), case.parallel, case.memory, case.components)
     engine = Engine(handle, case.training.config, case.training.total_steps)
     expected = OneProcess(folder, handle.dtype, case.training, handle.layout.device)
     frozen = [name for name, parameter in handle.named_parameters() if not parameter.requires_grad]
@@ -164,7 +164,7 @@ def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
     check = RouteCheck(handle) if case.replay else None
     for step, num_microbatches in enumerate(case.microbatches):
         ranks = range(handle.layout.parallel.num_data_ranks)
-        of_ranks = [_microbatches_of(step, rank, num_microbatches, handle, case.replay) for rank in ranks]
+        of_ranks = [microbatches_of(step, rank, num_microbatches, handle, case.replay) for rank in ranks]
         if step == len(case.microbatches) - 1:
             of_ranks = [[*microbatches, []] for microbatches in of_ranks]
         _compare_step(step + 1, of_ranks, engine, expected, found)
@@ -178,7 +178,7 @@ def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
     return Differences().merge(gather_objects(found, handle.layout.world_control))
 
 
-def _model(case: Case, folder: Path) -> ModelConfig:
+def model_of(case: Case, folder: Path) -> ModelConfig:
     return ModelConfig.model_validate(
         {
             "path": str(folder),
@@ -191,7 +191,7 @@ def _model(case: Case, folder: Path) -> ModelConfig:
     )
 
 
-def _microbatches_of(
+def microbatches_of(
     step: int, rank: int, num_microbatches: int, handle: ModelHandle, replay: bool
 ) -> list[list[TokenSequence]]:
     """The sequences of a data rank's microbatches; an empty microbatch has none.

@@ -29,7 +29,10 @@ MOST_EXPERTS = 16
 """Number of experts that are kept, since more would only take time. Raised if ep or the routing needs more."""
 
 
-def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
+SIZES_OF_HEADS = ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "query_pre_attn_scalar")
+
+
+def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool = False) -> PretrainedConfig:
     """A config with the same layers, kinds of layers, grouping of heads, routing, tying and scalings.
 
     Widths, vocabulary, window and the number of experts shrink to the least that the layout can split.
@@ -37,13 +40,15 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConf
     Args:
         config: the config of a language model.
         parallel: the model's layout.
+        whole_heads: whether heads keep their size, on which it depends what attention kernels there are.
     """
     values = config.to_dict()
+    head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
     group = max(1, config.num_attention_heads // (values.get("num_key_value_heads") or config.num_attention_heads))
     kv_heads = math.lcm(2, parallel.tp)
     heads = kv_heads * min(group, 2)
     small = {
-        "hidden_size": heads * HEAD_DIM,
+        "hidden_size": heads * (head_dim if whole_heads else HEAD_DIM),
         # DeepSeek's config means the rotary part.
         "head_dim": HEAD_DIM // 2 if values.get("qk_rope_head_dim") else HEAD_DIM,
         "num_attention_heads": heads,
@@ -59,7 +64,10 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConf
         "qk_nope_head_dim": HEAD_DIM,
         "v_head_dim": HEAD_DIM,
     }
-    changed: dict[str, Any] = {key: size for key, size in small.items() if values.get(key) is not None}
+    kept_sizes = SIZES_OF_HEADS if whole_heads else ()
+    changed: dict[str, Any] = {
+        key: size for key, size in small.items() if values.get(key) is not None and key not in kept_sizes
+    }
     changed |= _rotary(values)
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if values.get(key):

@@ -1,0 +1,71 @@
+"""A step in bf16 is as near to the exact numbers as plain transformers, unless a bug is planted."""
+
+import contextlib
+import io
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.model import MemoryConfig
+from automodel_rl.errors import VerificationError
+from automodel_rl.tools.verify.bf16 import compare_bf16
+from automodel_rl.tools.verify.command import verify
+from automodel_rl.tools.verify.comparison import Case, Differences
+from automodel_rl.tools.verify.small_model import save_random_model, shrink
+from tests.distributed.tools.test_verify import config_of
+from tests.faults.table import planted
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_model
+
+
+def errors(fault: str | None, parallel: ParallelConfig, folder: Path) -> dict[str, tuple[float, float]]:
+    with planted(fault):
+        return compare_bf16(Case(parallel), MemoryConfig(compile=False), ModelConfig(path=str(folder)), folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "family", "sizes"),
+    [
+        (None, "qwen3", {"tp": 2, "sequence_parallel": True}),
+        (None, "qwen3_moe", {"dp_shard": 2, "ep": 2}),
+        ("partial gradients of tp left alone", "qwen3", {"tp": 2}),
+        ("documents see each other", "qwen3", {"pp": 2}),
+    ],
+)
+def test_errors_of_bf16_are_those_of_rounding(
+    ranks: RankPool, tmp_path: Path, fault: str | None, family: str, sizes: dict
+) -> None:
+    parallel = ParallelConfig(**sizes)
+    save_tiny_model(tmp_path / "large", family, num_layers=4, head_dim=16)
+    config = shrink(AutoConfig.from_pretrained(tmp_path / "large"), parallel, whole_heads=True)
+    assert config.head_dim == 16
+    save_random_model(config, tmp_path / "small", torch.bfloat16)
+    (found, *others) = ranks(2).run(errors, fault, parallel, tmp_path / "small")
+    assert others == [found]
+    wrong = [kind for kind, (error, tolerance) in found.items() if error > tolerance]
+    assert bool(wrong) == (fault is not None), found
+
+
+def verdict(folder: Path, fault: str | None) -> str:
+    config = config_of(folder, {"tp": 2}, dtype="bfloat16")
+    on_cpu_too = mock.patch("automodel_rl.tools.verify.command.in_bf16", return_value=True)
+    only_in_bf16 = mock.patch("automodel_rl.tools.verify.command.compare", return_value=Differences())
+    with planted(fault), on_cpu_too, only_in_bf16, contextlib.redirect_stdout(io.StringIO()) as text:
+        try:
+            verify(config, as_json=False)
+        except VerificationError as error:
+            return f"{text.getvalue()}{error}"
+    return text.getvalue()
+
+
+def test_the_verdict_is_also_about_the_step_in_bf16(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3", num_layers=2)
+    sound, _ = ranks(2).run(verdict, tmp_path, None)
+    assert sound.endswith("not compared: weights of the checkpoint\nverdict: equal to one process\n")
+    wrong, _ = ranks(2).run(verdict, tmp_path, "partial gradients of tp left alone")
+    assert "verdict: DIFFERENT from one process in worst gradient in bf16" in wrong
+    assert wrong.endswith("(memory.compile=false leaves them out)")
