@@ -69,11 +69,6 @@ def choose_microbatch_size(config: RunConfig, language: PretrainedConfig, device
     return MicrobatchSize(num_tokens, max(longest, STEP), room, planned)
 
 
-AUTO_WITH_IMAGES = (
-    "batch.microbatch_tokens=auto: the memory of a vision-language model depends on its images: give a number"
-)
-
-
 def largest_microbatch(model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, num_bytes: float) -> int:
     """The most tokens, a multiple of `STEP`, with which a step stays within `num_bytes` on every rank; 0 if none do.
 

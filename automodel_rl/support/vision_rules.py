@@ -36,6 +36,8 @@ def _vision(asked: Combination) -> str | None:
     name = f"a {vision!r} model"
     if asked.run is not None and not isinstance(asked.run, SFTConfig):
         return f"model.path={model.path}: {name} is trained by sft only: use it"
+    if asked.run is not None and asked.run.batch.microbatch_tokens == "auto":
+        return f"batch.microbatch_tokens=auto: the memory of {name} depends on its images: give a number"
     if asked.description.family not in SEEING_FAMILIES:
         return (
             f"model.path: {name} with a {asked.description.family!r} language model is not supported: use one with "
@@ -69,13 +71,19 @@ VISION = Rule(
     "vision-language models (sft)",
     f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
     "CLIP's encoder or its own; images; every layout of the language model; "
-    f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; no LoRA",
+    f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; no LoRA; "
+    "batch.microbatch_tokens as a number",
     _vision,
     (
         Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
         Example("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
         Example("model.path=m: a 'llava' model is trained by sft only: use it", {"algorithm": "dpo"}, _LLAVA),
         Example("model.path=m: a 'qwen2_5_vl' model is trained by sft only: use it", {"algorithm": "grpo"}, _QWEN),
+        Example(
+            "batch.microbatch_tokens=auto: the memory of a 'llava' model depends on its images: give a number",
+            {"batch.microbatch_tokens": "auto"},
+            _LLAVA,
+        ),
         Example(
             "model.path: a 'llava' model with a 'gemma2' language model is not supported: use one with llama,",
             {"description.family": "gemma2"},

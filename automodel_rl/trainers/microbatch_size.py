@@ -6,7 +6,7 @@ import torch
 
 from automodel_rl.config import GRPOConfig, RunConfig
 from automodel_rl.errors import InputError
-from automodel_rl.estimate.microbatch_size import AUTO_WITH_IMAGES, GIB, choose_microbatch_size
+from automodel_rl.estimate.microbatch_size import GIB, choose_microbatch_size
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 
@@ -20,7 +20,7 @@ def with_microbatch_size(config: AnyRun, handle: ModelHandle) -> tuple[AnyRun, s
     """The config with `batch.microbatch_tokens` decided, and the reason; None if the config gives it. A collective.
 
     Raises:
-        InputError: the model has an encoder of images; or no microbatch fits, or none with the longest completion.
+        InputError: no microbatch fits, or none with the longest completion.
     """
     if config.batch.microbatch_tokens != "auto":
         return config, None
@@ -30,8 +30,6 @@ def with_microbatch_size(config: AnyRun, handle: ModelHandle) -> tuple[AnyRun, s
 
 
 def _choose(config: RunConfig, handle: ModelHandle) -> tuple[int, str]:
-    if handle.has_encoder:
-        raise InputError(AUTO_WITH_IMAGES)
     if handle.layout.device.type != "cuda":
         longest = config.longest_sequence if isinstance(config, GRPOConfig) else 0
         return max(ON_CPU, longest), "on a CPU larger ones are no faster"

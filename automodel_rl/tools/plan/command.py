@@ -9,7 +9,7 @@ from automodel_rl.config import ComponentsConfig, ParallelConfig
 from automodel_rl.config.components import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
-from automodel_rl.estimate.microbatch_size import AUTO_WITH_IMAGES, choose_microbatch_size, generator_bytes
+from automodel_rl.estimate.microbatch_size import choose_microbatch_size, generator_bytes
 from automodel_rl.hf.read import read_supported_config
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
@@ -91,8 +91,6 @@ def _with_microbatch_size(config: AnyConfig, full: PretrainedConfig, device: str
     the least one is planned."""
     if config.batch.microbatch_tokens != "auto":
         return config
-    if describe_model(full).vision:
-        raise InputError(AUTO_WITH_IMAGES)
     size = choose_microbatch_size(config, language_config(full), DEVICES[device] * GIB)
     batch = config.batch.model_copy(update={"microbatch_tokens": max(size.num_tokens, size.needed)})
     return config.model_copy(update={"batch": batch})
