@@ -9,7 +9,6 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from automodel_rl.config.model import Float8
 from automodel_rl.errors import InputError
-from automodel_rl.model import float8
 from automodel_rl.model.float8 import check_float8, install_float8
 
 
@@ -29,7 +28,7 @@ def emulated(module: nn.Module, config: Float8LinearConfig) -> nn.Module:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_fp8_layers_are_close_and_keep_their_parameters(monkeypatch: pytest.MonkeyPatch, recipe: Float8) -> None:
-    monkeypatch.setattr(float8, "convert_to_float8_training", emulated)
+    monkeypatch.setattr("torchao.float8.convert_to_float8_training", emulated)
     torch.manual_seed(0)
     block, hidden = Block().bfloat16(), torch.randn(16, 32).bfloat16()
     parameters = dict(block.named_parameters())
