@@ -95,7 +95,7 @@ def _train(algorithm: str, arguments: list[str]) -> int:
     config = load_config(path, overrides, algorithm)
     # Checked once for all ranks: by the launcher, before they import anything heavy, or by torchrun's first rank.
     if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
-        from automodel_rl.data.records import check_data
+        from automodel_rl.data.checks import check_data
         from automodel_rl.rollout.rewards.scorer import check_rewards
 
         RunDirectory(config, config.output, resume)

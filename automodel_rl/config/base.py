@@ -1,9 +1,9 @@
 """The base of every config section. Unknown keys are errors. Values are checked once, and never change afterwards."""
 
 import os
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -15,6 +15,26 @@ class Section(BaseModel):
         allow_inf_nan=False,
         serialize_by_alias=True,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_of_one(cls, values: Any) -> Any:
+        """One value where a list of any length is meant makes a list of one."""
+        if not isinstance(values, dict):
+            return values
+        lists = {name for name, info in cls.model_fields.items() if _is_list(info.annotation)}
+        return {
+            name: [value] if name in lists and isinstance(value, str | dict) else value
+            for name, value in values.items()
+        }
+
+
+def _is_list(annotation: Any) -> bool:
+    """Whether a field holds a list of any length of texts or sections."""
+    if get_origin(annotation) is not tuple or get_args(annotation)[-1] is not Ellipsis:
+        return False
+    item = get_args(annotation)[0]
+    return item is str or get_origin(item) is Literal or (isinstance(item, type) and issubclass(item, Section))
 
 
 Positive = Annotated[int, Field(gt=0)]
@@ -30,7 +50,7 @@ def _checked_path(text: str) -> str:
             f"is no path: it holds a null character, or it or a name in it is longer than {LONGEST_PATH} and "
             f"{LONGEST_NAME} bytes: give the path of a file or folder"
         )
-    return text
+    return os.path.expanduser(text)
 
 
 def _names(text: str) -> list[bytes]:
@@ -42,4 +62,4 @@ LONGEST_PATH, LONGEST_NAME = 4000, 250
 added."""
 
 PathText = Annotated[str, AfterValidator(_checked_path)]
-"""A path, or the id of a model or dataset on the hub."""
+"""A path, in which ~ is the home folder, or the id of a model or dataset on the hub."""

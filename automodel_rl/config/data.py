@@ -1,23 +1,35 @@
 """Sources of examples, and how examples become token sequences and microbatches."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from automodel_rl.config.base import BatchSize, PathText, Positive, Section
 
-Column = Literal["messages", "images", "prompt", "chosen", "rejected", "answer", "tools"]
+Column = Literal[
+    "messages", "images", "prompt", "completion", "text", "chosen", "rejected", "answer", "tools", "system"
+]
 
 
 class SourceConfig(Section):
     path: PathText
-    """A JSON-lines file, or a dataset that `datasets.load_dataset` opens: its hub id or its folder."""
+    """A file of JSON lines, a JSON array, parquet, CSV, TSV or Arrow, also compressed (.gz, .zst, .bz2, .xz); a pattern
+    of such files, e.g. data/*.parquet; or a dataset: its folder, a folder from `save_to_disk`, or its hub id."""
 
     split: str = "train"
-    """Split of the dataset. JSON-lines files have no splits."""
+    """Split of a dataset. Files have no splits."""
 
-    columns: dict[Column, str] = Field(default_factory=dict)
-    """Names of columns that differ from the standard names, e.g. {messages: conversation}."""
+    subset: str | None = None
+    """Subset of a dataset that has several, also called its configuration, e.g. main."""
+
+    columns: dict[Column, str | tuple[str, ...]] = Field(default_factory=dict)
+    """Names of columns that differ from the standard names, e.g. {messages: conversation}. A name with dots is a key
+    inside of a column: {answer: reward_model.ground_truth}. Several names make one text, a line for each: {prompt:
+    [instruction, input], completion: output}."""
+
+    system: str | None = None
+    """System message for records that begin without one. A column of system messages is named in columns: {system:
+    NAME}."""
 
     ignore: tuple[str, ...] = ()
     """Columns, and keys of messages, that are not used, e.g. [id, timestamp]. Reward functions still get these
@@ -26,6 +38,11 @@ class SourceConfig(Section):
     weight: Annotated[float, Field(gt=0)] | None = None
     """Weight of this source. Its share of the examples drawn is its weight divided by the sum of all sources' weights.
     By default the weight is the number of its records."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, values: Any) -> Any:
+        return {"path": values} if isinstance(values, str) else values
 
     @field_validator("ignore")
     @classmethod
@@ -55,9 +72,12 @@ class SourcesConfig(Section):
 class ExamplesConfig(SourcesConfig):
     """Data whose records already hold the completions to train on."""
 
+    max_tokens: Positive | None = None
+    """Most tokens of a sequence. By default the model's context and a microbatch are the only limits."""
+
     overlong: Literal["truncate", "drop"] = "truncate"
-    """What happens to an example that is longer than a microbatch or the model's context. truncate: its end is cut off.
-    drop: it is left out. The metrics count both."""
+    """What happens to an example that is longer than `max_tokens`, a microbatch or the model's context. truncate: its
+    end is cut off. drop: it is left out. The metrics count both."""
 
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of processes on each rank that tokenise examples ahead of training."""

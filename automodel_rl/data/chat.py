@@ -44,7 +44,7 @@ def load_tokenizer(
         trust_remote_code: whether to run the code for the tokenizer that comes with the checkpoint.
 
     Raises:
-        InputError: the tokenizer cannot be opened, does not fit the model, or has no chat template.
+        InputError: the tokenizer cannot be opened or does not fit the model.
     """
     template = data.chat_template
     try:
@@ -64,8 +64,6 @@ def load_tokenizer(
             raise InputError(f"data.chat_template={template}: cannot read it ({error})") from None
     elif tokenizer.chat_template is None and (folder / OF_PROCESSOR).is_file():
         tokenizer.chat_template = json.loads((folder / OF_PROCESSOR).read_text())["chat_template"]
-    if tokenizer.chat_template is None:
-        raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
     return tokenizer
 
 
@@ -131,6 +129,13 @@ class ChatTokenizer:
         for start, end in spans:
             mask[start:end] = True
         return self._with_images(TokenSequence(torch.tensor(ids), mask), chat, where)
+
+    def text_sequence(self, text: str) -> TokenSequence:
+        """A text with the end token, all of it trained, and with what the tokenizer itself puts before texts."""
+        ids, end = self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id
+        if end is not None and (not ids or ids[-1] != end):
+            ids = [*ids, end]
+        return TokenSequence(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool))
 
     def prompt_sequence(self, chat: Chat, where: str) -> TokenSequence:
         """The tokens before the assistant's last turn, ready for its answer. There are none if the chat begins with

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch.utils.data import Dataset
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
+from automodel_rl.config.data import ExamplesConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.images import cut
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import Reader, chats_of, read_chat, read_pair
+from automodel_rl.data.records import Pair, Reader, Text, chats_of, read_chat, read_pair
 from automodel_rl.data.sampler import Draw
 from automodel_rl.data.sources import Sources
 from automodel_rl.errors import InputError
@@ -47,7 +47,10 @@ class ExampleDataset(Dataset):
         chat: makes token sequences of chats.
         microbatch_tokens: most tokens of an example.
         context: most tokens of a sequence, a limit of the model; None for no limit.
-        overlong: "truncate" or "drop": what happens to an example that is too long.
+        data: the config section with another limit, and with what happens to an example that is too long.
+
+    Attributes:
+        longest: most tokens of a sequence.
     """
 
     together = 1
@@ -62,37 +65,43 @@ class ExampleDataset(Dataset):
         chat: ChatTokenizer,
         microbatch_tokens: int,
         context: int | None,
-        overlong: Literal["truncate", "drop"],
+        data: ExamplesConfig,
     ):
-        self.chat, self.microbatch_tokens, self.overlong = chat, microbatch_tokens, overlong
-        self.context = microbatch_tokens if context is None else min(context, microbatch_tokens)
+        self.chat, self.microbatch_tokens, self.overlong = chat, microbatch_tokens, data.overlong
+        self.longest = min(limit for limit in (microbatch_tokens, context, data.max_tokens) if limit is not None)
         self.sources = Sources(sources)
 
-    def _chats(self, draw: Draw) -> list[tuple[Chat, str]]:
-        """The chats of a record, each with its place in the data."""
+    def _held(self, draw: Draw) -> tuple[Chat | Text | Pair, str]:
+        """What a record holds, and its place in the data."""
         record, config, where = self.sources.find(draw)
-        return chats_of(type(self).read(record, config, where), where)
+        return type(self).read(record, config, where), where
 
     def __getitem__(self, draw: Draw) -> Example | InputError:
         """The example of a draw. An InputError is returned, not raised: a worker process would wrap it in its
         traceback."""
         try:
-            return self._fit(draw, tuple(self.chat(chat, where) for chat, where in self._chats(draw)))
+            held, where = self._held(draw)
+            if isinstance(held, Text):
+                return self._fit(draw, (self.chat.text_sequence(held.text),))
+            return self._fit(draw, tuple(self.chat(chat, place) for chat, place in chats_of(held, where)))
         except InputError as error:
             return error
 
-    def prompt(self, draw: Draw) -> tuple[TokenSequence, str]:
+    def prompt(self, draw: Draw) -> tuple[TokenSequence, str] | None:
         """The tokens before the assistant's last turn of a record's first chat, and the content of that turn in the
-        data."""
-        chat, where = self._chats(draw)[0]
+        data; None for a text, which has no turns."""
+        held, where = self._held(draw)
+        if isinstance(held, Text):
+            return None
+        chat, where = chats_of(held, where)[0]
         return self.chat.prompt_sequence(chat, where), str(chat.messages[chat.turns[-1]].get("content"))
 
     def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...]) -> Example:
         """Cuts the longest sequences until all fit into a microbatch together, or drops the example."""
         lengths = [len(sequence) for sequence in sequences]
-        if sum(lengths) <= self.microbatch_tokens and max(lengths) <= self.context:
+        if sum(lengths) <= self.microbatch_tokens and max(lengths) <= self.longest:
             return Example(draw, sequences)
-        limit = min(_common_limit(lengths, self.microbatch_tokens), self.context)
+        limit = min(_common_limit(lengths, self.microbatch_tokens), self.longest)
         shorter = tuple(cut(sequence, limit) for sequence in sequences)
         if self.overlong == "drop" or not all(sequence.loss_mask[1:].any() for sequence in shorter):
             return Example(draw, ())

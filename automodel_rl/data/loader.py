@@ -123,9 +123,9 @@ class PackedLoader:
         sequences = [sequence for example in examples for sequence in example.sequences]
         if not sequences:
             raise InputError(
-                f"none of the {len(examples)} examples of a step has a trained token within "
-                f"batch.microbatch_tokens={self.dataset.microbatch_tokens} and the model's context of "
-                f"{self.dataset.context}, so all were dropped: raise batch.microbatch_tokens, or use shorter examples"
+                f"none of the {len(examples)} examples of a step has a trained token within the "
+                f"{self.dataset.longest} tokens that data.max_tokens, batch.microbatch_tokens and the model's context "
+                "allow, so all were dropped: raise the least of them, or use shorter examples"
             )
         packed = pack_step(
             sequences, self.dataset.microbatch_tokens, self.layout, self.cost, together=self.dataset.together

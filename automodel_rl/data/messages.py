@@ -64,6 +64,8 @@ def checked_messages(value: Any, column: str, where: str, role: str | None = Non
     """
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
+    if isinstance(value, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
+        value = [_from_sharegpt(message, turn, where) for turn, message in enumerate(value)]
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         text = "" if role is None else "a text or "
         raise InputError(f"{where}: {column} must be {text}a list of objects with role and content")
@@ -72,6 +74,29 @@ def checked_messages(value: Any, column: str, where: str, role: str | None = Non
     for turn, message in enumerate(messages):
         _check_message(message, turn, where)
     return messages
+
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+}
+"""Roles by the names that ShareGPT and datasets in its form give them."""
+
+
+def _from_sharegpt(message: Message, turn: int, where: str) -> Message:
+    """A message with `from` and `value`, as ShareGPT writes them, as one with role and content."""
+    if message["from"] not in SHAREGPT_ROLES:
+        raise InputError(
+            f"{where}: turn {turn} is from {message['from']!r}: use one of {', '.join(SHAREGPT_ROLES)}, or messages "
+            "with role and content"
+        )
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": SHAREGPT_ROLES[message["from"]], "content": message["value"], **rest}
 
 
 def _check_message(message: Message, turn: int, where: str) -> None:

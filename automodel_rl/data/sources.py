@@ -1,17 +1,27 @@
-"""Sources of records: JSON-lines files and datasets."""
+"""Sources of records: files of every common format, patterns of files, and datasets."""
 
+import bisect
+import glob
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from automodel_rl.config import SourceConfig
+from automodel_rl.data.json_files import open_json
 from automodel_rl.data.sampler import Draw
 from automodel_rl.errors import InputError
+
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
+"""Builders of the datasets library by the ending of a file."""
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+ENDINGS = (*JSON_ENDINGS, *BUILDERS, *SEPARATORS)
+"""Endings of data files; one of `COMPRESSED` may follow."""
 
 MOST_FILES = 250_000
 """Most files that a dataset's folder may hold."""
@@ -28,66 +38,18 @@ class Source(Protocol):
         ...
 
 
-class JsonLines:
-    """A JSON-lines file. Only the places of its lines are kept in memory. A record is read when it is needed."""
+class ArrowRecords:
+    """A dataset of the datasets library.
 
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                lines = [(len(line), not line.isspace()) for line in file]
-        except OSError as error:
-            raise InputError(f"{path}: cannot read the data file ({error.strerror})") from None
-        lengths, filled = np.array(lines, dtype=np.int64).reshape(-1, 2).T
-        self.lines = np.flatnonzero(filled)
-        self.starts = (lengths.cumsum() - lengths)[self.lines]
-        if not len(self.lines):
-            raise InputError(f"{path}: the data file is empty; it needs one JSON object a line")
+    Args:
+        records: the dataset.
+        name: its name, for error messages.
+    """
 
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        with self.path.open("rb") as file:
-            file.seek(self.starts[number])
-            return self._parse(file.readline(), number)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        with self.path.open("rb") as file:
-            for number, start in enumerate(self.starts):
-                file.seek(start)
-                yield self._parse(file.readline(), number)
-
-    def where(self, number: int) -> str:
-        return f"{self.path}:{self.lines[number] + 1}"
-
-    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{self.where(number)}: not valid JSON ({error})") from None
-        except RecursionError:
-            raise InputError(f"{self.where(number)}: not a record, for it is nested too deeply") from None
-        if not isinstance(record, dict):
-            raise InputError(f"{self.where(number)}: a record is a JSON object, this is {type(record).__name__}")
-        return record
-
-
-class HubDataset:
-    """A split of a dataset that `datasets.load_dataset` opens, by its hub id or its folder."""
-
-    def __init__(self, path: str, split: str):
-        from datasets import load_dataset  # takes seconds, and only dataset ids need it
-
-        self.name = f"{path}[{split}]"
-        _refuse_crowded(Path(path))
-        try:
-            self.records = _with_closed_images(load_dataset(path, split=split))
-        except Exception as error:  # builders raise errors of their own, of Arrow and of the hub
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{path}: neither a .jsonl file nor a dataset with split {split!r} ({reason})") from None
-        if not len(self.records):
-            raise InputError(f"{self.name}: the dataset is empty")
+    def __init__(self, records: Any, name: str):
+        self.records, self.name = _with_closed_images(records), name
+        if not len(records):
+            raise InputError(f"{name}: the dataset is empty")
 
     def __len__(self) -> int:
         return len(self.records)
@@ -100,6 +62,32 @@ class HubDataset:
 
     def where(self, number: int) -> str:
         return f"{self.name}: record {number}"
+
+
+class Joined:
+    """Several sources one after the other."""
+
+    def __init__(self, sources: Sequence[Source]):
+        self.sources = sources
+        self.starts = [0, *itertools.accumulate(len(source) for source in sources)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        place, source = self._find(number)
+        return source[place]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return itertools.chain.from_iterable(self.sources)
+
+    def where(self, number: int) -> str:
+        place, source = self._find(number)
+        return source.where(place)
+
+    def _find(self, number: int) -> tuple[int, Source]:
+        which = bisect.bisect_right(self.starts, number) - 1
+        return number - self.starts[which], self.sources[which]
 
 
 class Sources:
@@ -127,13 +115,81 @@ class Sources:
         return self._opened[source][number], self._configs[source], self._opened[source].where(number)
 
 
-def is_file(config: SourceConfig) -> bool:
-    return config.path.endswith((".jsonl", ".json")) or Path(config.path).is_file()
+def is_local(config: SourceConfig) -> bool:
+    """Whether a source is on this machine, so that it opens without the hub."""
+    return glob.has_magic(config.path) or Path(config.path).exists()
 
 
 def open_source(config: SourceConfig) -> Source:
-    """Opens a source without reading its records."""
-    return JsonLines(Path(config.path)) if is_file(config) else HubDataset(config.path, config.split)
+    """Opens a source; JSON lines without reading their records.
+
+    Raises:
+        InputError: there is no such file or dataset, or it cannot be read.
+    """
+    if glob.has_magic(config.path) and not os.path.exists(config.path):
+        paths = sorted(path for path in glob.glob(config.path, recursive=True) if os.path.isfile(path))
+        if not paths:
+            raise InputError(f"{config.path}: no file matches this pattern")
+        return Joined([_open_file(Path(path)) for path in paths])
+    path = Path(config.path)
+    if path.is_file() or ending_of(path) in ENDINGS:
+        return _open_file(path)
+    return _open_dataset(path, config)
+
+
+def ending_of(path: Path) -> str:
+    """The ending that tells a file's format, in lower case."""
+    endings = [ending.lower() for ending in path.suffixes]
+    if endings and endings[-1] in COMPRESSED:
+        endings.pop()
+    return endings[-1] if endings else ""
+
+
+def _open_file(path: Path) -> Source:
+    ending, compressed = ending_of(path), path.suffix.lower() in COMPRESSED
+    if ending not in (*BUILDERS, *SEPARATORS) and not compressed:
+        return open_json(path)
+    if not path.is_file():
+        raise InputError(f"{path}: cannot read the data file (No such file or directory)")
+    if ending in SEPARATORS:
+        return _opened(path, lambda: _read_table(path, SEPARATORS[ending]), str(path))
+    from datasets import load_dataset  # takes seconds, and only some sources need it
+
+    builder = BUILDERS.get(ending, "json")
+    return _opened(path, lambda: load_dataset(builder, data_files=str(path), split="train"), str(path))
+
+
+def _read_table(path: Path, separator: str) -> Any:
+    """A table in which all values stay texts: an answer of 042 is no number."""
+    import pandas
+    from datasets import Dataset
+
+    return Dataset.from_pandas(pandas.read_csv(path, sep=separator, dtype=str, keep_default_na=False))
+
+
+def _open_dataset(path: Path, config: SourceConfig) -> Source:
+    """Opens a dataset by its hub id or its folder, or one that was written by `save_to_disk`."""
+    from datasets import load_dataset, load_from_disk
+
+    _refuse_crowded(path)
+    split, name = config.split, f"{config.path}[{config.split}]"
+    if (path / "state.json").is_file():
+        return _opened(path, lambda: load_from_disk(str(path)), str(path))
+    if (path / "dataset_dict.json").is_file():
+        return _opened(path, lambda: load_from_disk(str(path))[split], name)
+    return _opened(path, lambda: load_dataset(config.path, config.subset, split=split), name)
+
+
+def _opened(path: Path, load: Any, name: str) -> ArrowRecords:
+    try:
+        return ArrowRecords(load(), name)
+    except InputError:
+        raise
+    except Exception as error:  # builders raise errors of their own, of Arrow and of the hub
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        if path.is_file():
+            raise InputError(f"{path}: cannot read the data file ({type(error).__name__}: {reason})") from None
+        raise InputError(f"{name}: neither a data file nor a dataset with this split ({reason})") from None
 
 
 def _refuse_crowded(folder: Path) -> None:

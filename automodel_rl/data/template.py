@@ -88,6 +88,8 @@ class ChatTemplate:
         Raises:
             InputError: the template refuses the chat, or it has images and the model cannot read them.
         """
+        if self.tokenizer.chat_template is None:
+            raise InputError(f"{where}: the tokenizer has no chat template for it: give one in data.chat_template")
         if not self.sees_images and image_parts(chat.messages):
             raise InputError(f"{where}: has an image, and the model only reads text: use a vision-language model")
         tree = self._tree(chat)

@@ -58,14 +58,15 @@ class PackedData:
         """Greedy completions for the first prompts of the validation data, else of the training data. A collective."""
         config = self.config
         dataset = self._dataset(config.data.validation or config.data.train)
-        prompts = [dataset.prompt((0, i)) for i in range(min(config.observe.samples, dataset.sources.sizes[0]))]
+        first = range(min(config.observe.samples, dataset.sources.sizes[0]))
+        prompts = [prompt for prompt in (dataset.prompt((0, number)) for number in first) if prompt is not None]
         # A prompt is empty if the chat starts with the assistant, and may be longer than any trained microbatch.
         fitting = [(prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.capacity]
         return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens)
 
     def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
         context = describe_model(self.handle.config).context
-        return self.kind(sources, self.chat, self.config.batch.capacity, context, self.config.data.overlong)
+        return self.kind(sources, self.chat, self.config.batch.capacity, context, self.config.data)
 
     def _loader(self, sources: Sequence[SourceConfig], seed: int | None, epochs: float | None) -> PackedLoader:
         return PackedLoader(

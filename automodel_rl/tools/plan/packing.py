@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
@@ -38,7 +37,9 @@ def measure_packing(config: AnyConfig) -> Packing:
     capacity, count = config.batch.capacity, config.sequences_per_step
     if isinstance(config, GRPOConfig):
         return Packing(math.ceil(count / (capacity // config.longest_sequence)), None)
-    if not all(Path(source.path).is_file() for source in config.data.train):
+    from automodel_rl.data.sources import is_local
+
+    if not all(map(is_local, config.data.train)):
         return Packing(count, None)
     from automodel_rl.data.chat import open_chat_tokenizer
     from automodel_rl.data.examples import ChatDataset, PairDataset, checked
@@ -46,7 +47,7 @@ def measure_packing(config: AnyConfig) -> Packing:
 
     kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
     context = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False))).context
-    dataset = kind(config.data.train, open_chat_tokenizer(config), capacity, context, config.data.overlong)
+    dataset = kind(config.data.train, open_chat_tokenizer(config), capacity, context, config.data)
     size = min(count // kind.together, SAMPLE)
     draws = next(iter(BatchSampler(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))
     examples = [checked(dataset[draw]) for draw in draws]

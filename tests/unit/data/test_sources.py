@@ -8,10 +8,12 @@ from datasets import Dataset
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.data import sources
+from automodel_rl.data.checks import check_records
+from automodel_rl.data.json_files import JsonLines
 from automodel_rl.data.kinds import kind_of
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import Reader, chats_of, check_records, read_chat, read_example, read_pair, read_prompt
-from automodel_rl.data.sources import JsonLines, open_source
+from automodel_rl.data.records import Reader, chats_of, read_chat, read_example, read_pair, read_prompt
+from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
 
 CHAT = {"messages": [{"role": "user", "content": "ä?"}, {"role": "assistant", "content": "b"}]}
@@ -42,7 +44,7 @@ def test_a_folder_is_opened_as_a_dataset(tmp_path: Path) -> None:
     assert read_chat(source[1], config, "x").messages == CHAT["messages"]
     assert source.where(1) == f"{folder}[train]: record 1"
     check_records([config], read_chat)
-    with pytest.raises(InputError, match="neither a .jsonl file nor a dataset with split 'nosplit'"):
+    with pytest.raises(InputError, match="neither a data file nor a dataset with this split"):
         open_source(SourceConfig(path=str(folder), split="nosplit"))
 
 
@@ -52,8 +54,11 @@ def test_a_folder_is_opened_as_a_dataset(tmp_path: Path) -> None:
         ("", "d.jsonl: the data file is empty"),
         ("\n \n", "d.jsonl: the data file is empty"),
         (json.dumps(CHAT) + "\n{bad\n", r"d.jsonl:2: not valid JSON"),
-        ("[1]\n", "d.jsonl:1: a record is a JSON object, this is list"),
-        ('{"text": 1}\n', "d.jsonl:1: no column 'messages', only text"),
+        ("[1]\n", "d.jsonl: record 0: a record is a JSON object, this is int"),
+        ("[]", "d.jsonl: the data file is empty"),
+        ("3\n", "d.jsonl:1: a record is a JSON object, this is int"),
+        ('{"chat": 1}\n', "d.jsonl:1: no column 'messages', no 'prompt' with 'completion' and no 'text', only chat"),
+        ('{"text": 1}\n', "d.jsonl:1: text must be a text that is not empty"),
         ('{"messages": "hi"}\n', "d.jsonl:1: messages must be a list"),
         ('{"messages": [{"role": "user", "content": "x"}]}\n', "d.jsonl:1: no assistant turn"),
     ],

@@ -1,0 +1,82 @@
+"""Checks of a run's data before anything starts: every record is read."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from automodel_rl.config import DPOConfig, GRPOConfig, RunConfig, SFTConfig, SourceConfig
+from automodel_rl.config.data import Column
+from automodel_rl.config.rollout import NEED_ANSWER
+from automodel_rl.data.columns import MISSING, look_up, names_of
+from automodel_rl.data.kinds import kind_of
+from automodel_rl.data.messages import Chat
+from automodel_rl.data.records import Reader, chats_of, read_chat, read_example, read_pair, read_prompt
+from automodel_rl.data.sources import open_source
+from automodel_rl.errors import InputError
+
+OF_MESSAGES: tuple[Column, ...] = ("messages", "prompt", "completion", "chosen", "rejected")
+"""Columns that may hold messages."""
+
+
+def check_data(config: RunConfig) -> list[tuple[Chat, str]]:
+    """Reads every record of a run, so that a wrong record is found before anything starts.
+
+    Returns:
+        The first chat of each kind, with its place in the data. The chat template must be able to write all of them.
+
+    Raises:
+        InputError: a record is wrong, or no record has a column or key that the config names.
+    """
+    if isinstance(config, GRPOConfig):
+        needs_answer = next((r.function for r in config.rewards if r.function in NEED_ANSWER), None)
+        read: Reader = functools.partial(_read_prompt_with_answer, needs_answer) if needs_answer else read_prompt
+        return check_records([*config.data.train, *config.data.validation], read)
+    if isinstance(config, DPOConfig):
+        return check_records([*config.data.train, *config.data.validation], read_pair)
+    if isinstance(config, SFTConfig):
+        return check_records([*config.data.train, *config.data.validation], read_chat)
+    return []
+
+
+def check_records(sources: Sequence[SourceConfig], read: Reader) -> list[tuple[Chat, str]]:
+    """Reads every record of some sources. It returns and raises the same as `check_data`."""
+    first: dict[Any, tuple[Chat, str]] = {}
+    for config in sources:
+        source = open_source(config)
+        missing = {(column, name) for column in config.columns for name in names_of(config, column)}
+        unseen = {*config.ignore}
+        for number, record in enumerate(source):
+            where = source.where(number)
+            for chat, place in chats_of(read(record, config, where), where):
+                first.setdefault(kind_of(chat), (chat, place))
+            missing = {pair for pair in missing if look_up(record, pair[1]) is MISSING} if missing else missing
+            unseen = unseen - _names(record, config) if unseen else unseen
+        for column, name in sorted(missing):  # only optional columns: a required one has raised at the first record
+            raise InputError(
+                f"{config.path}: no record has the column {name!r}, which columns name for the {column}: name another, "
+                "or leave it out"
+            )
+        for name in sorted(unseen):
+            raise InputError(
+                f"{config.path}: no record has the column or key {name!r}, which ignore names: name another, or leave "
+                "it out"
+            )
+    return [*first.values()]
+
+
+def _read_prompt_with_answer(reward: str, record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
+    answer = read_example(record, config).get("answer")
+    if answer is None or answer == "":
+        raise InputError(
+            f"{where}: no answer, which rewards.function={reward} compares with: add one, name its column in columns: "
+            "{answer: NAME}, or use another reward"
+        )
+    return read_prompt(record, config, where)
+
+
+def _names(record: dict[str, Any], config: SourceConfig) -> set[str]:
+    """Names of a record's columns, and of the keys of its messages."""
+    values = (look_up(record, name) for column in OF_MESSAGES for name in names_of(config, column))
+    messages = itertools.chain.from_iterable(value for value in values if isinstance(value, list))
+    return {*record, *itertools.chain.from_iterable(m for m in messages if isinstance(m, dict))}

@@ -1,0 +1,118 @@
+"""Forms of records: the columns of widespread datasets make the chats that their authors mean."""
+
+import pytest
+
+from automodel_rl.config import SourceConfig
+from automodel_rl.data.checks import check_records
+from automodel_rl.data.messages import Chat
+from automodel_rl.data.records import Text, read_chat, read_example, read_pair, read_prompt
+from automodel_rl.errors import InputError
+
+USER, ANSWER = {"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}
+SYSTEM = {"role": "system", "content": "s"}
+
+
+def source(**values: object) -> SourceConfig:
+    return SourceConfig.model_validate({"path": "x", **values})
+
+
+@pytest.mark.parametrize(
+    ("record", "config", "expected"),
+    [
+        ({"messages": [USER, ANSWER]}, source(), Chat([USER, ANSWER])),
+        ({"prompt": "p", "completion": "c"}, source(), Chat([USER, ANSWER], start=1)),
+        ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, source(), Chat([SYSTEM, USER, ANSWER], start=2)),
+        ({"prompt": [USER, ANSWER, USER], "completion": "c"}, source(), Chat([USER, ANSWER, USER, ANSWER], start=3)),
+        ({"text": "whole"}, source(), Text("whole")),
+        ({"body": "whole", "messages": "no"}, source(columns={"text": "body"}), Text("whole")),
+        (
+            {"instruction": "a", "input": "b", "output": "c"},
+            source(columns={"prompt": ["instruction", "input"], "completion": "output"}),
+            Chat([{"role": "user", "content": "a\nb"}, ANSWER], start=1),
+        ),
+        (
+            {"instruction": "p", "input": "", "output": "c"},
+            source(columns={"prompt": ["instruction", "input"], "completion": "output"}),
+            Chat([USER, ANSWER], start=1),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "c", "weight": None}]},
+            source(columns={"messages": "conversations"}),
+            Chat([USER, ANSWER]),
+        ),
+        (
+            {"data": {"turns": [USER, ANSWER]}},
+            source(columns={"messages": "data.turns"}),
+            Chat([USER, ANSWER]),
+        ),
+        ({"messages": [USER, ANSWER]}, source(system="s"), Chat([SYSTEM, USER, ANSWER])),
+        ({"messages": [SYSTEM, USER, ANSWER]}, source(system="other"), Chat([SYSTEM, USER, ANSWER])),
+        (
+            {"prompt": "p", "completion": "c", "rules": "s"},
+            source(system="other", columns={"system": "rules"}),
+            Chat([SYSTEM, USER, ANSWER], start=2),
+        ),
+    ],
+)
+def test_a_form_makes_its_chat(record: dict, config: SourceConfig, expected: Chat | Text) -> None:
+    assert read_chat(record, config, "x:1") == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "config", "message"),
+    [
+        ({"conversations": []}, source(), r"as in columns: {messages: conversations}"),
+        ({"instruction": "a", "output": "b"}, source(), r"{prompt: \[instruction, input\], completion: output}"),
+        ({"prompt": "p"}, source(), "no column 'messages', no 'prompt' with 'completion' and no 'text', only prompt"),
+        ({"prompt": "p"}, source(columns={"completion": "reply"}), "no column 'reply', only prompt"),
+        ({"prompt": "p", "completion": [USER]}, source(), "no assistant turn to learn from"),
+        ({"text": ""}, source(), "text must be a text that is not empty"),
+        (
+            {"messages": [{"from": "narrator", "value": "x"}]},
+            source(),
+            "turn 0 is from 'narrator': use one of human, gpt",
+        ),
+        ({"a": "p", "b": 3}, source(columns={"prompt": ["a", "b"], "completion": "a"}), "columns.prompt joins texts"),
+    ],
+)
+def test_what_is_no_form_is_named_with_the_remedy(record: dict, config: SourceConfig, message: str) -> None:
+    with pytest.raises(InputError, match=f"x:1: .*{message}"):
+        read_chat(record, config, "x:1")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [SYSTEM, USER], "chosen": [ANSWER], "rejected": "r"},
+        {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, {"role": "assistant", "content": "r"}]},
+        {
+            "prompt": [SYSTEM, USER],
+            "chosen": [SYSTEM, USER, ANSWER],
+            "rejected": [SYSTEM, USER, ANSWER | {"content": "r"}],
+        },
+    ],
+)
+def test_completions_of_a_pair_may_repeat_the_prompt_or_hold_it(record: dict) -> None:
+    pair = read_pair(record, source(), "x:1")
+    assert pair.chosen == Chat([SYSTEM, USER, ANSWER], start=2)
+    assert pair.rejected == Chat([SYSTEM, USER, {"role": "assistant", "content": "r"}], start=2)
+
+
+def test_a_pair_without_any_prompt_is_refused() -> None:
+    with pytest.raises(InputError, match="x:1: no column 'prompt', and chosen and rejected do not begin with the same"):
+        read_pair({"chosen": [ANSWER], "rejected": "r"}, source(), "x:1")
+
+
+def test_names_may_be_inside_of_columns() -> None:
+    record = {"prompt": "p", "reward_model": {"ground_truth": "4", "style": "rule"}}
+    config = source(columns={"answer": "reward_model.ground_truth"}, system="s")
+    assert read_example(record, config)["answer"] == "4"
+    assert read_prompt(record, config, "x:1") == Chat([SYSTEM, USER], start=2)
+
+
+def test_a_name_that_no_record_has_is_refused(tmp_path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "p", "reward_model": {"style": "rule"}}\n')
+    config = SourceConfig(path=str(path), columns={"answer": "reward_model.ground_truth"})
+    with pytest.raises(InputError, match="no record has the column 'reward_model.ground_truth'"):
+        check_records([config], read_prompt)
