@@ -1,8 +1,10 @@
 """Checked configs from YAML files and dotted command-line overrides. Every error names its key."""
 
 import difflib
+import re
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,7 @@ def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise InputError("; ".join(_explain(detail, kind) for detail in error.errors())) from None
+        raise InputError(_explain_all(error.errors(), kind)) from None
 
 
 def dump_config(config: Section) -> str:
@@ -160,21 +162,74 @@ def _list_place(key: str, name: str, values: list[Any]) -> int:
     return int(name)
 
 
-def _explain(detail: Any, kind: type[BaseModel]) -> str:
-    """The message for one pydantic error: `key: the rule, not the given value`."""
-    where = ".".join(str(part) for part in detail["loc"])
+KINDS = {
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "bool": "must be true or false",
+    "string": "must be a text",
+    "list": "must be a list",
+    "tuple": "must be a list",
+    "dict": "must be a section of keys and values",
+    "model": "must be a section of keys and values",
+    "finite_number": "must be a finite number",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "too_short": "must have at least {min_length} of them",
+    "too_long": "must have at most {max_length} of them",
+}
+"""The rule that a value breaks, by the beginning of pydantic's name of the error."""
+
+BRANCH = re.compile(r"(literal|tuple|list|dict|function-\w+)\[.*|constrained-\w+|int|float|str|bool|\[key\]")
+"""Pattern of the parts of a location that name no key, but one of several types that a value may have."""
+
+Detail = Any
+"""One error as pydantic describes it."""
+
+
+def _explain_all(details: Sequence[Detail], kind: type[BaseModel]) -> str:
+    """The message for all errors of a config: required keys that are missing first, all at once."""
+    missing = [_place(detail) for detail in details if detail["type"] == "missing"]
+    found: dict[str, list[Detail]] = {}
+    for detail in details:
+        if detail["type"] != "missing":
+            found.setdefault(_place(detail), []).append(detail)
+    # A list with a wrong item is also called too short.
+    inner = [place for place in found if not any(other.startswith(f"{place}.") for other in found)]
+    texts = [_explain(found[place], place, kind) for place in inner]
+    if missing:
+        texts.insert(0, f"{', '.join(missing)}: {'this key is' if len(missing) == 1 else 'these keys are'} required")
+    return "; ".join(texts)
+
+
+def _place(detail: Detail) -> str:
+    """The dotted key of an error."""
+    return ".".join(str(part) for part in detail["loc"] if not BRANCH.fullmatch(str(part)))
+
+
+def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> str:
+    """The message for the errors of one key: `key: the rule, not the given value`. A value that may have several types
+    breaks a rule of each."""
+    detail = details[0]
     if detail["type"] == "extra_forbidden":
         if where in RENAMED:
             return f"{where} is now called {RENAMED[where]}: rename it"
         section = _section_at(kind, detail["loc"][:-1])
         return f"{where}: unknown key{_suggest(str(detail['loc'][-1]), section)}"
-    if detail["type"] == "missing":
-        return f"{where}: this key is required"
-    rule = detail["msg"].removeprefix("Value error, ")
     prefix = f"{where}: " if where else ""
     if detail["type"] == "value_error":
-        return f"{prefix}{rule}"
+        return f"{prefix}{detail['msg'].removeprefix('Value error, ')}"
+    first, *others = dict.fromkeys(map(_rule, details))
+    rule = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
     return f"{prefix}{rule}, not {detail['input']!r}"
+
+
+def _rule(detail: Detail) -> str:
+    """The rule that a value breaks."""
+    name = next((name for name in (detail["type"], detail["type"].split("_")[0]) if name in KINDS), None)
+    return str(detail["msg"]) if name is None else KINDS[name].format_map(detail.get("ctx", {}))
 
 
 def _suggest(key: str, section: type[BaseModel] | None) -> str:

@@ -177,7 +177,7 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
     "output below a file": (set_key("output", __file__ + "/run"), "is not a folder one can write to"),
     "empty dataset": (with_data(""), "bad.jsonl: the data file is empty"),
     "misspelt key": (set_key("optimizer.learningrate", 1), "optimizer.learningrate: unknown key"),
-    "wrong type": (set_key("batch.sequences", "many"), "batch.sequences: Input should be a valid integer"),
+    "wrong type": (set_key("batch.sequences", "many"), "batch.sequences: must be a whole number, not 'many'"),
     "more stages than layers": (set_key("parallel.pp", 5), "parallel.pp=5: the model has 4 layers"),
     "wrong sum of layers": (
         set_key("parallel", {"pp": 2, "layers_per_stage": [1, 2]}),

@@ -61,8 +61,14 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
         (["--data.train.0.ignore", "[id, role]"], "ignore names role, and a message needs its role and content"),
         (["--learning_rate", "1"], "learning_rate: unknown key; did you mean optimizer.lr?"),
         (["--data.train.0.pth", "x"], "data.train.0.pth: unknown key; did you mean path?"),
-        (["--optimizer.lr", "fast"], "optimizer.lr: Input should be a valid number, unable to parse .*, not 'fast'"),
-        (["--parallel.pp", "0"], "parallel.pp: Input should be greater than 0, not 0"),
+        (["--optimizer.lr", "fast"], "optimizer.lr: must be a number, not 'fast'"),
+        (["--parallel.pp", "0"], "parallel.pp: must be greater than 0, not 0"),
+        (["--model.dtype", "fp16"], "model.dtype: must be 'bfloat16', 'float32' or 'float64', not 'fp16'"),
+        (["--memory.compile", "maybe"], "memory.compile: must be 'auto' or true or false, not 'maybe'"),
+        (["--batch.microbatch_tokens", "big"], "microbatch_tokens: must be 'auto' or a whole number, not 'big'"),
+        (["--data.train", "[3]"], "^data.train.0: must be a section of keys and values, not 3$"),
+        (["--data.train", "[]"], "data.train: must have at least 1 of them, not .."),
+        (["--model.lora", "yes please"], "model.lora: must be a section of keys and values, not 'yes please'"),
         (["--length.epochs", "1"], "length: give exactly one of steps and epochs"),
         (["--parallel.dp_shard", "9"], "batch.sequences=8 must be at least the 9 data ranks"),
         (["--data.train.7.path", "x"], "7 is not a place in a list of 1"),
@@ -92,6 +98,18 @@ def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("output: x")
     with pytest.raises(InputError, match=r"model: this key is required"):
         load_config(tmp_path / "c.yaml")
+
+
+def test_all_required_keys_that_are_missing_are_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: {dtype: float32}")
+    with pytest.raises(InputError, match="^output, model.path, data, batch, length: these keys are required$"):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_one_value_makes_a_list_of_one_where_a_list_is_meant(minimal: Path) -> None:
+    config = load_config(minimal, ["--data.train", "b.jsonl", "--data.validation", "{path: c.jsonl, ignore: id}"])
+    assert [source.path for source in config.data.train] == ["b.jsonl"]
+    assert [(source.path, source.ignore) for source in config.data.validation] == [("c.jsonl", ("id",))]
 
 
 def test_malformed_yaml_is_named_with_its_line(tmp_path: Path) -> None:
