@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
 from automodel_rl.config.data import SourcesConfig
+from automodel_rl.data.checks import holds_chats
 from automodel_rl.data.images import ImageReader, image_parts
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
@@ -68,10 +69,16 @@ def load_tokenizer(
 
 
 def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
-    """The chat tokenizer of a config's checkpoint. The checkpoint's weights are not needed."""
+    """The chat tokenizer of a config's checkpoint. The checkpoint's weights are not needed.
+
+    Raises:
+        InputError: the tokenizer cannot be opened, or has no chat template and the data hold chats.
+    """
     folder = resolve_checkpoint(config.model.path, with_weights=False)
     model = read_config(folder)
     tokenizer = load_tokenizer(folder, config.data, language_config(model).vocab_size, config.model.trust_remote_code)
+    if tokenizer.chat_template is None and holds_chats(config):
+        raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
     images = ImageReader(folder, model) if model.model_type in VISION_FAMILIES else None
     return ChatTokenizer(tokenizer, config.data.train_on if isinstance(config, SFTConfig) else "all", images)
 

@@ -65,6 +65,14 @@ def check_records(sources: Sequence[SourceConfig], read: Reader) -> list[tuple[C
     return [*first.values()]
 
 
+def holds_chats(config: RunConfig) -> bool:
+    """Whether a run has chats, by the first record of each source. The records of sft may be texts."""
+    if not isinstance(config, SFTConfig):
+        return True
+    sources = [(open_source(source), source) for source in (*config.data.train, *config.data.validation)]
+    return any(isinstance(read_chat(source[0], of, source.where(0)), Chat) for source, of in sources)
+
+
 def _read_prompt_with_answer(reward: str, record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
     answer = read_example(record, config).get("answer")
     if answer is None or answer == "":

@@ -96,7 +96,7 @@ def test_a_renamed_key_is_answered_with_its_new_name(tmp_path: Path, old: str, n
 
 def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("output: x")
-    with pytest.raises(InputError, match=r"model: this key is required"):
+    with pytest.raises(InputError, match=r"^model, data, batch, length: these keys are required$"):
         load_config(tmp_path / "c.yaml")
 
 

@@ -57,5 +57,6 @@ def test_all_commands_refuse_the_same(tmp_path: Path, model: Any, algorithm: str
 @pytest.mark.parametrize("algorithm", TRAINERS)
 def test_a_missing_chat_template_is_found_before_weights_are_read(tmp_path: Path, algorithm: str) -> None:
     Qwen3Config().save_pretrained(tmp_path / "model")
-    config = config_of(tmp_path, algorithm, {})
+    (tmp_path / "d.jsonl").write_text('{"prompt": "p", "completion": "c"}')
+    config = config_of(tmp_path, algorithm, {"data.train": [{"path": str(tmp_path / "d.jsonl")}]})
     assert "the tokenizer has no chat template" in refusal(lambda: TRAINERS[algorithm](config))
