@@ -1,7 +1,7 @@
 """How completions are generated and rewarded, and how weights reach the generators."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -109,13 +109,21 @@ SCORES = {**dict.fromkeys((*NEED_ANSWER, "format"), (0.0, 1.0)), "length": (-mat
 class RewardConfig(Section):
     function: str
     """A built-in reward: exact_match, last_number, math, format or length. Or the import path `package.module:function`
-    of your own, called as function(completion: str, example: dict) -> float."""
+    of your own, called as function(completion: str, example: dict) -> float. An async function has many calls at once.
+    A function whose first parameter is called completions gets lists, and returns a list. In place of a number it may
+    return a number and a dict of metrics."""
 
     weight: float = 1.0
     """Weight of this reward. A completion's reward is the weighted sum of all."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further keyword arguments of the function, e.g. pattern for format."""
+
+    workers: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Number of processes on each rank that call the function at the same time."""
+
+    concurrency: Annotated[int, Field(gt=0, le=100_000)] = 64
+    """Most calls of an async function at once in each process."""
 
     time_limit: Annotated[float, Field(gt=0)] = 10.0
     """Most seconds that one call may take."""
@@ -127,6 +135,11 @@ class RewardConfig(Section):
     """Lowest score with which a completion passes, for the metric val/pass@1. At most one reward has it. If none has, a
     completion passes with the full score, 1, of the first built-in reward that compares with the answer. If there is no
     such reward either, there is no val/pass@1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _function_alone(cls, values: Any) -> Any:
+        return {"function": values} if isinstance(values, str) else values
 
     @model_validator(mode="after")
     def _can_tell(self) -> "RewardConfig":

@@ -166,9 +166,11 @@ class RolloutCollector:
     def _rewarded(self, completions: Sequence[Completion], pending: Pending) -> list[list[Rollout]]:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+        prompts = [prompt for prompt, _ in pending.mine]
+        scorings = [self.scorer.submit(text, prompt.example) for text, prompt in zip(texts, prompts, strict=True)]
         rollouts = [
-            Rollout(completion, text, self.scorer(text, prompt.example), writer=rank)
-            for completion, text, (prompt, _) in zip(completions, texts, pending.mine, strict=True)
+            Rollout(completion, text, score, writer=rank)
+            for completion, text, score in zip(completions, texts, self.scorer.take(scorings), strict=True)
         ]
         flat = interleave(gather_objects([_without_routes(rollout) for rollout in rollouts], self.world))
         flat[rank::num_ranks] = rollouts

@@ -12,7 +12,7 @@ from automodel_rl.config import FilterConfig
 from automodel_rl.errors import InputError
 from automodel_rl.losses.advantages import has_signal, overlong_penalty
 from automodel_rl.rollout.protocol import Promptlike, Rollout
-from automodel_rl.rollout.rewards.errors import error_rates
+from automodel_rl.rollout.rewards.counts import error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score
 
 
@@ -96,6 +96,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
         "rollout/num_groups": len(groups),
         **{f"rollout/reward_{name}": sum(scores) / len(scores) for name, scores in zip(rewards, parts, strict=True)},
         **{f"rollout/error_rate_{name}": rate for name, rate in error_rates(all_scores(groups), rewards).items()},
+        **{f"rollout/{name}": mean for name, mean in metric_means(all_scores(groups), rewards).items()},
     }
 
 
@@ -115,6 +116,7 @@ def rollout_records(
             "completion": rollout.text,
             "reward": reward,
             "rewards": dict(zip(rewards, rollout.score.parts, strict=True)),
+            "metrics": metric_means([rollout.score], rewards),
             "errors": [error for error in (*rollout.score.errors, rollout.completion.error) if error],
             "tokens": len(rollout.completion.token_ids),
             "finish": rollout.completion.finish,

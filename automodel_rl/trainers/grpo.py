@@ -17,7 +17,7 @@ from automodel_rl.observe.metrics import save_rollouts
 from automodel_rl.observe.report import Sample
 from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.rollout.groups import Group, all_scores, pass_rate, rollout_metrics, rollout_records, shaped_rewards
-from automodel_rl.rollout.rewards.errors import ErrorWatch, error_rates
+from automodel_rl.rollout.rewards.counts import ErrorWatch, error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
 from automodel_rl.trainers.policy_batches import Microbatches, pack_optimizer_steps, with_advantages
@@ -264,6 +264,7 @@ class GRPOTrainer:
             "val/reward_mean": sum(score.total for score in scores) / len(scores),
             **({} if self.config.passing is None else {"val/pass@1": pass_rate(scores, *self.config.passing)}),
             **{f"val/error_rate_{n}": rate for n, rate in error_rates(scores, self.config.reward_names).items()},
+            **{f"val/{name}": mean for name, mean in metric_means(scores, self.config.reward_names).items()},
         }
 
 

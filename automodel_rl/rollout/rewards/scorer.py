@@ -1,16 +1,12 @@
 """Scores completions with reward functions that may fail, run too long or return nonsense."""
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from automodel_rl.config import RewardConfig
-from automodel_rl.errors import InputError
-from automodel_rl.rollout.child_process import ChildEndedError, ChildProcess
-
-START_SECONDS = 120.0
-"""Time limit for importing a reward function's module."""
+from automodel_rl.rollout.rewards.pool import Result, RewardPool
 
 
 @dataclass(frozen=True)
@@ -21,11 +17,27 @@ class Score:
         total: weighted sum of all rewards' scores.
         parts: each reward's score, in the order of the config.
         errors: the error text of each reward's call, which then scored `on_error`; empty if the call went well.
+        metrics: further numbers that each reward returned, by name.
     """
 
     total: float
     parts: tuple[float, ...]
     errors: tuple[str, ...]
+    metrics: tuple[dict[str, float], ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A completion whose rewards are being computed.
+
+    Attributes:
+        completion, example: the completion, and the record of its prompt.
+        results: the result of each reward; None for a reward that takes batches, which starts when scores are taken.
+    """
+
+    completion: str
+    example: dict[str, Any]
+    results: list["Future[list[Result]] | None"]
 
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
@@ -35,67 +47,57 @@ def check_rewards(rewards: Sequence[RewardConfig]) -> None:
         InputError: a reward cannot be started.
     """
     for reward in rewards:
-        Scorer([reward]).close()
+        RewardPool(reward.model_copy(update={"workers": 1})).close()
 
 
 class Scorer:
-    """Runs each reward in a process of its own. After a call that runs out of time, the process is started anew.
+    """Runs each reward in processes of its own, and all of them at the same time.
 
     Args:
         rewards: the rewards of the config.
     """
 
     def __init__(self, rewards: Sequence[RewardConfig]):
-        self.rewards = [_Reward(config) for config in rewards]
+        self.rewards = rewards
+        self.pools = [RewardPool(config) for config in rewards]
 
-    def __call__(self, completion: str, example: Mapping[str, Any]) -> Score:
-        parts, errors = [], []
-        for reward in self.rewards:
-            score, error = reward(completion, example)
-            parts.append(score)
-            errors.append(f"{reward.config.function}: {error}" if error else "")
-        weights = [reward.config.weight for reward in self.rewards]
-        return Score(sum(w * p for w, p in zip(weights, parts, strict=True)), tuple(parts), tuple(errors))
+    def submit(self, completion: str, example: Mapping[str, Any]) -> Scoring:
+        """Begins to score a completion."""
+        record = dict(example)
+        results = [None if pool.takes_batches else pool.submit([completion], [record]) for pool in self.pools]
+        return Scoring(completion, record, results)
+
+    def take(self, scorings: Sequence[Scoring]) -> list[Score]:
+        """The scores of completions that were submitted. Rewards that take batches get all of them, in one call for
+        each of their processes."""
+        by_reward = [
+            self._together(pool, scorings)
+            if pool.takes_batches
+            else [result for scoring in scorings for result in _done(scoring.results[place])]
+            for place, pool in enumerate(self.pools)
+        ]
+        return [self._score(results) for results in zip(*by_reward, strict=True)]
+
+    def _together(self, pool: RewardPool, scorings: Sequence[Scoring]) -> list[Result]:
+        size = max(1, -(-len(scorings) // pool.config.workers))
+        parts = [scorings[start : start + size] for start in range(0, len(scorings), size)]
+        futures = [pool.submit([s.completion for s in part], [s.example for s in part]) for part in parts]
+        return [result for future in futures for result in future.result()]
+
+    def _score(self, results: Sequence[Result]) -> Score:
+        errors = [
+            f"{reward.function}: {result.error}" if result.error else ""
+            for reward, result in zip(self.rewards, results, strict=True)
+        ]
+        total = sum(reward.weight * result.score for reward, result in zip(self.rewards, results, strict=True))
+        parts, metrics = tuple(result.score for result in results), tuple(result.metrics for result in results)
+        return Score(total, parts, tuple(errors), metrics)
 
     def close(self) -> None:
-        for reward in self.rewards:
-            reward.stop()
+        for pool in self.pools:
+            pool.close()
 
 
-class _Reward:
-    def __init__(self, config: RewardConfig):
-        self.config = config
-        self.child: ChildProcess | None = None
-        self._start()
-
-    def __call__(self, completion: str, example: Mapping[str, Any]) -> tuple[float, str]:
-        """The score and an error text, which is empty if the call went well."""
-        try:
-            child = self.child or self._start()
-            child.send((completion, dict(example)))
-            score, error = child.receive(self.config.time_limit)
-        except TimeoutError:
-            self.stop()
-            return self.config.on_error, f"took longer than time_limit={self.config.time_limit} s"
-        except (ChildEndedError, InputError) as problem:
-            self.stop()
-            return self.config.on_error, str(problem)
-        return (self.config.on_error, error) if score is None else (score, "")
-
-    def _start(self) -> ChildProcess:
-        name = self.config.function
-        self.child = ChildProcess([sys.executable, "-m", "automodel_rl.rollout.rewards.worker", name])
-        try:
-            self.child.send(self.config.options)
-            _, error = self.child.receive(START_SECONDS)
-        except (ChildEndedError, TimeoutError):
-            error = f"rewards.function={name}: its process does not start: import it to see why"
-        if error:
-            self.stop()
-            raise InputError(error)
-        return self.child
-
-    def stop(self) -> None:
-        if self.child is not None:
-            self.child.close()
-            self.child = None
+def _done(future: "Future[list[Result]] | None") -> list[Result]:
+    assert future is not None
+    return future.result()

@@ -1,19 +1,22 @@
-"""The process that runs a reward function, so that a function that never returns can be ended.
+"""A process that runs a reward function, so that a function that never returns can be ended.
 
 python -m automodel_rl.rollout.rewards.worker FUNCTION DESCRIPTOR
 
-Everything goes over the connection with that file descriptor. The process first receives the options and sends
-(None, error). Then it receives (completion, example) and sends (score, error), again and again.
+Everything goes over the connection with that file descriptor. The process first receives (options, time limit) and
+sends (kind, error). Then it receives (number, completions, examples) and sends (number, results), again and again. A
+result is (score, error, metrics).
 """
 
+import asyncio
 import ctypes
 import inspect
 import math
 import numbers
+import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +26,12 @@ from automodel_rl.rollout.rewards.options import check_options
 
 PR_SET_PDEATHSIG = 1
 
+PLAIN, ASYNC, BATCH = "plain", "async", "batch"
+"""Kinds of reward functions: called one after the other, many at once, or with lists of completions."""
+
+Scored = tuple[float | None, str, dict[str, float]]
+"""A score, an error text and metrics. The score is None if there is an error."""
+
 
 def main() -> None:
     if sys.platform == "linux":  # a reward that never returns must not outlive the job
@@ -30,32 +39,101 @@ def main() -> None:
     connection = Connection(int(sys.argv[2]))
     name = sys.argv[1]
     try:
-        options = connection.recv()
+        options, time_limit = connection.recv()
         function = find_reward(name)
         check_options(name, function, options)
     except InputError as error:
         connection.send((None, str(error)))
         return
-    connection.send((None, ""))
+    kind = kind_of(function)
+    connection.send((kind, ""))
+    if kind == ASYNC:
+        asyncio.run(_serve_together(connection, function, options, time_limit))
+        return
     while True:
         try:
-            completion, example = connection.recv()
+            number, completions, examples = connection.recv()
         except EOFError:
             return
-        connection.send(score(function, completion, example, options))
+        if kind == BATCH:
+            connection.send((number, score_batch(function, completions, examples, options)))
+        else:
+            connection.send((number, [score(function, completions[0], examples[0], options)]))
 
 
-def score(
-    function: Callable[..., Any], completion: str, example: dict[str, Any], options: dict[str, Any]
-) -> tuple[float | None, str]:
-    """The score and an error text: (score, "") or (None, error)."""
+def kind_of(function: Callable[..., Any]) -> str:
+    """The kind of a reward function. One whose first parameter is called `completions` takes lists."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return ASYNC
+    try:
+        parameters = [*inspect.signature(function).parameters]
+    except ValueError:  # functions written in C may not say what they take
+        return PLAIN
+    return BATCH if parameters[:1] == ["completions"] else PLAIN
+
+
+async def _serve_together(
+    connection: Connection, function: Callable[..., Any], options: dict[str, Any], time_limit: float
+) -> None:
+    """Answers calls of an async function, each as soon as it has finished."""
+
+    async def answer(number: int, completion: str, example: dict[str, Any]) -> None:
+        try:
+            value = await asyncio.wait_for(function(completion, example, **options), time_limit)
+        except SystemExit as error:
+            os._exit(error.code if isinstance(error.code, int) else 1)  # asyncio's threads would hold up the end
+        except TimeoutError:
+            result: Scored = (None, f"took longer than time_limit={time_limit} s", {})
+        except Exception as error:
+            result = (None, _explain(function, error), {})
+        else:
+            result = checked(value)
+        connection.send((number, [result]))
+
+    running: set[asyncio.Task] = set()
+    while True:
+        try:
+            number, completions, examples = await asyncio.to_thread(connection.recv)
+        except EOFError:
+            return
+        task = asyncio.create_task(answer(number, completions[0], examples[0]))
+        running.add(task)  # asyncio itself keeps no strong reference
+        task.add_done_callback(running.discard)
+
+
+def score(function: Callable[..., Any], completion: str, example: dict[str, Any], options: dict[str, Any]) -> Scored:
+    """The result of one call."""
     try:
         value = function(completion, example, **options)
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return None, f"{text}{_place(function, error)}"
-    number = _number(value)
-    return (None, f"returned {value!r:.80}, which is no finite number") if number is None else (number, "")
+        return None, _explain(function, error), {}
+    return checked(value)
+
+
+def score_batch(
+    function: Callable[..., Any], completions: list[str], examples: list[dict[str, Any]], options: dict[str, Any]
+) -> list[Scored]:
+    """The results of one call for several completions. If it fails, it fails for all of them."""
+    try:
+        values = [*function(completions, examples, **options)]
+    except Exception as error:
+        return [(None, _explain(function, error), {})] * len(completions)
+    if len(values) != len(completions):
+        return [(None, f"returned {len(values)} scores for {len(completions)} completions", {})] * len(completions)
+    return [checked(value) for value in values]
+
+
+def checked(value: Any) -> Scored:
+    """A returned value as a result: a finite number, or a number and a mapping of metrics."""
+    given, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+    number = _number(given)
+    if number is None or not isinstance(metrics, Mapping):
+        return None, f"returned {value!r:.80}, which is no finite number, and no number with a dict of metrics", {}
+    found = {str(name): _number(metric) for name, metric in metrics.items()}
+    wrong = next((name for name, metric in found.items() if metric is None), None)
+    if wrong is not None:
+        return None, f"returned {metrics[wrong]!r:.80} for the metric {wrong}, which is no finite number", {}
+    return number, "", {name: metric for name, metric in found.items() if metric is not None}
 
 
 def _number(value: Any) -> float | None:
@@ -65,6 +143,10 @@ def _number(value: Any) -> float | None:
     except Exception:  # not a number: no `item`, several items, or an item that is not a number
         return None
     return number if math.isfinite(number) else None
+
+
+def _explain(function: Callable[..., Any], error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{_place(function, error)}"
 
 
 def _place(function: Callable[..., Any], error: Exception) -> str:

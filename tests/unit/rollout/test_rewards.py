@@ -13,7 +13,7 @@ import torch
 from automodel_rl.config import RewardConfig
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.rewards.functions import BUILT_IN
-from automodel_rl.rollout.rewards.scorer import Scorer, check_rewards
+from automodel_rl.rollout.rewards.scorer import Score, Scorer, check_rewards
 from automodel_rl.rollout.rewards.worker import score
 
 
@@ -50,6 +50,10 @@ def odd(completion: str, example: dict) -> object:
     return {"nan": math.nan, "text": "1.0", "none": None, "true": True}.get(completion, 0.5)
 
 
+def score_of(scorer: Scorer, completion: str) -> Score:
+    return scorer.take([scorer.submit(completion, {})])[0]
+
+
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[Scorer]:
     config = RewardConfig(function="tests.unit.rollout.test_rewards:odd", weight=2.0, time_limit=1.0, on_error=-1.0)
@@ -70,20 +74,20 @@ def scorer() -> Iterator[Scorer]:
     ],
 )
 def test_what_fails_scores_as_configured_and_the_next_call_works(scorer: Scorer, completion: str, message: str) -> None:
-    score = scorer(completion, {})
+    score = score_of(scorer, completion)
     assert score.total == -2.0
     assert score.parts == (-1.0, 0.0)
     error, none = score.errors
     assert message in error
     assert "tests.unit.rollout.test_rewards:odd" in error
     assert none == ""
-    good = scorer("fine", {})
+    good = score_of(scorer, "fine")
     assert good.total == 1.0
     assert good.errors == ("", "")
 
 
 def test_weights_add_up(scorer: Scorer) -> None:
-    assert scorer("true", {}).total == 2.0
+    assert score_of(scorer, "true").total == 2.0
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def deep(completion: str, example: dict) -> float:
 def test_an_error_names_the_innermost_line_of_the_users_own_file() -> None:
     line = inspect.getsourcelines(deep)[1] + 2
     for completion in ("3", "x"):
-        _, error = score(deep, completion, {}, {})
+        _, error, _ = score(deep, completion, {}, {})
         assert error.endswith(f"(at {__file__}:{line})")
 
 
@@ -117,19 +121,19 @@ def test_an_error_names_the_innermost_line_of_the_users_own_file() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_numbers_of_every_library_are_scores(value: Any) -> None:
-    assert score(lambda *_: value, "", {}, {}) == (0.5, "")
+    assert score(lambda *_: value, "", {}, {}) == (0.5, "", {})
 
 
 @pytest.mark.parametrize("value", [np.bool_(True), np.int64(1), True, 1], ids=lambda value: type(value).__name__)
 def test_truth_and_whole_numbers_are_scores(value: Any) -> None:
-    assert score(lambda *_: value, "", {}, {}) == (1.0, "")
+    assert score(lambda *_: value, "", {}, {}) == (1.0, "", {})
 
 
 @pytest.mark.parametrize(
     "value", [np.float32("nan"), np.ones(2), torch.ones(2), 10**400, "1.0", None, [1.0], 1j], ids=lambda v: repr(v)[:20]
 )
 def test_what_is_no_finite_number_is_no_score(value: Any) -> None:
-    number, error = score(lambda *_: value, "", {}, {})
+    number, error, _ = score(lambda *_: value, "", {}, {})
     assert number is None
     assert "which is no finite number" in error
 
@@ -172,5 +176,5 @@ def test_options_that_a_reward_does_not_have_are_refused_at_the_start(
 
 def test_options_that_fit_are_accepted_and_used() -> None:
     scorer = Scorer([RewardConfig(function=f"{HERE}:scaled", options={"scale": 2})])
-    assert scorer("abc", {}).total == 6.0
+    assert score_of(scorer, "abc").total == 6.0
     scorer.close()

@@ -2,7 +2,7 @@
 
 from automodel_rl.config import RewardConfig
 from automodel_rl.rollout.groups import pass_rate
-from automodel_rl.rollout.rewards.errors import ErrorWatch, error_rates
+from automodel_rl.rollout.rewards.counts import ErrorWatch, error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score
 
 NAMES = ["math", "judge"]
@@ -43,3 +43,9 @@ def test_a_completion_passes_by_the_reward_that_tells_and_not_by_a_failed_call()
     right, wrong = Score(2.0, (0.0, 2.0), ("", "")), Score(1.0, (1.0, 0.0), ("", ""))
     failed = Score(3.0, (1.0, 2.0), ("", "m:judge: no"))
     assert pass_rate([right, wrong, wrong, failed], place=1, passes_at=2.0) == 0.25
+
+
+def test_metrics_are_means_over_the_completions_that_have_them() -> None:
+    scores = [Score(0.0, (0.0, 0.0), ("", ""), metrics) for metrics in (({}, {"a": 1.0}), ({}, {"a": 2.0, "b": 5.0}))]
+    assert metric_means(scores, NAMES) == {"metric_judge_a": 1.5, "metric_judge_b": 5.0}
+    assert metric_means([Score(0.0, (0.0, 0.0), ("", ""))], NAMES) == {}

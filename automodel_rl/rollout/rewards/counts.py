@@ -1,4 +1,4 @@
-"""Error rates of rewards, and warnings about them."""
+"""What is counted of rewards: their metrics and their error rates, and warnings about errors."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,16 @@ def error_rates(scores: Sequence[Score], names: Sequence[str]) -> dict[str, floa
     """The share of each reward's calls that failed, by name."""
     calls = zip(*(score.errors for score in scores), strict=True)
     return {name: sum(map(bool, errors)) / len(errors) for name, errors in zip(names, calls, strict=True)}
+
+
+def metric_means(scores: Sequence[Score], names: Sequence[str]) -> dict[str, float]:
+    """The mean of every metric that rewards returned, over the completions that have it, as `metric_REWARD_NAME`."""
+    values: dict[str, list[float]] = {}
+    for score in scores:
+        for reward, metrics in zip(names, score.metrics, strict=bool(score.metrics)):
+            for name, value in metrics.items():
+                values.setdefault(f"metric_{reward}_{name}", []).append(value)
+    return {name: sum(of_name) / len(of_name) for name, of_name in sorted(values.items())}
 
 
 class ErrorWatch:

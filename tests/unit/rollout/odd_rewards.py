@@ -1,0 +1,35 @@
+"""Rewards of users: slow ones, async ones, batches, and some that misbehave."""
+
+import asyncio
+import time
+
+
+def slow(completion: str, example: dict, seconds: float) -> float:
+    time.sleep(60 if completion == "never" else seconds)
+    return float(len(completion))
+
+
+async def judge(completion: str, example: dict, seconds: float) -> tuple[float, dict]:
+    """An async reward that sleeps, raises, blocks its process or ends it."""
+    if completion == "raise":
+        raise RuntimeError("no way")
+    if completion == "block":
+        time.sleep(60)
+    if completion == "exit":
+        raise SystemExit(3)
+    await asyncio.sleep(60 if completion == "never" else seconds)
+    return float(len(completion)), {"words": len(completion.split()), "seen": True}
+
+
+def ranks(completions: list[str], examples: list[dict]) -> list[float]:
+    """A batch reward: each completion's place by length."""
+    if "short" in completions:
+        return [0.0]
+    order = sorted(completions, key=len)
+    return [
+        order.index(completion) + example["base"] for completion, example in zip(completions, examples, strict=True)
+    ]
+
+
+def scored(completion: str, example: dict) -> object:
+    return {"nan": (1.0, {"a": float("nan")}), "text": (1.0, "a"), "good": (1, {"a": 2})}[completion]
