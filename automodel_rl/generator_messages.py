@@ -5,7 +5,7 @@ worker loads it by its path, in an environment that has nothing else of this pac
 
     a rank sends                                     the process answers
     Start                                            Started
-    Generate                                         Completions, or Failed
+    Generate                                         Finished for each completion, or Failed
     Hello                                            Hello, with the same number
     weights for this package's own generator:
     Agree, OpenBuffers, MakeRoom, Join, Leave        Agreed, Opened, Room, Joined, Left
@@ -121,11 +121,18 @@ class Generate(Message):
 
 
 @dataclass(frozen=True)
-class Completions(Message):
-    """All completions for the `Generate` with the same number, in the order of its requests."""
+class Finished(Message):
+    """A completion for the `Generate` with the same number, sent as soon as it is written.
+
+    Attributes:
+        number: the number of the `Generate`.
+        place: the place of the completion's request in it.
+        written: the completion.
+    """
 
     number: int
-    written: list[Written]
+    place: int
+    written: Written
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.generator_messages import Request
 from automodel_rl.parallel.host_collectives import gather_objects, interleave
 from automodel_rl.rollout.protocol import Completion, Generator, Promptlike, Rollout
-from automodel_rl.rollout.rewards.scorer import Scorer
+from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
 
 
@@ -27,6 +27,7 @@ class Pending:
         mine: this rank's share of the completions: for each, its prompt and its number among the prompt's completions.
         requests: the requests for them.
         generator: the generator that was asked.
+        scorings: completions that are scored already, by their place among the requests.
         wait: waits for the completions and returns them.
         error: why the generator could not be asked, or "".
     """
@@ -37,6 +38,7 @@ class Pending:
     generator: Generator | None
     wait: Callable[[], list[Completion]]
     error: str = ""
+    scorings: dict[int, Scoring] = field(default_factory=dict)
 
 
 class RolloutCollector:
@@ -90,8 +92,16 @@ class RolloutCollector:
         pending.generator, pending.error = self.supervisor.generator, self.supervisor.problem
         if pending.generator is None or pending.error:
             return
+        scorings: dict[int, Scoring] = {}
+        pending.scorings = scorings
+
+        def score(place: int, completion: Completion) -> None:
+            """Begins to score a completion while others are still written."""
+            if self._checked(completion).finish != "error":
+                scorings[place] = self.scorer.submit(self._text(completion), pending.mine[place][0].example)
+
         try:
-            pending.wait = pending.generator.submit(pending.requests)
+            pending.wait = pending.generator.submit(pending.requests, score)
         except Exception as problem:
             pending.error = innermost(problem)
 
@@ -163,11 +173,18 @@ class RolloutCollector:
             return Completion([], [], "error", text)
         return dataclasses.replace(completion, routes=routes)
 
+    def _text(self, completion: Completion) -> str:
+        return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
     def _rewarded(self, completions: Sequence[Completion], pending: Pending) -> list[list[Rollout]]:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
-        prompts = [prompt for prompt, _ in pending.mine]
-        scorings = [self.scorer.submit(text, prompt.example) for text, prompt in zip(texts, prompts, strict=True)]
+        texts, prompts = [self._text(completion) for completion in completions], [prompt for prompt, _ in pending.mine]
+        scorings = []
+        for place, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+            scoring = pending.scorings.get(place)
+            # A completion that is checked later may become an error, whose text is empty.
+            is_same = scoring is not None and scoring.completion == text
+            scorings.append(scoring if scoring and is_same else self.scorer.submit(text, prompt.example))
         rollouts = [
             Rollout(completion, text, score, writer=rank)
             for completion, text, score in zip(completions, texts, self.scorer.take(scorings), strict=True)

@@ -7,10 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from automodel_rl.errors import WeightSyncError, innermost
-from automodel_rl.generator_messages import Completions, Failed, Failure, Generate, Message, Request, Start, Started
+from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Message, Request, Start, Started
 from automodel_rl.rollout.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
 from automodel_rl.rollout.completions import completion_of
-from automodel_rl.rollout.protocol import Completion
+from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
+
+
+class _Batch:
+    """The completions of one `Generate`, as they come.
+
+    Attributes:
+        completions: the completions that have come, by place.
+        error: why the others will not come; empty if they will.
+    """
+
+    def __init__(self, size: int, on_finished: OnFinished):
+        self.size, self.on_finished = size, on_finished
+        self.completions: dict[int, Completion] = {}
+        self.error = ""
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.error) or len(self.completions) == self.size
 
 
 class GeneratorProcess:
@@ -33,8 +51,8 @@ class GeneratorProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None, settings: Any):
         self.child = ChildProcess(command, environment)
-        self._batches = 0
-        self._done: dict[int, Completions | Failed] = {}
+        self._number = 0
+        self._batches: dict[int, _Batch] = {}
         self._answers: deque[Message] = deque()
         self._news = threading.Condition()
         self._ended: ChildEndedError | None = None
@@ -54,7 +72,9 @@ class GeneratorProcess:
             self.close()
             raise
 
-    def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
+    def submit(
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+    ) -> Callable[[], list[Completion]]:
         """Lets the generator begin, and returns a function that waits for the completions.
 
         Raises:
@@ -62,9 +82,10 @@ class GeneratorProcess:
         """
         if not requests:
             return list
-        self._batches += 1
-        self.child.send(Generate(self._batches, list(requests)))
-        return functools.partial(self._completions, self._batches)
+        self._number += 1
+        batch = self._batches[self._number] = _Batch(len(requests), on_finished)
+        self.child.send(Generate(self._number, list(requests)))
+        return functools.partial(self._completions, batch)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self.submit(requests)()
@@ -87,13 +108,11 @@ class GeneratorProcess:
     def receive(self) -> Message:
         return self._answers.popleft()
 
-    def _completions(self, number: int) -> list[Completion]:
-        self._wait_for(lambda: number in self._done)
-        match self._done.pop(number):
-            case Failed(_, text):
-                raise RuntimeError(text)
-            case Completions(_, written):
-                return [completion_of(one) for one in written]
+    def _completions(self, batch: _Batch) -> list[Completion]:
+        self._wait_for(lambda: batch.is_over)
+        if batch.error:
+            raise RuntimeError(batch.error)
+        return [batch.completions[place] for place in range(batch.size)]
 
     def _wait_for(self, arrived: Callable[[], bool]) -> None:
         """Waits until a message has arrived. Raises ChildEndedError if it never will."""
@@ -107,15 +126,29 @@ class GeneratorProcess:
         """Receives messages in a thread, and sorts completions from answers about weights."""
         while self._ended is None:
             message = self._next_message()
+            if isinstance(message, Finished):
+                self._finish(message)
+                continue
             with self._news:
                 match message:
                     case ChildEndedError():
                         self._ended = message
-                    case Completions(number) | Failed(number):
-                        self._done[number] = message
+                    case Failed(number, text) if number in self._batches:
+                        self._batches.pop(number).error = text
                     case _:
                         self._answers.append(message)
                 self._news.notify_all()
+
+    def _finish(self, message: Finished) -> None:
+        batch, completion = self._batches.get(message.number), completion_of(message.written)
+        if batch is None:  # it has failed
+            return
+        batch.on_finished(message.place, completion)
+        with self._news:
+            batch.completions[message.place] = completion
+            if batch.is_over:
+                del self._batches[message.number]
+            self._news.notify_all()
 
     def _next_message(self) -> Any:
         """The next message of the process, or a ChildEndedError if no more will come."""

@@ -60,14 +60,25 @@ class Rollout:
     writer: int = 0
 
 
+OnFinished = Callable[[int, Completion], None]
+"""Called with the place of a request and its completion, as soon as that is written, by any thread."""
+
+
+def do_nothing(place: int, completion: Completion) -> None:
+    """The `OnFinished` of those who wait for all completions."""
+
+
 class Generator(Protocol):
     """Writes completions with weights of its own. Each rank has one, and uses it independently of the other ranks."""
 
-    def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
+    def submit(
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+    ) -> Callable[[], list[Completion]]:
         """Gives the generator requests. It begins at once, if it can work while this process does something else.
 
         Args:
             requests: the completions to write.
+            on_finished: called for every completion, also for those of a generator that is lost later.
 
         Returns:
             A function that waits for the completions and returns them in the order of the requests. If a single

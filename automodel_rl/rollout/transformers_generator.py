@@ -12,7 +12,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
-from automodel_rl.rollout.protocol import Completion
+from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
@@ -57,13 +57,18 @@ class TransformersGenerator:
         self.receiver = Receiver(synced_tensors(self.model, copy))
         self.recorder = RouteRecorder.of(self.model) if copy.capture_routes else None
 
-    def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
+    def submit(
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+    ) -> Callable[[], list[Completion]]:
         """Returns a function that writes the completions. It cannot begin earlier, because it shares this process."""
-        return functools.partial(self.generate, requests)
+        return functools.partial(self.generate, requests, on_finished=on_finished)
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[Request], between_tokens: Callable[[], None] = lambda: None
+        self,
+        requests: Sequence[Request],
+        between_tokens: Callable[[], None] = lambda: None,
+        on_finished: OnFinished = do_nothing,
     ) -> list[Completion]:
         """Writes completions.
 
@@ -71,6 +76,7 @@ class TransformersGenerator:
             requests: the completions to write.
             between_tokens: called before every token. It may load new weights, with which completions go on; keys and
                 values of earlier tokens are kept (as in PipelineRL, arXiv:2509.19128).
+            on_finished: called for every completion of a batch as soon as the batch is written.
 
         Raises:
             WeightSyncError: there are no complete weights.
@@ -81,7 +87,9 @@ class TransformersGenerator:
         for start in range(0, len(order), self.writing.batch_size):
             places = order[start : start + self.writing.batch_size]
             batch = self._batch([requests[i] for i in places], between_tokens)
-            done.update(zip(places, batch, strict=True))
+            for place, completion in zip(places, batch, strict=True):
+                done[place] = completion
+                on_finished(place, completion)
         return [done[i] for i in range(len(requests))]
 
     def close(self) -> None:

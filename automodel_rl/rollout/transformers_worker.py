@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 
 from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import (
-    Completions,
     Failed,
     Failure,
+    Finished,
     Generate,
     Message,
     ProtocolError,
@@ -75,12 +75,13 @@ class Worker:
             self.end.handle(self.weights.get())
 
     def _generate(self, order: Generate) -> None:
+        def send(place: int, completion: Completion) -> None:
+            self.connection.send(Finished(order.number, place, _written(completion)))
+
         try:
-            completions = self.generator.generate(order.requests, between_tokens=self.take_weights)
-            answer: Message = Completions(order.number, [_written(completion) for completion in completions])
+            self.generator.generate(order.requests, self.take_weights, send)
         except Exception as error:
-            answer = Failed(order.number, innermost(error))
-        self.connection.send(answer)
+            self.connection.send(Failed(order.number, innermost(error)))
 
     def _read(self) -> None:
         """Reads messages in a thread. So they wait in memory while the generator works; the pipe has little room."""

@@ -12,7 +12,7 @@ import numpy as np
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Request, Written
 from automodel_rl.rollout.completions import completion_of
-from automodel_rl.rollout.protocol import Completion
+from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.rollout.vllm_http import VllmServer
 from automodel_rl.rollout.vllm_server_weights import ServerWeights
 
@@ -48,12 +48,20 @@ class VllmServers:
         self.model = servers[0].get("/v1/models")["data"][0]["id"]
         self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE)
 
-    def submit(self, requests: Sequence[Request]) -> Callable[[], list[Completion]]:
+    def submit(
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+    ) -> Callable[[], list[Completion]]:
         if self.weights.is_broken:
             raise WeightSyncError("a server has no complete weights, for a weight sync failed: start the servers anew")
+
+        def complete(place: int, request: Request, server: VllmServer) -> Completion:
+            completion = self._complete(request, server)
+            on_finished(place, completion)
+            return completion
+
         futures = [
-            self._requests.submit(self._complete, request, server)
-            for request, server in zip(requests, itertools.cycle(self.servers), strict=False)
+            self._requests.submit(complete, place, request, server)
+            for (place, request), server in zip(enumerate(requests), itertools.cycle(self.servers), strict=False)
         ]
 
         def wait() -> list[Completion]:

@@ -67,7 +67,7 @@ class Worker:
         self.sampling: dict[str, Any] = {}
         self.version: int | None = 0  # 0 is the checkpoint; None in the middle of a weight sync
         self.coming: int | None = None
-        self.batches: dict[int, list[Any]] = {}
+        self.left: dict[int, int] = {}  # number of completions that are still written, by the number of their Generate
         self.oldest: dict[str, int | None] = {}
 
     def start(self, settings: Any) -> None:
@@ -79,7 +79,7 @@ class Worker:
 
     def turn(self) -> None:
         """Handles a message if one has come, else lets vLLM take a step. Waits for a message if there is no work."""
-        idle = not self.batches or self.version is None
+        idle = not self.left or self.version is None
         if idle or self.connection.poll():
             self.handle(self.connection.recv())
         else:
@@ -132,7 +132,7 @@ class Worker:
             self.engine.llm_engine.abort_request(names)
             self.connection.send(self.messages.Failed(order.number, describe(error)))
             return
-        self.batches[order.number] = [None] * len(order.requests)
+        self.left[order.number] = len(order.requests)
         self.oldest |= dict.fromkeys(names, self.version)
 
     def step(self) -> None:
@@ -140,7 +140,7 @@ class Worker:
             outputs = self.engine.llm_engine.step()
         except Exception as error:
             traceback.print_exc()
-            for number in self.batches:
+            for number in self.left:
                 self.connection.send(self.messages.Failed(number, describe(error)))
             raise SystemExit(1) from None  # else what vLLM still has of these requests would be taken for others
         for output in outputs:
@@ -149,9 +149,9 @@ class Worker:
 
     def finish(self, output: Any) -> None:
         number, place = map(int, output.request_id.split("/"))
-        batch, completion = self.batches[number], output.outputs[0]
+        completion = output.outputs[0]
         scores = zip(completion.logprobs, completion.token_ids, strict=True)
-        batch[place] = self.messages.Written(
+        written = self.messages.Written(
             token_ids=list(completion.token_ids),
             logprobs=[score[token].logprob for score, token in scores],
             finish=completion.finish_reason,
@@ -159,14 +159,15 @@ class Worker:
             newest=self.version,
             routes=completion.routed_experts,
         )
-        if None not in batch:
-            del self.batches[number]
-            self.connection.send(self.messages.Completions(number, batch))
+        self.left[number] -= 1
+        if not self.left[number]:
+            del self.left[number]
+        self.connection.send(self.messages.Finished(number, place, written))
 
     def commit(self) -> None:
         self.engine.finish_weight_update()
         # The cache has keys and values of the old weights. Running requests are computed again up to their last token.
-        if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.batches)):
+        if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.left)):
             raise RuntimeError("vLLM keeps its cache of keys and values of the old weights")
         self.version, self.coming = self.coming, None
         self.connection.send(self.messages.Committed(self.version))

@@ -68,6 +68,20 @@ def test_it_reports_the_logprobs_of_what_it_sampled(model: PreTrainedModel, toke
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_completions_of_a_batch_are_told_before_the_next_batch_is_written(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    told: list[object] = []
+    requests = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
+    generator = make_generator(model, tokenizer)
+    written = generator.generate(requests, lambda: told.append("token"), lambda *finished: told.append(finished))
+    finished = [event for event in told if event != "token"]
+    assert sorted(place for place, _ in finished) == [0, 1, 2, 3]
+    assert all(written[place] is completion for place, completion in finished)
+    assert "token" in told[told.index(finished[2]) : told.index(finished[3])]
+
+
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"], indirect=True)
 def test_it_says_which_experts_prompt_and_completion_went_to(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase

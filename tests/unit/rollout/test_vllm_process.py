@@ -181,6 +181,9 @@ def test_weights_come_between_two_steps_of_running_requests() -> None:
         waits = [generator.submit(many) for _ in range(20)]
         assert send_weights(generator, 1, "a") == Committed(1)
         versions = [completion.versions for wait in waits for completion in wait()]
+        told: dict[int, object] = {}
+        written = generator.submit(many, told.__setitem__)()
+        assert [told[place] for place in range(len(many))] == written
         assert set(versions) <= {(0, 0), (0, 1), (1, 1)}
         assert len(versions) == 4000
     finally:
