@@ -65,6 +65,9 @@ class SourcesConfig(Section):
     chat_template: PathText | None = None
     """File with a Jinja chat template to use in place of the tokenizer's own."""
 
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, e.g. {enable_thinking: false}, in data, rollouts and validation."""
+
     shuffle: bool = True
     """Draw examples in a new random order in every epoch. false keeps the order of the files."""
 

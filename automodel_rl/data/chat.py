@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
     images = ImageReader(folder, model) if model.model_type in VISION_FAMILIES else None
-    return ChatTokenizer(tokenizer, config.data.train_on if isinstance(config, SFTConfig) else "all", images)
+    train_on = config.data.train_on if isinstance(config, SFTConfig) else "all"
+    return ChatTokenizer(tokenizer, train_on, images, config.data.chat_template_kwargs)
 
 
 def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> None:
@@ -108,11 +109,21 @@ class ChatTokenizer:
         tokenizer: a tokenizer with a chat template.
         train_on: "all" or "last": the mask covers all trained turns of a chat, or only its last turn.
         images: reads the images of chats, for a model with a vision component; None for any other model.
+        variables: further variables for the chat template.
+
+    Raises:
+        InputError: the template does not read a variable.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: str, images: ImageReader | None = None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        train_on: str,
+        images: ImageReader | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ):
         self.tokenizer, self.train_on, self.images = tokenizer, train_on, images
-        self.template = ChatTemplate(tokenizer, sees_images=images is not None)
+        self.template = ChatTemplate(tokenizer, images is not None, variables)
 
     def __call__(self, chat: Chat, where: str) -> TokenSequence:
         """Tokenises a chat.

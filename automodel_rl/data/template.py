@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import Environment, meta
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.data.images import image_parts
@@ -60,6 +61,10 @@ class ChatTemplate:
     Args:
         tokenizer: a tokenizer with a chat template.
         sees_images: whether the model reads images.
+        variables: further variables for the template.
+
+    Raises:
+        InputError: the template does not read a variable.
 
     Attributes:
         has_marks: whether the template marks what the assistant writes.
@@ -67,8 +72,11 @@ class ChatTemplate:
         quotes_arguments: whether arguments of calls must be objects, not JSON.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, sees_images: bool):
-        self.tokenizer, self.sees_images = tokenizer, sees_images
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, sees_images: bool, variables: Mapping[str, Any] | None = None
+    ):
+        self.tokenizer, self.sees_images, self.variables = tokenizer, sees_images, dict(variables or {})
+        _check_variables(self.variables, str(tokenizer.chat_template))
         self.has_marks = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
         self.reads_parts_only = self._reads_parts_only()
         self.quotes_arguments = self._quotes_arguments()
@@ -95,7 +103,12 @@ class ChatTemplate:
         tree = self._tree(chat)
         try:
             return self.tokenizer.apply_chat_template(
-                tree["messages"], tools=tree["tools"] or None, tokenize=True, return_dict=True, **options
+                tree["messages"],
+                tools=tree["tools"] or None,
+                tokenize=True,
+                return_dict=True,
+                **options,
+                **self.variables,
             )
         except Exception as error:  # a template is a program, and may raise any error
             raise InputError(f"{where}: the chat template refuses these messages ({error})") from None
@@ -152,6 +165,7 @@ class ChatTemplate:
                     tools=tree["tools"] or None,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
+                    **self.variables,
                 )
             )
         except Exception:  # as in `encode`
@@ -181,6 +195,22 @@ class ChatTemplate:
         if self.quotes_arguments:
             messages = [_with_objects(message) for message in messages]
         return {"messages": messages, "tools": list(chat.tools)}
+
+
+def _check_variables(variables: Mapping[str, Any], template: str) -> None:
+    """Raises InputError for a variable that the template does not read, or that a chat sets itself."""
+    if not variables:
+        return
+    # The tag that some templates have is transformers' own.
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+    read -= {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+    for name in variables:
+        if name not in read:
+            raise InputError(
+                f"data.chat_template_kwargs.{name}: the chat template reads no such variable, only "
+                f"{', '.join(sorted(read)) or 'none'}: leave it out"
+            )
 
 
 def _in_parts(message: Message) -> Message:

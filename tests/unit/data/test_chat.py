@@ -89,3 +89,40 @@ def test_a_template_can_do_nothing_but_write(marked: PreTrainedTokenizerFast, te
     tokenizer.chat_template = template
     with pytest.raises(InputError, match="here: the chat template refuses these messages"):
         ChatTokenizer(tokenizer, "all")(CHAT, "here")
+
+
+THINKING = (
+    "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"
+)
+
+
+def test_variables_reach_the_template_in_prompts_and_examples(marked: PreTrainedTokenizerFast) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=marked.backend_tokenizer, chat_template=THINKING)
+    prompt = CHAT.until(2)
+    plain, quiet = (ChatTokenizer(tokenizer, "all", None, variables) for variables in ({}, {"enable_thinking": False}))
+    assert tokenizer.decode(plain.opening(prompt, "x")).endswith("assistant:")
+    assert tokenizer.decode(quiet.opening(prompt, "x")).endswith("assistant:<think></think>")
+    marks = THINKING.replace("message['content'] +", "'' }}{% generation %}{{ message['content'] + mode +")
+    marks = marks.replace("'\n' }}{% endfor", "'\n' }}{% endgeneration %}{% endfor")
+    with_mode = PreTrainedTokenizerFast(tokenizer_object=marked.backend_tokenizer, chat_template=marks)
+    sequence = ChatTokenizer(with_mode, "all", None, {"mode": "!"})(CHAT, "x")
+    assert "two!" in with_mode.decode(sequence.input_ids)
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages", "add_generation_prompt"])
+def test_a_variable_that_the_template_does_not_read_is_refused(marked: PreTrainedTokenizerFast, name: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=marked.backend_tokenizer, chat_template=THINKING)
+    with pytest.raises(
+        InputError, match=f"chat_template_kwargs.{name}: the chat template reads no such variable, only"
+    ):
+        ChatTokenizer(tokenizer, "all", None, {name: False})
+
+
+def test_a_text_is_trained_whole_with_the_end_token(marked: PreTrainedTokenizerFast) -> None:
+    sequence = ChatTokenizer(marked, "all").text_sequence("one and one")
+    assert sequence.loss_mask.all()
+    assert marked.decode(sequence.input_ids) == f"one and one{marked.eos_token}"
+    again = ChatTokenizer(marked, "all").text_sequence(f"one and one{marked.eos_token}")
+    assert again.input_ids.equal(sequence.input_ids)
