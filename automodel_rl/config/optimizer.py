@@ -70,6 +70,9 @@ class OptimizerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of optimizer steps in which the learning rate rises linearly from 0 to its peak."""
 
+    warmup_ratio: Fraction | None = None
+    """The warm-up as a share of all optimizer steps, in place of `warmup_steps`."""
+
     decay: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the learning rate after the warm-up. It falls so that it would reach `min_lr_ratio` one step after the
     last."""
@@ -83,6 +86,12 @@ class OptimizerConfig(Section):
 
     muon: MuonConfig = MuonConfig()
     """Settings of Muon, only for `name: muon`."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> "OptimizerConfig":
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError("give at most one of warmup_steps and warmup_ratio")
+        return self
 
     @model_validator(mode="after")
     def _settings_of_the_chosen_one(self) -> "OptimizerConfig":

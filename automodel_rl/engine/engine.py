@@ -17,7 +17,7 @@ from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import Head, read_targets, top_logits
-from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer, learning_rate
+from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer, learning_rate, warmup_steps
 from automodel_rl.parallel.sharding import by_mesh
 from automodel_rl.step.runner import StepRunner
 from automodel_rl.step.totals import share_totals
@@ -83,7 +83,8 @@ class Engine:
     def __init__(self, handle: ModelHandle, optimizer: OptimizerConfig | None = None, total_steps: int | None = None):
         self.handle, self.runner = handle, StepRunner(handle)
         self.config = optimizer or OptimizerConfig(decay="constant")
-        learning_rate(self.config, self.config.warmup_steps, total_steps)  # raises if the rate decays without an end
+        # Raises if the rate decays without an end.
+        learning_rate(self.config, warmup_steps(self.config, total_steps), total_steps)
         self.total_steps = total_steps
         parts = [(part, component.layout.group_of) for component in handle.components for part in component.parts]
         self.optimizer = ModelOptimizer(parts, OPTIMIZERS[self.config.name], self.config)

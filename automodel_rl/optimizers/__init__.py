@@ -6,8 +6,17 @@ from automodel_rl.optimizers.adamw import ADAMW
 from automodel_rl.optimizers.description import COUNT, LR_FACTOR, OptimizerDescription, StateNames
 from automodel_rl.optimizers.model_optimizer import ModelOptimizer
 from automodel_rl.optimizers.muon import MUON
-from automodel_rl.optimizers.schedule import learning_rate
+from automodel_rl.optimizers.schedule import learning_rate, warmup_steps
 
 OPTIMIZERS: dict[OptimizerName, OptimizerDescription] = {"adamw": ADAMW, "muon": MUON}
 
-__all__ = ["COUNT", "LR_FACTOR", "OPTIMIZERS", "ModelOptimizer", "OptimizerDescription", "StateNames", "learning_rate"]
+__all__ = [
+    "COUNT",
+    "LR_FACTOR",
+    "OPTIMIZERS",
+    "ModelOptimizer",
+    "OptimizerDescription",
+    "StateNames",
+    "learning_rate",
+    "warmup_steps",
+]

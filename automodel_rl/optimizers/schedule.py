@@ -15,14 +15,31 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -
         total_steps: number of steps of the run; needed unless the rate stays constant.
 
     Raises:
-        InputError: the rate decays and `total_steps` is missing.
+        InputError: the rate decays or its warm-up is a share of all steps, and `total_steps` is missing.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    warmup = warmup_steps(config, total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
     if config.decay == "constant":
         return config.lr
     if total_steps is None:
         raise InputError(f"optimizer.decay={config.decay} needs the number of steps; use constant or give total_steps")
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     left = 1 - progress if config.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def warmup_steps(config: OptimizerConfig, total_steps: int | None) -> int:
+    """Number of optimizer steps of the warm-up.
+
+    Raises:
+        InputError: it is a share of all steps, and `total_steps` is missing.
+    """
+    if config.warmup_ratio is None:
+        return config.warmup_steps
+    if total_steps is None:
+        raise InputError(
+            f"optimizer.warmup_ratio={config.warmup_ratio} needs the number of steps; use warmup_steps or give "
+            "total_steps"
+        )
+    return math.ceil(config.warmup_ratio * total_steps)

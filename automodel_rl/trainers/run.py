@@ -31,6 +31,7 @@ from automodel_rl.observe.metrics import MetricsFile, read_metrics
 from automodel_rl.observe.report import Sample, write_report
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import Tracker, check_trackers, make_trackers
+from automodel_rl.optimizers import warmup_steps
 from automodel_rl.parallel.host_collectives import any_rank, gather_objects
 from automodel_rl.trainers.microbatch_size import AnyRun, with_microbatch_size
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
@@ -147,6 +148,7 @@ class Run:
                 )
             start = f", going on from step {self.step}" if self.step else ""
             self.progress.say(f"{self.total_steps} steps{start}: {summary}")
+            self._warn_of_a_long_warmup()
             if self.step == 0 and baseline is not None:
                 with flight.top_phase("baseline"):
                     self._write({"step": 0, **baseline()})
@@ -224,6 +226,15 @@ class Run:
         """Number of steps that are not done, the running one included."""
         return self.total_steps - self.step + 1
 
+    def _warn_of_a_long_warmup(self) -> None:
+        total = self.engine.total_steps
+        warmup = warmup_steps(self.engine.config, total)
+        if total is not None and warmup >= total:
+            self.progress.say(
+                f"warning: the warm-up of {warmup} steps is as long as the run's {total} optimizer steps or longer: "
+                "the learning rate reaches its peak in the last step or never"
+            )
+
     @property
     def is_over(self) -> bool:
         return self.step >= self.total_steps
@@ -266,7 +277,7 @@ class Run:
             return
         self.mentioned_overlong = True
         self.say(
-            f"warning: in a step, {packed.num_truncated} examples were truncated to "
+            f"warning: in a step, {packed.num_truncated} examples were truncated to data.max_tokens, "
             f"batch.microbatch_tokens={self.config.batch.capacity} or the model's context and "
             f"{packed.num_dropped} dropped; metrics.jsonl counts them in every step"
         )

@@ -35,7 +35,7 @@ def load(folder: Path, overlong: str) -> tuple[list[Microbatches], list[tuple[in
     chat = ChatTokenizer(load_tokenizer(folder, data, 10_000), "all")
 
     def make_loader() -> PackedLoader:
-        dataset = ChatDataset((source,), chat, 128, None, overlong)
+        dataset = ChatDataset((source,), chat, 128, None, data)
         return PackedLoader(dataset, 16, layout, float, Order(1, epochs=1))
 
     def microbatches(step) -> Microbatches:
@@ -81,7 +81,7 @@ def sequences_by_place(folder: Path, num_ranks: int) -> Steps:
     layout = build_layout(ParallelConfig(dp_shard=num_ranks), join_process_group(num_ranks))
     source = SourceConfig(path=str(folder / "data.jsonl"))
     chat = ChatTokenizer(load_tokenizer(folder, DataConfig(train=(source,)), 10_000), "all")
-    dataset = ChatDataset((source,), chat, 128, None, "drop")
+    dataset = ChatDataset((source,), chat, 128, None, DataConfig(train=(source,), overlong="drop"))
     found: Steps = []
     for step in PackedLoader(dataset, 16, layout, float, Order(1, epochs=1)):
         microbatches = [

@@ -51,11 +51,11 @@ class Flaky(TransformersGenerator):
 
     left = 0
 
-    def generate(self, requests: Sequence[Request], *hooks: Any) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], *hooks: Any, **more: Any) -> list[Completion]:
         if Flaky.left:
             Flaky.left -= 1
             raise ConnectionError("the generator is gone")
-        return super().generate(requests, *hooks)
+        return super().generate(requests, *hooks, **more)
 
 
 def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, int]:

@@ -56,8 +56,8 @@ def test_completions_that_were_cut_off_may_count_nothing(ranks: RankPool, worksp
 class Silent(TransformersGenerator):
     """Writes nothing for every other request."""
 
-    def generate(self, requests: Sequence[Request], *hooks: Any) -> list[Completion]:
-        written = super().generate(requests, *hooks)
+    def generate(self, requests: Sequence[Request], *hooks: Any, **more: Any) -> list[Completion]:
+        written = super().generate(requests, *hooks, **more)
         return [Completion([], [], "stop") if i % 2 else completion for i, completion in enumerate(written)]
 
 

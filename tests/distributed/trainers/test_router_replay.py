@@ -157,8 +157,8 @@ class Damaging(TransformersGenerator):
 
     damage: Callable[[Any], Any]
 
-    def generate(self, *arguments: Any) -> list[Completion]:
-        written = super().generate(*arguments)
+    def generate(self, *arguments: Any, **more: Any) -> list[Completion]:
+        written = super().generate(*arguments, **more)
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             for completion in written:
                 object.__setattr__(completion, "routes", type(self).damage(completion.routes))

@@ -190,7 +190,7 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
     "another run's folder": (hold_another_run, "the folder holds another run"),
     "every example dropped": (
         lambda config, _: (config["batch"].update(microbatch_tokens=8), config["data"].update(overlong="drop")),
-        "has a trained token within batch.microbatch_tokens=8",
+        "has a trained token within the 8 tokens that data.max_tokens, batch.microbatch_tokens and",
     ),
     "unsupported layout": (set_key("parallel.ep", 2), "parallel.ep=2: a 'qwen3' model has no experts: use ep=1"),
 }
@@ -212,8 +212,11 @@ def test_a_run_without_validation_data_and_with_examples_longer_than_a_row(
     del config["data"]["validation"]
     config["batch"]["microbatch_tokens"] = 76
     config["length"] = {"steps": 2, "validate_every": 1}
+    config["optimizer"] = {"warmup_steps": 2}
     assert main(["sft", write(config, tmp_path)]) == 0
-    assert capsys.readouterr().out.count("were truncated to batch.microbatch_tokens=76") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("were truncated to data.max_tokens, batch.microbatch_tokens=76") == 1
+    assert printed.count("warning: the warm-up of 2 steps is as long as the run's 2 optimizer steps or longer") == 1
     assert "val/loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 

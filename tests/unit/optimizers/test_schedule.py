@@ -30,3 +30,12 @@ def test_cosine_decay_ends_at_the_floor() -> None:
 def test_decay_without_a_length_is_refused() -> None:
     with pytest.raises(InputError, match="needs the number of steps"):
         learning_rate(OptimizerConfig(), 0, None)
+
+
+def test_a_warm_up_may_be_a_share_of_all_steps() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_ratio=0.35, decay="constant")
+    assert [learning_rate(config, step, 10) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    with pytest.raises(InputError, match="optimizer.warmup_ratio=0.35 needs the number of steps"):
+        learning_rate(config, 0, None)
+    with pytest.raises(ValueError, match="at most one of warmup_steps and warmup_ratio"):
+        OptimizerConfig(warmup_steps=1, warmup_ratio=0.1)
