@@ -26,7 +26,8 @@ from automodel_rl.support.attention import ATTENTION
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
-STEPS = 30
+STEPS, STEPS_OF_MANY = 30, 12
+"""Steps of one rank, and of several, which only train: compiling on all of them takes long."""
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
@@ -76,10 +77,12 @@ def train(
         handle = ModelHandle.from_pretrained(model, parallel, memory)
         engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
         results, graphs = [], []
-        for step in range(STEPS):
+        alone = handle.layout.parallel.world_size == 1
+        for step in range(STEPS if alone else STEPS_OF_MANY):
             microbatches = microbatches_of(step + 51 * handle.layout.data_rank)
             output = engine.train_step(microbatches, sft_loss)
-            engine.logprobs(microbatches)
+            if alone:
+                engine.logprobs(microbatches)
             results.append((output.loss, output.grad_norm, output.metrics.get("moe/load_max", 0.0)))
             graphs.append(counters["stats"]["unique_graphs"])
     return results, graphs, dict(counters["graph_break"])
@@ -105,8 +108,8 @@ def test_microbatches_of_any_size_need_no_graph_of_their_own(
     ((expected, none, _), *_) = run(MemoryConfig(compile=False, activation_checkpointing=recomputed), options)
     ((found, graphs, breaks), *_) = run(MemoryConfig(compile=True, activation_checkpointing=recomputed), options)
     assert none[-1] == 0
-    assert graphs[1:] == graphs[1:2] * (STEPS - 1), graphs
+    assert len({*graphs[1:]}) == 1, graphs
     if parallel.ep == 1:  # otherwise FSDP gathers experts within a layer, and the host learns how many tokens they get
-        assert (graphs[1], breaks) == (2, {})
+        assert (graphs[1], breaks) == (2 if parallel.world_size == 1 else 1, {})
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4 if options["dtype"] == "float32" else 2e-2)
