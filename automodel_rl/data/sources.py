@@ -23,8 +23,8 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 ENDINGS = (*JSON_ENDINGS, *BUILDERS, *SEPARATORS)
 """Endings of data files; one of `COMPRESSED` may follow."""
 
-MOST_FILES = 250_000
-"""Most files that a dataset's folder may hold."""
+MOST_FILES = 20_000
+"""Most files that a dataset's folder may hold. `datasets` walks through it dozens of times, some 20 us a file."""
 
 
 class Source(Protocol):
@@ -194,10 +194,11 @@ def _opened(path: Path, load: Any, name: str) -> ArrowRecords:
 
 def _refuse_crowded(folder: Path) -> None:
     """Raises InputError for a folder with very many files, such as `/`: `datasets` would search it for hours."""
-    files = (name for _, _, names in os.walk(folder) for name in names)
+    files = (name for _, folders, names in os.walk(folder) for name in (*folders, *names))
     if next(itertools.islice(files, MOST_FILES, None), None) is not None:
         raise InputError(
-            f"{folder}: holds more than {MOST_FILES:,} files: give the folder of a dataset, or a .jsonl file"
+            f"{folder}: holds more than {MOST_FILES:,} files: give its data files with a pattern, such as "
+            f"{folder}/**/*.parquet, or the folder of a dataset"
         )
 
 

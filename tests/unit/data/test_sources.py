@@ -97,11 +97,12 @@ def test_prompts_that_are_none_are_named(record: dict, message: str) -> None:
         read_prompt(record, SourceConfig(path="x"), "x:1")
 
 
-def test_a_folder_with_too_many_files_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_too_many_files_or_folders_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MOST_FILES", 3)
-    for number in range(4):
+    for number in range(2):
+        (tmp_path / f"{number}").mkdir()
         (tmp_path / f"{number}.txt").write_text("")
-    with pytest.raises(InputError, match="holds more than 3 files: give the folder"):
+    with pytest.raises(InputError, match="holds more than 3 files: give its data files with a pattern"):
         open_source(SourceConfig(path=str(tmp_path)))
 
 
