@@ -29,13 +29,13 @@ def _group(name: str) -> dist.ProcessGroup:
 @torch.library.custom_op("automodel_rl::all_gather", mutates_args=())
 def all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
     """The tensors [n, ...] of all ranks, rank 0's first, as [size * n, ...]."""
-    out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+    out = _gathered(tensor, size)
     _all_gather_single(out, tensor.contiguous(), group=_group(group))
     return out
 
 
 @all_gather.register_fake
-def _(tensor: Tensor, size: int, group: str) -> Tensor:
+def _gathered(tensor: Tensor, size: int, group: str = "") -> Tensor:
     return tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
 
 
@@ -68,11 +68,11 @@ def _(tensor: Tensor, group: str) -> Tensor:
 @torch.library.custom_op("automodel_rl::all_to_all", mutates_args=())
 def all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     """Exchanges rows: [sum of `sent`, ...], those for rank 0 first, to [sum of `received`, ...], rank 0's first."""
-    out = tensor.new_empty(sum(received), *tensor.shape[1:])
+    out = _exchanged(tensor, sent, received)
     dist.all_to_all_single(out, tensor.contiguous(), received, sent, group=_group(group))
     return out
 
 
 @all_to_all.register_fake
-def _(tensor: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+def _exchanged(tensor: Tensor, sent: list[int], received: list[int], group: str = "") -> Tensor:
     return tensor.new_empty(sum(received), *tensor.shape[1:])

@@ -33,7 +33,7 @@ def _rollout_length(asked: Combination) -> str | None:
     run, context = asked.run, asked.description.context
     if not isinstance(run, GRPOConfig) or context is None:
         return None
-    longest = run.rollout.max_prompt_tokens + run.rollout.max_new_tokens
+    longest = run.longest_sequence
     if longest <= context:
         return None
     return (

@@ -3,25 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig
 
-from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.tools.verify.bf16 import compare_bf16
-from automodel_rl.tools.verify.comparison import Case
-from automodel_rl.tools.verify.small_model import save_random_model, shrink
-from tests.faults.table import planted
+from tests.bf16_step import errors_in_bf16, wrong
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_model
 
 pytestmark = pytest.mark.gpu
-
-
-def errors(fault: str | None, parallel: ParallelConfig, folder: Path) -> dict[str, tuple[float, float]]:
-    torch._dynamo.reset()
-    with planted(fault):
-        return compare_bf16(Case(parallel), MemoryConfig(), ModelConfig(path=str(folder)), folder)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +28,5 @@ def errors(fault: str | None, parallel: ParallelConfig, folder: Path) -> dict[st
 def test_fused_and_compiled_steps_are_as_exact_as_plain_ones(
     ranks: RankPool, tmp_path: Path, fault: str | None, family: str, sizes: dict
 ) -> None:
-    parallel = ParallelConfig(**sizes)
-    save_tiny_model(tmp_path / "large", family, num_layers=4, head_dim=64)
-    config = shrink(AutoConfig.from_pretrained(tmp_path / "large"), parallel, whole_heads=True)
-    save_random_model(config, tmp_path / "small", torch.bfloat16)
-    (found, *_) = ranks(parallel.world_size).run(errors, fault, parallel, tmp_path / "small")
-    wrong = [kind for kind, (error, tolerance) in found.items() if error > tolerance]
-    assert bool(wrong) == (fault is not None), found
+    (found, *_) = errors_in_bf16(ranks, tmp_path, fault, (family, 64), sizes, MemoryConfig())
+    assert bool(wrong(found)) == (fault is not None), found

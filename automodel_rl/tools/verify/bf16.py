@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import TokenSequence, empty_microbatch, pack_microbatch
+from automodel_rl.batch import TokenSequence
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
-from automodel_rl.losses import Readout, count, sft_loss
+from automodel_rl.losses import Readout, sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import gather_whole
-from automodel_rl.tools.verify.comparison import Case, microbatches_of, model_of
+from automodel_rl.tools.verify.comparison import Case, counted, microbatches_of, model_of, packed
 from automodel_rl.tools.verify.one_process import OneProcess
 
 ALLOWED = 2.0
@@ -93,10 +93,9 @@ def _in_one_process(model: OneProcess, mine: Sequences, everywhere: Sequences) -
 
 def _on_layout(handle: ModelHandle, case: Case, mine: Sequences, everywhere: Sequences) -> Numbers:
     engine = Engine(handle, case.training.config, case.training.total_steps)
-    microbatches = [pack_microbatch(sequences) if sequences else empty_microbatch() for sequences in mine]
+    microbatches = packed(mine)
     logprobs = engine.logprobs(microbatches)
-    counts = count([pack_microbatch([sequence for microbatch in everywhere for sequence in microbatch])])
-    engine.runner.forward_backward(microbatches, sft_loss, Readout(), counts)
+    engine.runner.forward_backward(microbatches, sft_loss, Readout(), counted(everywhere))
     gradients = {
         name: gather_whole(torch.zeros_like(p) if p.grad is None else p.grad, component.layout)
         for component in handle.components

@@ -17,7 +17,7 @@ from automodel_rl.config.model import Attention, Dtype, Implementation, MemoryCo
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
-from automodel_rl.losses import LossFn, Readout, count, sft_loss
+from automodel_rl.losses import Denominator, LossFn, Readout, count, sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.optimizers import learning_rate
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -245,7 +245,7 @@ def _compare_step(
     """
     handle = engine.handle
     mine = [] if handle.layout.is_guest else of_ranks[handle.layout.data_rank]
-    microbatches = [pack_microbatch(sequences) if sequences else empty_microbatch() for sequences in mine]
+    microbatches = packed(mine)
     with torch.no_grad():
         logprobs = [expected.logprobs(sequence) for microbatch in mine for sequence in microbatch]
     for actual, right in zip(engine.logprobs(microbatches), logprobs, strict=True):
@@ -264,6 +264,16 @@ def _compare_step(
     for component in handle.components:
         for name, parameter in component.every_parameter():
             found.note("weights", _largest(gather_whole(parameter, component.layout), weights[name]), step, name)
+
+
+def packed(of_microbatches: list[list[TokenSequence]]) -> list[Microbatch]:
+    """Microbatches of these sequences; one without sequences is empty."""
+    return [pack_microbatch(sequences) if sequences else empty_microbatch() for sequences in of_microbatches]
+
+
+def counted(everywhere: list[list[TokenSequence]]) -> dict[Denominator, int]:
+    """Counts of a step. The engine does not make them, because its counts are under test, too."""
+    return count([pack_microbatch([sequence for microbatch in everywhere for sequence in microbatch])])
 
 
 def _backward(expected: OneProcess, microbatches: list[list[TokenSequence]], layout: Layout) -> float:
@@ -286,8 +296,7 @@ def _compare_gradients(
     found: Differences,
 ) -> None:
     handle = engine.handle
-    # Not counted by the engine, because its counts are under test, too.
-    counts = count([pack_microbatch([sequence for microbatch in everywhere for sequence in microbatch])])
+    counts = counted(everywhere)
     # A linear loss gets its gradients in the head's forward, others in the backward.
     loss: LossFn = sft_loss if step % 2 else lambda outputs, microbatch: sft_loss(outputs, microbatch)
     engine.runner.forward_backward(microbatches, loss, Readout(), counts)

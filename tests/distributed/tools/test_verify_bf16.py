@@ -6,25 +6,16 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from transformers import AutoConfig
 
-from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import VerificationError
-from automodel_rl.tools.verify.bf16 import compare_bf16
 from automodel_rl.tools.verify.command import verify
-from automodel_rl.tools.verify.comparison import Case, Differences
-from automodel_rl.tools.verify.small_model import save_random_model, shrink
+from automodel_rl.tools.verify.comparison import Differences
+from tests.bf16_step import errors_in_bf16, wrong
 from tests.distributed.tools.test_verify import config_of
 from tests.faults.table import planted
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
-
-
-def errors(fault: str | None, parallel: ParallelConfig, folder: Path) -> dict[str, tuple[float, float]]:
-    with planted(fault):
-        return compare_bf16(Case(parallel), MemoryConfig(compile=False), ModelConfig(path=str(folder)), folder)
 
 
 @pytest.mark.parametrize(
@@ -39,15 +30,9 @@ def errors(fault: str | None, parallel: ParallelConfig, folder: Path) -> dict[st
 def test_errors_of_bf16_are_those_of_rounding(
     ranks: RankPool, tmp_path: Path, fault: str | None, family: str, sizes: dict
 ) -> None:
-    parallel = ParallelConfig(**sizes)
-    save_tiny_model(tmp_path / "large", family, num_layers=4, head_dim=16)
-    config = shrink(AutoConfig.from_pretrained(tmp_path / "large"), parallel, whole_heads=True)
-    assert config.head_dim == 16
-    save_random_model(config, tmp_path / "small", torch.bfloat16)
-    (found, *others) = ranks(2).run(errors, fault, parallel, tmp_path / "small")
+    (found, *others) = errors_in_bf16(ranks, tmp_path, fault, (family, 16), sizes, MemoryConfig(compile=False))
     assert others == [found]
-    wrong = [kind for kind, (error, tolerance) in found.items() if error > tolerance]
-    assert bool(wrong) == (fault is not None), found
+    assert bool(wrong(found)) == (fault is not None), found
 
 
 def verdict(folder: Path, fault: str | None) -> str:
@@ -66,6 +51,6 @@ def test_the_verdict_is_also_about_the_step_in_bf16(ranks: RankPool, tmp_path: P
     save_tiny_model(tmp_path, "qwen3", num_layers=2)
     sound, _ = ranks(2).run(verdict, tmp_path, None)
     assert sound.endswith("not compared: weights of the checkpoint\nverdict: equal to one process\n")
-    wrong, _ = ranks(2).run(verdict, tmp_path, "partial gradients of tp left alone")
-    assert "verdict: DIFFERENT from one process in worst gradient in bf16" in wrong
-    assert wrong.endswith("(memory.compile=false leaves them out)")
+    different, _ = ranks(2).run(verdict, tmp_path, "partial gradients of tp left alone")
+    assert "verdict: DIFFERENT from one process in worst gradient in bf16" in different
+    assert different.endswith("(memory.compile=false leaves them out)")
