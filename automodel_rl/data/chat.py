@@ -16,6 +16,7 @@ from automodel_rl.data.checks import holds_chats
 from automodel_rl.data.images import ImageReader, image_parts
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
+from automodel_rl.data.turns import MARKS_REMEDY, Span, find_turns
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import read_config, resolve_checkpoint
 from automodel_rl.support.description import language_config
@@ -23,14 +24,6 @@ from automodel_rl.support.families import VISION_FAMILIES
 
 OF_PROCESSOR = "chat_template.json"
 """File in which transformers 4 stored the chat template of a model with images."""
-
-Span = tuple[int, int]
-"""Tokens of an assistant turn: the place of its first token, and the place after its last token."""
-
-MARKS_REMEDY = (
-    "give data.chat_template a template that puts assistant turns between {% generation %} and {% endgeneration %}"
-)
-"""End of error messages about a template without usable marks."""
 
 
 def load_tokenizer(
@@ -101,8 +94,7 @@ class ChatTokenizer:
     """Turns chats into a `TokenSequence` whose loss mask covers the assistant's tokens.
 
     If the template marks what the assistant writes, the mask follows the marks. Most published templates have no marks.
-    Then the chat is tokenised up to the start and up to the end of each assistant turn, and the difference is the turn.
-    It is an error if these tokens are not prefixes of the whole chat's tokens. It is also an error if the template
+    Then turns are found by changing one after the other. It is an error if a turn cannot be found, or if the template
     leaves out part of a chat.
 
     Args:
@@ -142,7 +134,7 @@ class ChatTokenizer:
         if has_marks:
             spans = self._marked(chat, turns, _spans(encoded["assistant_masks"]), where)
         else:
-            spans = self._prefixed(chat, turns, ids, where)
+            spans = find_turns(self.template, chat, ids, turns, where)
         mask = torch.zeros(len(ids), dtype=torch.bool)
         for start, end in spans:
             mask[start:end] = True
@@ -212,28 +204,6 @@ class ChatTokenizer:
             return 0
         encoded = self.template.encode(chat, where, return_assistant_tokens_mask=True)
         return len(_spans(encoded["assistant_masks"]))
-
-    def _prefixed(self, chat: Chat, turns: list[int], ids: list[int], where: str) -> list[Span]:
-        spans = []
-        for turn in turns:
-            before = self._opening(chat.until(turn), where)
-            through = self.template.encode(chat.until(turn + 1), where)["input_ids"]
-            if ids[: len(before)] != before or ids[: len(through)] != through or len(before) >= len(through):
-                other = _other_remedy(chat, turn)
-                raise InputError(
-                    f"{where}: the tokens of assistant turn {turn} cannot be told from the chat template's output "
-                    f"(it writes earlier turns differently once later ones follow): {MARKS_REMEDY}{other}"
-                )
-            spans.append((len(before), len(through)))
-        return spans
-
-
-def _other_remedy(chat: Chat, turn: int) -> str:
-    """The end of an error message about a turn whose tokens are unclear: a turn before the last may stay untrained."""
-    if turn == chat.turns[-1]:
-        return ""
-    last_alone = "" if chat.start else ", use data.train_on=last"  # this key exists only for chats without a prompt
-    return f"{last_alone}, or give turns before the last weight: 0"
 
 
 def _spans(mask: list[int]) -> list[Span]:

@@ -1,5 +1,6 @@
 """A tokenizer's chat template: writes chats, and finds parts of a chat that the template leaves out."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from jinja2 import Environment, meta
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.data.images import image_parts
-from automodel_rl.data.kinds import ARGUMENTS, END_THOUGHT, THOUGHTS, facts_of, says_more, thought_in
+from automodel_rl.data.kinds import ARGUMENTS, BEGIN_THOUGHT, END_THOUGHT, THOUGHTS, facts_of, says_more, thought_in
 from automodel_rl.data.messages import Chat, Message, function_of
 from automodel_rl.errors import InputError
 
@@ -22,6 +23,11 @@ PROBE = "xyzzy"
 
 MARK = re.compile(f"{PROBE}([0-9]+){PROBE}")
 """Pattern of a mark: the text that is added to a numbered place of a chat."""
+
+OTHER = "\ue000"
+"""A text of one character that no chat contains."""
+
+QUESTION: Message = {"role": "user", "content": PROBE}
 
 LINKS = ("name", "tool_call_id")
 """Keys of a tool's message that name the call it answers. The message's place says the same."""
@@ -112,6 +118,36 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program, and may raise any error
             raise InputError(f"{where}: the chat template refuses these messages ({error})") from None
+
+    def text(self, chat: Chat, changed_turn: int | None = None) -> str | None:
+        """What the template writes, with all texts of one turn changed if that is named; None if it raises."""
+        tree = self._tree(chat)
+        if changed_turn is not None:
+            tree = _copied(tree)
+            for leaf in [*_leaves(tree)]:
+                if leaf.turn == changed_turn and _takes_mark(tree, leaf):
+                    *path, key = leaf.path
+                    holder = _at(tree, path)
+                    holder[key] = OTHER if isinstance(holder[key], str) else {OTHER: OTHER}
+        return self._text(tree)
+
+    @functools.cached_property
+    def header(self) -> str:
+        """What the template writes before an answer of the assistant; empty if that cannot be told.
+
+        A template may begin the answer itself, with thoughts or with none. That is not part of the header.
+        """
+        question: Tree = {"messages": [_in_parts(QUESTION) if self.reads_parts_only else QUESTION], "tools": []}
+        before, asking = self._text(question), self._text(question, add_generation_prompt=True)
+        if before is None or asking is None or not asking.startswith(before):
+            return ""
+        return asking[len(before) :].partition(BEGIN_THOUGHT)[0]
+
+    @functools.cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The tokenizer's special tokens."""
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return tuple({*added, *self.tokenizer.all_special_tokens})
 
     def check(self, chat: Chat, where: str, add_generation_prompt: bool = False) -> None:
         """Raises InputError if the template leaves out a part of a chat that it can `encode`.

@@ -118,10 +118,12 @@ PARTS_ONLY = (
 QWEN2 = QWEN3.replace("loop.index0 > ns.last_query_index", "false")
 """Writes no thoughts at all."""
 
-MARKED_QWEN3 = QWEN3.replace(
-    "        {%- if loop.index0 > ns.last_query_index %}",
-    "        {% generation %}{%- if loop.index0 > ns.last_query_index %}",
-).replace(
-    "        {{- '<|im_end|>\n' }}\n    {%- elif message.role == 'tool' %}",
-    "        {{- '<|im_end|>\n' }}{% endgeneration %}\n    {%- elif message.role == 'tool' %}",
+_BODY = "        {%- if loop.index0 > ns.last_query_index %}"
+_END = "        {{- '<|im_end|>\n' }}\n    {%- elif message.role == 'tool' %}"
+MARKED_QWEN3 = (
+    QWEN3.replace("'<|im_start|>' + message.role + '\n<think>", "'<think>")
+    .replace("{{- '<|im_start|>' + message.role + '\n' + content }}", "{{- content }}")
+    .replace(_BODY, "        {{- '<|im_start|>assistant\n' }}{% generation %}" + _BODY.lstrip())
+    .replace(_END, "        {{- '<|im_end|>' }}{% endgeneration %}" + _END.lstrip().replace("<|im_end|>", ""))
 )
+"""QWEN3 with marks around what the assistant writes, its end token included."""

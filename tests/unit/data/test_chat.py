@@ -43,15 +43,15 @@ def test_marks_decide_what_is_trained(marked: PreTrainedTokenizerFast) -> None:
     assert trained_text(marked, ChatTokenizer(marked, "last")(CHAT, "here")) == "three<|im_end|>"
 
 
-def test_prefixes_decide_where_there_are_no_marks(marked: PreTrainedTokenizerFast) -> None:
+def test_turns_are_found_where_there_are_no_marks(marked: PreTrainedTokenizerFast) -> None:
     plain = without_marks(marked)
     sequence = ChatTokenizer(plain, "all")(CHAT, "here")
     assert torch.equal(sequence.input_ids, ChatTokenizer(marked, "all")(CHAT, "here").input_ids)
-    assert trained_text(plain, sequence) == "two<|im_end|>\nthree<|im_end|>\n"
-    assert trained_text(plain, ChatTokenizer(plain, "last")(CHAT, "here")) == "three<|im_end|>\n"
+    assert trained_text(plain, sequence) == "two<|im_end|>three<|im_end|>"
+    assert trained_text(plain, ChatTokenizer(plain, "last")(CHAT, "here")) == "three<|im_end|>"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_counts(
+def test_turns_are_found_in_a_template_that_writes_earlier_ones_differently(
     marked: PreTrainedTokenizerFast,
 ) -> None:
     plain = without_marks(marked)
@@ -60,9 +60,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_
         "{{ '' if loop.last or m['role'] != 'assistant' else '... ' }}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    with pytest.raises(InputError, match=r"here: the tokens of assistant turn 2 cannot be told .* data.train_on=last"):
-        ChatTokenizer(plain, "all")(CHAT, "here")
-    assert trained_text(plain, ChatTokenizer(plain, "last")(CHAT, "here")) == "three<|im_end|>\n"
+    assert trained_text(plain, ChatTokenizer(plain, "all")(CHAT, "here")) == "... two<|im_end|>three<|im_end|>"
+    assert trained_text(plain, ChatTokenizer(plain, "last")(CHAT, "here")) == "three<|im_end|>"
 
 
 def test_marks_that_never_apply_are_refused(marked: PreTrainedTokenizerFast) -> None:
@@ -126,3 +125,29 @@ def test_a_text_is_trained_whole_with_the_end_token(marked: PreTrainedTokenizerF
     assert marked.decode(sequence.input_ids) == f"one and one{marked.eos_token}"
     again = ChatTokenizer(marked, "all").text_sequence(f"one and one{marked.eos_token}")
     assert again.input_ids.equal(sequence.input_ids)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}",  # asks for no answer
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'bot:' }}{% endif %}",  # asks in other words than it writes answers
+    ],
+)
+def test_turns_that_cannot_be_found_are_refused(marked: PreTrainedTokenizerFast, template: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=marked.backend_tokenizer, chat_template=template)
+    with pytest.raises(InputError, match="here: the tokens of assistant turn 2 cannot be told .* {% generation %}"):
+        ChatTokenizer(tokenizer, "all")(CHAT, "here")
+
+
+def test_a_turn_before_others_may_end_with_another_token(marked: PreTrainedTokenizerFast) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+        "{{ eos_token if loop.last else '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = train_tokenizer([m["content"] for m in CHAT.messages], vocab_size=300)
+    tokenizer.chat_template, tokenizer.eos_token = template, tokenizer.pad_token
+    sequence = ChatTokenizer(tokenizer, "all")(CHAT, "here")
+    assert trained_text(tokenizer, sequence) == f"two<|im_end|>three{tokenizer.pad_token}"

@@ -141,8 +141,7 @@ def test_thoughts_of_earlier_turns_may_be_forgotten_where_the_template_writes_th
     chat = (QUESTION, THOUGHT, THANKS, THOUGHT)
     assert "Oslo is north" in trained(templates.QWEN3, *chat, train_on="last")
     assert trained(templates.MARKED_QWEN3, *chat).count("Oslo is north") == 1
-    with pytest.raises(InputError, match="the tokens of assistant turn 1 cannot be told .* data.train_on=last"):
-        trained(templates.QWEN3, *chat)
+    assert trained(templates.QWEN3, *chat).count("Oslo is north") == 1
 
 
 def test_of_a_completion_with_several_turns_those_before_the_last_may_have_weight_0() -> None:
@@ -154,13 +153,31 @@ def test_of_a_completion_with_several_turns_those_before_the_last_may_have_weigh
         pair = read_pair(record, config, "d.jsonl:1")
         return [chat(held, where) for held, where in chats_of(pair, "d.jsonl:1")]
 
-    with pytest.raises(InputError, match="the tokens of assistant turn 1 cannot be told .*") as caught:
-        tokenised(THOUGHT)
-    assert "or give turns before the last weight: 0" in str(caught.value)
-    assert "train_on" not in str(caught.value)
     chosen, rejected = tokenised({**THOUGHT, "weight": 0})
     assert chat.tokenizer.decode(chosen.input_ids[chosen.loss_mask]).count("Oslo is north.") == 1
     assert chat.tokenizer.decode(rejected.input_ids[rejected.loss_mask]).count("yes") == 1
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (QUESTION, ANSWER),
+        (SYSTEM, QUESTION, ANSWER, THANKS, ANSWER, QUESTION, {**ANSWER, "content": "\n no\n"}),
+        (QUESTION, THOUGHT),
+        (QUESTION, THOUGHT, THANKS, THOUGHT),
+        (QUESTION, ANSWER, THANKS, {**ANSWER, "content": "<think>\nHm.\n</think>\n\nyes"}),
+        TOOLS_USED,
+        (*TOOLS_USED, THANKS, ANSWER),
+        (QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER),
+    ],
+)
+def test_turns_that_are_found_are_those_that_marks_would_show(messages: tuple[Message, ...]) -> None:
+    plain, marked = (
+        ChatTokenizer(tokenizer_of(template), "all")(Chat([*messages]), "x")
+        for template in (templates.QWEN3, templates.MARKED_QWEN3)
+    )
+    assert plain.input_ids.equal(marked.input_ids)
+    assert plain.loss_mask.equal(marked.loss_mask)
 
 
 SAID = {**ANSWER, "content": "<think>Oslo is north.</think>yes"}
