@@ -21,7 +21,7 @@ USAGE = """\
 usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto|never|CHECKPOINT] [--max-minutes M] [--dotted.key value ...]
        automodel-rl verify CONFIG.yaml [--json] [--dotted.key value ...]
        automodel-rl plan CONFIG.yaml [--gpus N] [--device H200] [--json] [--dotted.key value ...]
-       automodel-rl export CHECKPOINT OUT [--dotted.key value ...]
+       automodel-rl export CHECKPOINT OUT [--merge] [--dotted.key value ...]
        automodel-rl verify-checkpoint CHECKPOINT
        automodel-rl quickstart FOLDER [--seed N]
 
@@ -31,7 +31,8 @@ usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto|never|CHECKPOINT] [-
               all three start as many local ranks as the layout asks for, or join torchrun's
   verify      proves the config's layout: a small model of the same architecture on it against one process
   plan        memory, stages and bubble of the config's layout, without GPUs and without weights
-  export      a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine
+  export      a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine;
+              with --merge a whole model in place of adapters, also from a folder of adapters
   verify-checkpoint
               says whether a checkpoint is whole: every file as it was written
   quickstart  makes a small model and data and trains it with GRPO, on a laptop
@@ -133,12 +134,13 @@ def _take_minutes(arguments: list[str]) -> tuple[float | None, list[str]]:
 
 
 def _export(arguments: list[str]) -> int:
+    merge, arguments = _take_flag("--merge", arguments)
     if len(arguments) < 2 or arguments[1].startswith("-"):
         raise InputError("export takes a checkpoint and a new folder: automodel-rl export RUN/checkpoints/step_100 OUT")
     hold_lifeline()
     from automodel_rl.tools.export import export
 
-    export(Path(arguments[0]), Path(arguments[1]), arguments[2:])
+    export(Path(arguments[0]), Path(arguments[1]), arguments[2:], merge=merge)
     return EXIT_OK
 
 

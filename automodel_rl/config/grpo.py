@@ -169,11 +169,6 @@ class GRPOConfig(RunConfig):
                 f"rollout.max_staleness={rollout.max_staleness} with loss.correction.kind=none: completions of older "
                 "weights need a correction: use truncate, icepop or sequence_mask"
             )
-        if sync.adapters == "alone" and (self.model.lora is None or rollout.generator == "vllm"):
-            raise ValueError(
-                "weight_sync.adapters=alone needs model.lora and rollout.generator=transformers: set them, or use "
-                "merged"
-            )
         if sync.checksum and rollout.generator == "vllm":
             raise ValueError(
                 "weight_sync.checksum=true: vllm keeps weights in other shapes than checkpoints, so they cannot be "

@@ -1,5 +1,6 @@
 """The model that is trained: its checkpoint, how it computes, and which of its weights are trained."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -26,8 +27,25 @@ class LoraConfig(Section):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapter's output is multiplied by alpha / rank."""
 
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, which suits large ranks (Kalajdzievski, arXiv:2312.03732)."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that are set to 0 in training. Only sft reads it: other algorithms compare
+    log-probabilities, which dropout would change at random."""
+
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get an adapter."""
+    """Names of the linear layers that get an adapter, or ends of their full names, such as 0.self_attn.q_proj.
+    all-linear: all but the head."""
+
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole beside the adapters and saved with them, such as embed_tokens and
+    lm_head."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's output."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class MoEConfig(Section):
@@ -57,7 +75,15 @@ class ModelConfig(Section):
     """
 
     path: PathText
-    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a hub id."""
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or a hub id. It may also be that of
+    adapters (adapter_config.json), such as the final/ of a run with LoRA; then the checkpoint is the one they name."""
+
+    adapters: PathText | None = None
+    """Folder or hub id of adapters in PEFT's format that training begins with, if `path` is the checkpoint that they
+    belong to."""
+
+    merge_adapters: bool = False
+    """Add adapters to the weights when the model is loaded, to train the weights. false: the adapters are trained."""
 
     pickled_weights: tuple[str, ...] = ()
     """Names of pickled weight files (pytorch_model.bin) that may be read if a checkpoint has no safetensors. Only

@@ -11,14 +11,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
-from automodel_rl.config.data import SourcesConfig
 from automodel_rl.data.checks import holds_chats
 from automodel_rl.data.images import ImageReader, image_parts
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.turns import MARKS_REMEDY, Span, find_turns
 from automodel_rl.errors import InputError
-from automodel_rl.hf.read import read_config, resolve_checkpoint
+from automodel_rl.hf.find import find_model
+from automodel_rl.hf.read import read_config
 from automodel_rl.support.description import language_config
 from automodel_rl.support.families import VISION_FAMILIES
 
@@ -27,20 +27,19 @@ OF_PROCESSOR = "chat_template.json"
 
 
 def load_tokenizer(
-    folder: Path, data: SourcesConfig, vocab_size: int, trust_remote_code: bool = False
+    folder: Path, vocab_size: int, template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, with the user's chat template if there is one.
 
     Args:
         folder: the checkpoint's folder.
-        data: the config section that may name a chat template.
         vocab_size: size of the model's vocabulary.
+        template: the file of a chat template in place of the tokenizer's own.
         trust_remote_code: whether to run the code for the tokenizer that comes with the checkpoint.
 
     Raises:
         InputError: the tokenizer cannot be opened or does not fit the model.
     """
-    template = data.chat_template
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -67,12 +66,13 @@ def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
     Raises:
         InputError: the tokenizer cannot be opened, or has no chat template and the data hold chats.
     """
-    folder = resolve_checkpoint(config.model.path, with_weights=False)
-    model = read_config(folder)
-    tokenizer = load_tokenizer(folder, config.data, language_config(model).vocab_size, config.model.trust_remote_code)
+    files = find_model(config.model, with_weights=False)
+    folder, model = files.tokenizer_folder, read_config(files.folder)
+    vocab_size, trusts = language_config(model).vocab_size, config.model.trust_remote_code
+    tokenizer = load_tokenizer(folder, vocab_size, config.data.chat_template, trusts)
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
-    images = ImageReader(folder, model) if model.model_type in VISION_FAMILIES else None
+    images = ImageReader(files.folder, model) if model.model_type in VISION_FAMILIES else None
     train_on = config.data.train_on if isinstance(config, SFTConfig) else "all"
     return ChatTokenizer(tokenizer, train_on, images, config.data.chat_template_kwargs)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -97,7 +98,13 @@ class PackedLoader:
             layout.data_share,
         )
         source: Dataset = _NoExamples() if layout.is_guest else dataset
-        self._loader = StatefulDataLoader(source, batch_sampler=self.sampler, collate_fn=list, num_workers=num_workers)
+        self._loader = StatefulDataLoader(
+            source,
+            batch_sampler=self.sampler,
+            collate_fn=list,
+            num_workers=num_workers,
+            generator=torch.Generator(),  # it draws when it starts, and a resumed run starts it at another place
+        )
 
     def __iter__(self) -> Iterator[PackedStep]:
         for share in self._loader:

@@ -4,10 +4,8 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
-from automodel_rl.hf.read import persistent_tensors
-from automodel_rl.lora.layers import without_adapters
+from automodel_rl.hf.read import stored_buffers
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import local_tensor
 
@@ -16,11 +14,11 @@ SPARE = 0.1
 
 
 class ReferenceWeights:
-    """A copy of the weights that a model was loaded with, of all its parts.
+    """A copy of the trained weights that a model was loaded with, of all its parts. Frozen weights stay as they are.
 
     The copy lies on the host at first. After the first step, whose peak of memory is known then, it moves to the device
-    in the compute dtype if there is room; the model computes the same with it. If adapters are trained, there is no
-    copy: the reference is the model without them.
+    in the compute dtype if there is room; the model computes the same with it. If adapters are trained, only they are
+    copied, so that adapters that had been trained before are part of the reference.
 
     Args:
         handle: the model.
@@ -30,26 +28,21 @@ class ReferenceWeights:
     """
 
     def __init__(self, handle: ModelHandle):
-        if handle.has_changed and handle.model.lora is None:
+        if handle.has_changed:
             raise RuntimeError("ReferenceWeights are the first weights: make them before a step or a resume")
         self.handle = handle
-        self._shards: list[torch.Tensor] = []
-        self._dtypes: list[torch.dtype] = []
-        if handle.model.lora is None:
-            tensors = [tensor for part in handle.parts for _, tensor in persistent_tensors(part)]
-            self._shards = [local_tensor(tensor.detach()) for tensor in tensors]
-            # Parameters are cast before they are used, buffers are not.
-            self._dtypes = [handle.dtype if isinstance(tensor, nn.Parameter) else tensor.dtype for tensor in tensors]
+        every = [parameter for part in handle.parts for parameter in part.parameters()]
+        trained = [parameter for parameter in every if parameter.requires_grad]
+        # Buffers are biases of routers. Parameters are cast before they are used, buffers are not.
+        buffers = [buffer for part in handle.parts for _, buffer in stored_buffers(part)]
+        self._shards = [local_tensor(tensor.detach()) for tensor in (*trained, *buffers)]
+        self._dtypes = [handle.dtype] * len(trained) + [buffer.dtype for buffer in buffers]
         self._copies = [_on_host(shard) for shard in self._shards]
         self._uses = 0
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Gives the model the reference weights for this block. After it the model has its own again, bit for bit."""
-        if self.handle.model.lora is not None:
-            with without_adapters(self.handle.parts):
-                yield
-            return
         if self._uses == 1 and self._fits_on_device():
             device = self.handle.layout.device
             self._copies = [copy.to(device, dtype) for copy, dtype in zip(self._copies, self._dtypes, strict=True)]

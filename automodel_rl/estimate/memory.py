@@ -99,10 +99,10 @@ class MemoryModel:
         optimizer: OptimizerConfig,
     ):
         self.config, self.microbatch_tokens = config, microbatch_tokens
-        self.trains_head = model.lora is None and "language" not in model.frozen
         self._dtype, master = dtypes_of(model)
         self.compute, self.master = self._dtype.itemsize, master.itemsize
         self._model = empty_model(config, master, model)
+        self.trains_head = self._model.lm_head.weight.requires_grad
         states = OPTIMIZERS[optimizer.name].state_names(self._model)
         self._num_moments = {name: len(names.moments) for name, names in states.items()}
         # In a pipeline a tied head has a weight of its own.

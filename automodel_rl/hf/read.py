@@ -1,18 +1,17 @@
-"""A Hugging Face checkpoint on disk: finding it, checking it, and reading this rank's shards of it."""
+"""A Hugging Face checkpoint on disk: checking it, and reading this rank's shards of it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from automodel_rl.config import RunConfig
 from automodel_rl.errors import InputError
+from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.names import Piece, pieces
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
@@ -22,37 +21,10 @@ from automodel_rl.support.families import FAMILIES
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 
-DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
-"""Patterns of a checkpoint's files besides its weights."""
+AnyRun = TypeVar("AnyRun", bound=RunConfig)
 
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-
-
-def resolve_checkpoint(path: str, with_weights: bool = True) -> Path:
-    """The local folder of a checkpoint; a hub id is downloaded (or found in the cache) first.
-
-    Args:
-        path: a folder or a hub id.
-        with_weights: whether to download the weights, too.
-
-    Raises:
-        InputError: there is no such checkpoint.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        try:
-            folder = Path(
-                snapshot_download(path, allow_patterns=DESCRIPTIONS + (["*.safetensors"] if with_weights else []))
-            )
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise InputError(
-                f"model.path={path}: not a folder, and no such model could be fetched from the hub "
-                f"({type(error).__name__}): give the folder of a Hugging Face checkpoint"
-            ) from None
-    if not (folder / "config.json").is_file():
-        raise InputError(f"model.path={path}: has no config.json: give the folder of a Hugging Face checkpoint")
-    return folder
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -79,16 +51,27 @@ def read_supported_config(config: RunConfig) -> PretrainedConfig:
     Raises:
         InputError: there is no such checkpoint, or the table of what is supported refuses the run.
     """
-    model = read_config(resolve_checkpoint(config.model.path, with_weights=False))
+    config = with_local_model(config)
+    model = read_config(Path(config.model.path))
     check_supported(Combination.of_run(describe_model(model), config))
     return model
+
+
+def with_local_model(config: AnyRun) -> AnyRun:
+    """A run's config with its model's local folder and the config of its adapters. It needs no weights.
+
+    Raises:
+        InputError: there is no such model.
+    """
+    files = find_model(config.model, with_weights=False)
+    return config.model_copy(update={"model": files.described(config.model)})
 
 
 class Checkpoint:
     """The tensors of a checkpoint, by name; only what is asked for is read.
 
     Args:
-        folder: the checkpoint's folder.
+        files: the checkpoint's folder, and adapters.
         family: the `model_type` of the whole model.
         pickled: names of pickled weight files that may be read.
 
@@ -99,11 +82,11 @@ class Checkpoint:
         InputError: there are no weights, or a file is damaged.
     """
 
-    def __init__(self, folder: Path, family: str, pickled: Sequence[str] = ()):
-        self.folder, self.family = folder, family
+    def __init__(self, files: ModelFiles, family: str, pickled: Sequence[str] = ()):
+        self.files, self.folder, self.family = files, files.folder, family
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in weight_files(folder, pickled):
+        for file in weight_files(self.folder, pickled):
             with open_tensors(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                     self._files[name] = file
@@ -123,7 +106,8 @@ class Checkpoint:
             return tensors.get_tensor(name)
 
     def check(self, model: Any) -> None:
-        """Compares the tensors with those of a model, or of a component of one, by name and shape.
+        """Compares the tensors with those of a model, or of a component of one, by name and shape. Call it before
+        adapters are added.
 
         Raises:
             InputError: a tensor is missing or has another shape, or a head differs from the embedding it is tied to.
@@ -161,8 +145,9 @@ class Checkpoint:
         with contextlib.ExitStack() as stack, torch.no_grad():
             opened = {file: stack.enter_context(open_tensors(file)) for file in set(self._files.values())}
             for name, tensor in persistent_tensors(part):
-                if is_adapter(name):
+                if is_adapter(name) and self.files.adapters is None:
                     initialise(name, tensor)
+                if is_adapter(name):
                     continue
                 stored = EMBEDDING if name == TIED_HEAD and part.config.tie_word_embeddings else name
                 local, box = local_tensor(tensor), local_box(tensor)
@@ -172,6 +157,9 @@ class Checkpoint:
                         source = opened[self._files[piece.name]]
                         values = source.get_slice(piece.name)[overlap[0]] if box else source.get_tensor(piece.name)
                         local[overlap[1]].copy_(values)
+            if self.files.adapters is not None:
+                for name, tensor in part.named_parameters():
+                    self.files.adapters.fill(name, tensor)
 
 
 def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

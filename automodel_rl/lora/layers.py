@@ -1,6 +1,6 @@
 """Low-rank adapters on linear layers."""
 
-import contextlib
+import itertools
 import math
 import re
 import zlib
@@ -19,36 +19,71 @@ from automodel_rl.parallel.sharding import local_box, local_tensor
 ADAPTER_NAMES = ("lora_A", "lora_B")
 ADAPTER = re.compile(rf"(.+)\.(?:{'|'.join(ADAPTER_NAMES)})\.weight")
 
+ALL_LINEAR = "all-linear"
+"""The target that stands for all linear layers but the head."""
+
+HEAD = "lm_head"
+
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     """Freezes a model without storage and gives its target layers adapters, in place.
 
-    A layer then computes W x + b + alpha / rank * B A x. The names of its own weights stay.
+    A layer then computes W x + b + scale * B A x. The names of its own weights stay. Modules to save stay trained.
 
     Returns:
         The config with only those targets that the model has.
 
     Raises:
-        InputError: the model has none of the targets.
+        InputError: the model has none of the targets, or not one of the modules to save.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    targets: dict[Any, str] = {
-        module: short for name, module in linears if (short := name.rpartition(".")[2]) in config.targets
-    }
-    if not targets:
+    _train_whole(model, config)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    targets = config.targets
+    if ALL_LINEAR in targets:
+        targets = tuple(sorted({name.rpartition(".")[2] for name in linears if name != HEAD}))
+    found = set()
+    for name, linear in linears.items():
+        target = next((target for target in targets if is_named(name, target)), None)
+        if target is None or linear.weight.requires_grad:  # a module to save needs no adapter
+            continue
+        found.add(target)
+        options: dict[str, Any] = {"bias": False, "dtype": linear.weight.dtype, "device": linear.weight.device}
+        layer: Any = linear
+        layer.lora_A = nn.Linear(linear.in_features, config.rank, **options)
+        layer.lora_B = nn.Linear(config.rank, linear.out_features, **options)
+        layer.lora_scale, layer.lora_dropout = config.scale, config.dropout
+    if not found:
         raise InputError(
             f"model.lora.targets={list(config.targets)}: no linear layer of the model has one of these names: "
             "name some of its own"
         )
-    for linear in targets:
-        options: dict[str, Any] = {"bias": False, "dtype": linear.weight.dtype, "device": linear.weight.device}
-        linear.lora_A = nn.Linear(linear.in_features, config.rank, **options)
-        linear.lora_B = nn.Linear(config.rank, linear.out_features, **options)
-        linear.lora_scale = config.alpha / config.rank
-    found = set(targets.values())
-    return config.model_copy(update={"targets": tuple(name for name in config.targets if name in found)})
+    return config.model_copy(update={"targets": tuple(name for name in targets if name in found)})
+
+
+def is_named(module: str, name: str) -> bool:
+    """Whether a module has a name, or a full name that ends with it. PEFT has the same rule."""
+    return module == name or module.endswith(f".{name}")
+
+
+def _train_whole(model: Any, config: LoraConfig) -> None:
+    """Leaves the modules to save trained."""
+    for name in config.modules_to_save:
+        modules = [module for own, module in model.named_modules() if is_named(own, name)]
+        if not modules:
+            raise InputError(
+                f"model.lora.modules_to_save={list(config.modules_to_save)}: the model has no module {name}: name one "
+                "of its own"
+            )
+        for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
+            parameter.requires_grad_(True)
+    ends = (model.get_output_embeddings(), model.get_input_embeddings()) if config.modules_to_save else ()
+    if model.config.tie_word_embeddings and any(end.weight.requires_grad for end in ends):
+        raise InputError(
+            "model.lora.modules_to_save: the model's head is tied to its embedding, and PEFT's files would part them: "
+            "leave both out"
+        )
 
 
 def install_adapters(part: Any) -> None:
@@ -59,6 +94,8 @@ def install_adapters(part: Any) -> None:
 
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
     base = F.linear(hidden, linear.weight, linear.bias)
+    if linear.lora_dropout and torch.is_grad_enabled():  # log-probabilities and evaluations are not random
+        hidden = F.dropout(hidden, linear.lora_dropout)
     return base + linear.lora_scale * linear.lora_B(linear.lora_A(hidden))
 
 
@@ -80,23 +117,20 @@ def merge(linear: Any, whole_down: Tensor) -> Tensor:
         linear: a layer with an adapter.
         whole_down: the whole of its `lora_A`.
     """
-    weight, up = local_tensor(linear.weight), local_tensor(linear.lora_B.weight)
+    return merged(local_tensor(linear.weight), whole_down, local_tensor(linear.lora_B.weight), linear.lora_scale)
+
+
+def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """A weight with its adapter merged in, in fp32 or wider.
+
+    Args:
+        weight: [outputs, inputs].
+        down: `lora_A` [rank, inputs].
+        up: `lora_B` [outputs, rank].
+        scale: the factor of the adapter's output.
+    """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.to(wide) + linear.lora_scale * (up.to(wide) @ whole_down.to(wide))
-
-
-@contextlib.contextmanager
-def without_adapters(parts: list[Any]) -> Iterator[None]:
-    """Switches adapters off for this block: layers compute what they did before adapters were added."""
-    linears = [linear for part in parts for _, linear in adapted_weights(part)]
-    scales = [linear.lora_scale for linear in linears]
-    for linear in linears:
-        linear.lora_scale = 0.0
-    try:
-        yield
-    finally:
-        for linear, scale in zip(linears, scales, strict=True):
-            linear.lora_scale = scale
+    return weight.to(wide) + scale * (up.to(wide) @ down.to(wide))
 
 
 def is_adapter(name: str) -> bool:

@@ -1,25 +1,143 @@
-"""Writes adapters in PEFT's file format."""
+"""Adapters in PEFT's file format: adapter_model.safetensors, and adapter_config.json beside it."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.model import LoraConfig
+from automodel_rl.errors import InputError
 from automodel_rl.files import complete_folder
-from automodel_rl.lora.layers import ADAPTER, is_adapter
+from automodel_rl.lora.layers import ADAPTER, merged
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.parallel.sharding import gather_whole
+from automodel_rl.parallel.sharding import gather_whole, local_box, local_tensor
 from automodel_rl.support.families import FAMILIES
 
 PEFT_PREFIX = "base_model.model."
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+OTHER_KINDS = (
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "rank_pattern",
+    "trainable_token_indices",
+    "use_dora",
+)
+"""Keys of PEFT's config that ask for adapters of other kinds than those trained here."""
+
+
+class AdapterFolder:
+    """Adapters on disk, in PEFT's format. They may come from anybody and are not trusted.
+
+    Args:
+        folder: the folder with both files.
+        merges: whether they are merged into the weights; otherwise they are trained.
+
+    Attributes:
+        config: their config. Dropout is not part of what they compute, and left out.
+        base: the checkpoint that they belong to: a folder or a hub id.
+
+    Raises:
+        InputError: the config is damaged, or it asks for adapters of another kind than those trained here.
+    """
+
+    def __init__(self, folder: Path, merges: bool = False):
+        self.folder, self.merges = folder, merges
+        try:
+            values = json.loads((folder / CONFIG).read_text())
+            kind, bias = values["peft_type"], values.get("bias", "none")
+            self.base: str = values.get("base_model_name_or_path") or ""
+            targets = values.get("target_modules") or []
+            self.config = LoraConfig(
+                rank=values["r"],
+                alpha=values["lora_alpha"],
+                rslora=values.get("use_rslora", False),
+                targets=self._layers if isinstance(targets, str) else self._names(targets, values),
+                modules_to_save=values.get("modules_to_save") or (),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{folder / CONFIG}: is not the config of LoRA adapters ({_first_line(error)})") from None
+        unknown = next((f"{key}={values[key]}" for key in OTHER_KINDS if values.get(key)), None)
+        if kind != "LORA" or bias != "none" or unknown:
+            what = f"peft_type={kind}" if kind != "LORA" else unknown or f"bias={bias}"
+            raise InputError(f"{folder}: adapters with {what} cannot be trained or merged here: merge them with PEFT")
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Adapters and modules to save, by the names that they have in the model; mapped from the file."""
+        try:
+            return {name.removeprefix(PEFT_PREFIX): t for name, t in load_file(self.folder / WEIGHTS).items()}
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{self.folder / WEIGHTS}: damaged or not there ({error}): copy it again") from None
+
+    def check(self, model: nn.Module) -> None:
+        """Compares the tensors with a model's, by name and shape.
+
+        Args:
+            model: the model, with adapters that are to be filled, or without them if they are merged.
+
+        Raises:
+            InputError: a tensor belongs to nothing in the model, or an adapter of the model has no tensor.
+        """
+        file, own = self.folder / WEIGHTS, dict(model.named_parameters())
+        for name, tensor in self.tensors.items():
+            adapted = ADAPTER.fullmatch(name)
+            if name in own:
+                fits = tensor.shape == own[name].shape
+            else:
+                weight = own.get(f"{adapted[1]}.weight") if adapted and self.merges else None
+                dim = 1 if ".lora_A." in name else 0
+                fits = weight is not None and tensor.ndim == weight.ndim == 2 and tensor.shape[dim] == weight.shape[dim]
+            if not fits:
+                raise InputError(
+                    f"{file}: {name} with shape {[*tensor.shape]} fits nothing in the model: use its own adapters"
+                )
+        lacks = {name for name, p in own.items() if p.requires_grad and not self.merges} - self.tensors.keys()
+        if lacks:
+            raise InputError(f"{file}: has no {min(lacks)}, which {CONFIG} asks for: copy both files again")
+
+    @torch.no_grad()
+    def fill(self, name: str, parameter: Tensor) -> None:
+        """Fills this rank's shard of an adapter or of a module to save, or merges an adapter into that of its weight.
+
+        Args:
+            name: the parameter's name. Nothing is done if the folder has nothing for it.
+            parameter: the parameter, which holds the checkpoint's values if it is a weight of the checkpoint.
+        """
+        box, local, layer = local_box(parameter), local_tensor(parameter), name.removesuffix(".weight")
+        down, up = self.tensors.get(f"{layer}.lora_A.weight"), self.tensors.get(f"{layer}.lora_B.weight")
+        if name in self.tensors:
+            local.copy_(self.tensors[name][box])
+        elif self.merges and down is not None and up is not None:
+            local.copy_(merged(local.cpu(), down[:, box[1]], up[box[0]], self.config.scale))
+
+    @property
+    def _layers(self) -> tuple[str, ...]:
+        return tuple(sorted({match[1] for name in self.tensors if (match := ADAPTER.fullmatch(name))}))
+
+    def _names(self, targets: list[str], values: dict[str, Any]) -> tuple[str, ...]:
+        """The targets by short name, or by full name if only some layers with these names have adapters."""
+        weights = [name.removesuffix(".weight") for name in values.get("target_parameters") or []]
+        if values.get("layers_to_transform") is not None or values.get("exclude_modules"):
+            return self._layers
+        return tuple(sorted({*targets, *weights}))
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 @dataclass(frozen=True)
@@ -28,12 +146,12 @@ class AdapterOrigin:
 
     Attributes:
         config: the adapters' config.
-        base: folder of the checkpoint that they adapt.
+        base: the checkpoint that they adapt: the absolute path of its folder, or its hub id.
         family: the family of its model, a key of `FAMILIES`.
     """
 
     config: LoraConfig
-    base: Path
+    base: str
     family: str
 
 
@@ -48,12 +166,12 @@ def save_adapters(
 
     Args:
         folder: the folder to write; replaced if it exists; on a file system that all ranks share.
-        parameters: names and parameters of this rank; only adapters are written.
+        parameters: names and parameters of this rank; only those that are trained are written.
         origin: the model that the adapters belong to.
         tokenizer: the tokenizer to save along, if given.
         layout: this rank's place.
     """
-    own = {name: gather_whole(p, layout).cpu() for name, p in parameters if is_adapter(name)}
+    own = {name: gather_whole(p, layout).cpu() for name, p in parameters if p.requires_grad}
     of_stages = gather_objects(own, layout.pp_control)
     with complete_folder(folder, layout.world_control) as unfinished:
         if dist.get_rank() == 0:
@@ -67,13 +185,13 @@ def write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrig
 
     Args:
         folder: a folder that exists.
-        tensors: all adapters, by name.
+        tensors: all adapters and modules to save, by name.
         origin: the model that the adapters belong to.
     """
     named = {f"{PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}
-    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+    save_file(named, folder / WEIGHTS, {"format": "pt"})
     layers = sorted({layer for name in tensors for layer in ADAPTER.findall(name)})
-    (folder / "adapter_config.json").write_text(json.dumps(_peft_config(layers, origin), indent=2))
+    (folder / CONFIG).write_text(json.dumps(_peft_config(layers, origin), indent=2))
 
 
 def _peft_config(layers: list[str], origin: AdapterOrigin) -> dict[str, Any]:
@@ -85,14 +203,17 @@ def _peft_config(layers: list[str], origin: AdapterOrigin) -> dict[str, Any]:
     experts = FAMILIES[origin.family].experts
     of_experts = () if experts is None else (experts.gate, experts.up, experts.down)
     by_weight = [layer for layer in layers if layer.rpartition(".")[2] in of_experts]
-    by_name = {layer.rpartition(".")[2] for layer in layers if layer not in by_weight}
+    has_full_names = any("." in target for target in origin.config.targets)
+    by_name = {layer if has_full_names else layer.rpartition(".")[2] for layer in layers if layer not in by_weight}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(origin.base),
+        "base_model_name_or_path": origin.base,
         "r": origin.config.rank,
         "lora_alpha": origin.config.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": origin.config.dropout,
+        "use_rslora": origin.config.rslora,
+        "modules_to_save": [*origin.config.modules_to_save] or None,
         "bias": "none",
         "target_modules": sorted(by_name),
         "target_parameters": [f"{layer}.weight" for layer in by_weight],

@@ -15,7 +15,8 @@ from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Source, whole_tensors
-from automodel_rl.hf.read import Checkpoint, read_config, resolve_checkpoint
+from automodel_rl.hf.find import find_model
+from automodel_rl.hf.read import Checkpoint, read_config
 from automodel_rl.hf.sources import adapters_alone, gradient_sources, merged_sources
 from automodel_rl.hf.write import ComponentTensors, save_hf_checkpoint
 from automodel_rl.launch.process_group import join_process_group
@@ -94,7 +95,7 @@ class ModelHandle:
         self, empty: EmptyModel, meshes: Meshes, model: ModelConfig, memory: MemoryConfig, family: str | None = None
     ):
         """Lays out the parts of a model without storage. `from_pretrained` also gives them storage and weights."""
-        self._family = family or empty.config.model_type
+        self._family, self._name = family or empty.config.model_type, model.path
         self.whole_config, self.config = empty.config, empty.language.config
         self.model, self.memory, self.meshes, self.layout = model, memory, meshes, meshes.language
         self.flops = StepFlops(empty.language)
@@ -138,8 +139,8 @@ class ModelHandle:
         model = ModelConfig(path=model) if isinstance(model, str) else model
         parallel = (parallel or ParallelConfig()) if components is None else components.language.parallel
         memory = memory or MemoryConfig()
-        folder = resolve_checkpoint(model.path)
-        config = read_config(folder)
+        files = find_model(model)
+        config, model = read_config(files.folder), files.described(model)
         description = describe_model(config)
         asked = Combination(description, model, parallel, memory, components)
         check_supported(asked)
@@ -152,14 +153,16 @@ class ModelHandle:
             check_float8(model.fp8, device)
         memory = memory.model_copy(update={"compile": compiled})
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
-        checkpoint = Checkpoint(folder, config.model_type, model.pickled_weights)
+        checkpoint = Checkpoint(files, config.model_type, model.pickled_weights)
         for part in empty.parts:
             checkpoint.check(part)
         lora = None if model.lora is None else add_adapters(empty.language, model.lora)
+        if files.adapters is not None:
+            files.adapters.check(empty.language)
         if empty.vision is not None:
             freeze(empty.language, empty.vision, model.frozen)
-        model = model.model_copy(update={"path": str(folder), "lora": lora})
-        handle = cls(empty, meshes, model, memory, checkpoint.family)
+        handle = cls(empty, meshes, model.model_copy(update={"lora": lora}), memory, checkpoint.family)
+        handle._name = files.name
         for part in handle.parts:
             checkpoint.fill(part, device)
         handle._check_finite()
@@ -245,7 +248,7 @@ class ModelHandle:
             tokenizer: the tokenizer to save along, if given.
         """
         if self.model.lora is not None:
-            origin = AdapterOrigin(self.model.lora, self.source, self.family)
+            origin = AdapterOrigin(self.model.lora, self._name, self.family)
             save_adapters(Path(path), self.named_parameters(), origin, tokenizer, self.layout)
             return
         config = type(self.whole_config).from_dict(self.whole_config.to_dict())

@@ -17,7 +17,7 @@ WITHOUT_WINDOWS_OVER_CP = tuple(name for name, limits in ATTENTION.items() if no
 MIXTURE = {"description.family": "qwen3_moe", "description.num_experts": 6}
 """A mixture of experts, for examples."""
 
-_NEMO_CLASSES = {"model.implementation": "nemo_automodel"}
+NEMO_CLASSES = {"model.implementation": "nemo_automodel"}
 
 
 def _family(asked: Combination) -> str | None:
@@ -42,7 +42,7 @@ FAMILY = Rule(
         ),
         Example(
             "model.path: a 'qwen2' model with implementation nemo_automodel is not supported: use one of llama, qwen3",
-            _NEMO_CLASSES,
+            NEMO_CLASSES,
             {"description.family": "qwen2"},
         ),
     ),
@@ -70,8 +70,8 @@ NEMO = Rule(
     f"{', '.join(NEMO_FAMILIES)}; bfloat16, float32; no tp",
     _nemo,
     (
-        Example("model.dtype=float64: nemo_automodel's classes keep", {"model.dtype": "float64"}, _NEMO_CLASSES),
-        Example("parallel.tp=2: tensor parallelism splits transformers' classes", _NEMO_CLASSES, {"parallel.tp": 2}),
+        Example("model.dtype=float64: nemo_automodel's classes keep", {"model.dtype": "float64"}, NEMO_CLASSES),
+        Example("parallel.tp=2: tensor parallelism splits transformers' classes", NEMO_CLASSES, {"parallel.tp": 2}),
     ),
 )
 
@@ -222,7 +222,7 @@ FLOAT8 = Rule(
         Example("model.fp8=rowwise with model.dtype=float32: fp8 layers take", {"model.dtype": "float32"}, _FP8),
         Example("model.fp8=rowwise with model.lora: adapters have no", {"model.lora": {"rank": 4}}, _FP8),
         Example("model.fp8=rowwise with parallel.tp=2: split layers", {"parallel.tp": 2}, _FP8),
-        Example("model.fp8=rowwise with model.implementation=nemo_automodel", _NEMO_CLASSES, _FP8),
+        Example("model.fp8=rowwise with model.implementation=nemo_automodel", NEMO_CLASSES, _FP8),
         Example(
             "model.fp8=rowwise: a vision-language model has no fp8",
             _FP8,
@@ -233,35 +233,6 @@ FLOAT8 = Rule(
 WINDOWS = Rule("sliding windows", f"every attention backend; {', '.join(WITHOUT_WINDOWS_OVER_CP)} without cp")
 SOFTCAP_AND_SINKS = Rule("soft cap, sinks", f"attention {', '.join(WITH_SOFTCAP_AND_SINKS)} (auto chooses it)")
 TIED = Rule("tied embeddings", "with every axis")
-
-
-def _lora(asked: Combination) -> str | None:
-    lora = asked.model.lora
-    if lora is None:
-        return None
-    if asked.parallel.tp > 1 or asked.model.implementation != "transformers":
-        return (
-            "model.lora: adapters need parallel.tp=1 and model.implementation=transformers: set them, or leave lora out"
-        )
-    if "lm_head" in lora.targets:
-        return "model.lora.targets: lm_head cannot have adapters, for log-probabilities read its weight: remove it"
-    return None
-
-
-LORA = Rule(
-    "LoRA",
-    "attention and MLP of transformers models; with pp, cp, ep, dp",
-    _lora,
-    (
-        Example("model.lora: adapters need parallel.tp=1 and", {"parallel.tp": 2}, {"model.lora": {}}),
-        Example("model.lora: adapters need parallel.tp=1 and", _NEMO_CLASSES, {"model.lora": {}}),
-        Example(
-            "model.lora.targets: lm_head cannot have adapters",
-            {"model.lora": {"targets": ["q_proj", "lm_head"]}},
-            {"model.lora": {"targets": ["q_proj"]}},
-        ),
-    ),
-)
 
 
 def _routers(asked: Combination) -> str | None:

@@ -4,7 +4,7 @@ Requirements of a config alone, whatever the model (a schedule's name, a batch's
 """
 
 from automodel_rl.errors import InputError
-from automodel_rl.support import layout_rules, model_rules, run_rules, vision_rules
+from automodel_rl.support import layout_rules, lora_rules, model_rules, run_rules, vision_rules
 from automodel_rl.support.rule import Combination
 
 RULES = (
@@ -29,12 +29,13 @@ RULES = (
     layout_rules.CONTEXT_PARALLEL,
     layout_rules.RECOMPUTATION,
     layout_rules.COMPILED,
-    model_rules.LORA,
+    lora_rules.LORA,
     model_rules.FLOAT8,
     model_rules.ROUTERS,
     run_rules.ROUTER_REPLAY,
     layout_rules.EXPERT_PARALLEL,
     run_rules.ROLLOUT_LENGTH,
+    lora_rules.ADAPTERS_ALONE,
 )
 """The rules in the order in which they judge. The first ones check that the family is known; the others rely on it."""
 

@@ -2,9 +2,10 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -13,76 +14,151 @@ from automodel_rl.checkpoint.folder import CONFIG, TEMPLATE, TENSORS, check_file
 from automodel_rl.checkpoint.state import BUFFER, WEIGHT
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.config import ModelConfig, RunConfig, load_config
+from automodel_rl.config.load import parse_overrides
 from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.errors import InputError
+from automodel_rl.estimate.parameter_sizes import causal_model
 from automodel_rl.files import publish_folder
-from automodel_rl.hf.names import to_hf
-from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config, resolve_checkpoint
+from automodel_rl.hf.find import find_model
+from automodel_rl.hf.names import pieces, to_hf
+from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config
 from automodel_rl.hf.write import write_description, write_weights
-from automodel_rl.lora.layers import is_adapter
+from automodel_rl.lora.layers import ADAPTER, ADAPTER_NAMES, is_adapter, merged
+from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import language_config
 
 
-def export(checkpoint: Path, out: Path, overrides: Sequence[str] = ()) -> None:
+def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), *, merge: bool = False) -> None:
     """Writes the folder that a run would write as `final/` after the checkpoint's step.
 
-    Memory holds one tensor of the model at a time, and the contents of one file.
+    Memory holds one tensor of the model at a time, and the contents of one file; with `merge` also all adapters.
 
     Args:
-        checkpoint: a `step_N` folder. It need not be trusted.
+        checkpoint: a `step_N` folder, or with `merge` a folder of adapters. It need not be trusted.
         out: the folder to write, which must not exist.
         overrides: overrides of the run's config, as on the command line, such as the new place of its model.
+        merge: write a whole model, with its adapters merged in.
 
     Raises:
         InputError: the checkpoint is not whole, its model is not found, or `out` exists or cannot be written.
     """
     if out.exists():
         raise InputError(f"{out}: exists already; export makes its own folder, so name a new one")
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        _export_adapters(checkpoint, out, overrides, merge)
+        return
     marker = read_marker(checkpoint)
     check_files(checkpoint, marker, marker.files)
     # Only the caller may allow running code or reading other files, not the checkpoint's config.
     harmless = ["--model.trust_remote_code", "false", "--model.pickled_weights", "[]", "--data.chat_template", "null"]
     config: RunConfig = load_config(checkpoint / CONFIG, [*harmless, *overrides])
-    source = resolve_checkpoint(config.model.path)
-    whole_config = read_config(source)
+    files = find_model(config.model)
+    model = files.described(config.model)
+    whole_config = read_config(files.folder)
     tokenizer = load_tokenizer(
-        source, config.data, language_config(whole_config).vocab_size, config.model.trust_remote_code
+        files.tokenizer_folder, language_config(whole_config).vocab_size, trust_remote_code=model.trust_remote_code
     )
     if TEMPLATE in marker.files:
         tokenizer.chat_template = (checkpoint / TEMPLATE).read_text()
     reader = SafetensorsReader(checkpoint / TENSORS)
-    weights = Checkpoint(source, whole_config.model_type, config.model.pickled_weights)
+    weights = Checkpoint(files, whole_config.model_type, model.pickled_weights)
+    if merge and model.lora is None:
+        raise InputError(f"{checkpoint}: has no adapters to merge: leave --merge out")
+
+    def write(folder: Path) -> None:
+        if model.lora is not None and not merge:
+            write_adapters(folder, _trained(reader), AdapterOrigin(model.lora, files.name, weights.family))
+            tokenizer.save_pretrained(folder)
+            return
+        if model.lora is not None:
+            tensors = merged_tensors(weights, _trained(reader), model.lora.scale, dtypes_of(model)[0])
+        else:
+            tensors = _model_tensors(reader, model, weights)
+        write_weights(folder, tensors)
+        write_description(folder, _in_dtype(whole_config, dtypes_of(model)[0]), tokenizer, files.folder)
+
+    _publish(out, write)
+    print(f"{out}: the model after step {marker.step}{', with its adapters merged in' if merge else ''}")
+
+
+def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], merge: bool) -> None:
+    """Merges a folder of adapters into the checkpoint that they name, in that checkpoint's dtype."""
+    given = dict(parse_overrides(overrides))
+    if not merge:
+        raise InputError(f"{folder}: holds adapters as PEFT opens them: add --merge to write a whole model")
+    if given.keys() - {"model.path"}:
+        raise InputError(f"--{min(given.keys() - {'model.path'})}: for a folder of adapters only --model.path is read")
+    base = given.get("model.path")
+    adapters_of_base = None if base is None else str(folder)
+    files = find_model(ModelConfig(path=base or str(folder), adapters=adapters_of_base, merge_adapters=True))
+    config = read_config(files.folder)
+    tokenizer = load_tokenizer(files.tokenizer_folder, language_config(config).vocab_size)
+    adapters, dtype = files.adapters, config.dtype or torch.bfloat16
+    assert adapters is not None  # merge_adapters needs some
+    with torch.device("meta"):
+        adapters.check(causal_model(language_config(config), dtype=dtype))
+    weights = Checkpoint(files, config.model_type)
+
+    def write(unfinished: Path) -> None:
+        write_weights(unfinished, merged_tensors(weights, adapters.tensors, adapters.config.scale, dtype))
+        write_description(unfinished, config, tokenizer, files.folder)
+
+    _publish(out, write)
+    print(f"{out}: {files.name} with the adapters of {folder} merged in")
+
+
+def _publish(out: Path, write: Callable[[Path], None]) -> None:
+    """Makes a folder that is complete, or not there at all."""
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     try:
         unfinished.mkdir(parents=True)
-        if config.model.lora is not None:
-            origin = AdapterOrigin(config.model.lora, source, weights.family)
-            write_adapters(unfinished, dict(_adapters(reader)), origin)
-            tokenizer.save_pretrained(unfinished)
-        else:
-            write_weights(unfinished, _model_tensors(reader, config.model, weights))
-            write_description(unfinished, _exported(whole_config, config.model), tokenizer, source)
+        write(unfinished)
         publish_folder(unfinished, out)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{out}: cannot be written ({error}): make room, or choose another place") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"{out}: the model after step {marker.step}")
 
 
-def _exported(config: PretrainedConfig, model: ModelConfig) -> PretrainedConfig:
+def _in_dtype(config: PretrainedConfig, dtype: torch.dtype) -> PretrainedConfig:
     exported = type(config).from_dict(config.to_dict())
-    exported.dtype = dtypes_of(model)[0]
+    exported.dtype = dtype
     return exported
 
 
-def _adapters(reader: SafetensorsReader) -> Iterator[tuple[str, Tensor]]:
-    for key in reader.shapes:
-        weight = WEIGHT.fullmatch(key)
-        if weight is not None and is_adapter(weight[2]):
-            yield weight[2], reader.read(key)
+def _trained(reader: SafetensorsReader) -> dict[str, Tensor]:
+    """Adapters and modules to save of a checkpoint."""
+    return {match[2]: reader.read(key) for key in reader.shapes if (match := WEIGHT.fullmatch(key))}
+
+
+def merged_tensors(
+    source: Checkpoint, trained: Mapping[str, Tensor], scale: float, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a checkpoint, by their names in files, with adapters merged in and modules to save in place.
+
+    Args:
+        source: the checkpoint.
+        trained: adapters and modules to save, by the names that they have in the model.
+        scale: the factor of the adapters' output.
+        dtype: the dtype of the result; buffers of other kinds keep theirs.
+    """
+    layers = {f"{match[1]}.weight": match[1] for name in trained if (match := ADAPTER.fullmatch(name))}
+    adapted = {next(pieces(weight, (1, 1), source.family)).name: layer for weight, layer in layers.items()}
+    saved = {
+        piece: tensor
+        for name, whole in trained.items()
+        if not is_adapter(name)
+        for piece, tensor in to_hf(name, whole, source.family)
+    }
+    for name in source.names:
+        tensor = saved.pop(name) if name in saved else source.read(name)
+        if name in adapted:
+            down, up = (trained[f"{adapted[name]}.{adapter}.weight"] for adapter in ADAPTER_NAMES)
+            tensor = merged(tensor, down, up, scale)
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+    yield from ((name, tensor.to(dtype)) for name, tensor in saved.items())
 
 
 def _model_tensors(reader: SafetensorsReader, model: ModelConfig, source: Checkpoint) -> Iterator[tuple[str, Tensor]]:

@@ -35,7 +35,8 @@ def _choose(config: RunConfig, handle: ModelHandle) -> tuple[int, str]:
         return max(ON_CPU, longest), "on a CPU larger ones are no faster"
     own = torch.cuda.get_device_properties(handle.layout.device).total_memory
     of_device = min(gather_objects(own, handle.layout.world_control))
-    size = choose_microbatch_size(config, handle.config, of_device)
+    trained = config.model_copy(update={"model": handle.model})
+    size = choose_microbatch_size(trained, handle.config, of_device)
     if not size.fits:
         raise InputError(
             f"batch.microbatch_tokens=auto: by the plan, microbatches of {size.num_tokens} tokens fit into the "

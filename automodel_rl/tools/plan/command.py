@@ -10,7 +10,7 @@ from automodel_rl.config.components import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
 from automodel_rl.estimate.microbatch_size import choose_microbatch_size, generator_bytes
-from automodel_rl.hf.read import read_supported_config
+from automodel_rl.hf.read import read_supported_config, with_local_model
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.tools.plan.alternatives import GIB, nearest_that_fit, with_layout
@@ -39,11 +39,11 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     """
     if num_gpus is not None and config.components is not None:
         raise InputError(f"--gpus {num_gpus}: components names the ranks of both components: change them there")
+    config = with_local_model(config)
     if num_gpus is not None:
         config = with_layout(config, _spread(config.parallel, num_gpus), config.memory)
     parallel = config.parallel
-    full = read_supported_config(config)
-    description = describe_model(full)
+    description = describe_model(full := read_supported_config(config))
     compute, _ = dtypes_of(config.model)
     config = _with_microbatch_size(config, full, device)
     model = MemoryModel(language_config(full), config.model, config.batch.capacity, config.optimizer)

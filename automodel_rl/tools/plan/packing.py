@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
-from automodel_rl.hf.read import read_config, resolve_checkpoint
+from automodel_rl.hf.find import find_model
+from automodel_rl.hf.read import read_config
 from automodel_rl.support.description import describe_model
 
 AnyConfig = SFTConfig | DPOConfig | GRPOConfig
@@ -46,7 +47,7 @@ def measure_packing(config: AnyConfig) -> Packing:
     from automodel_rl.data.sampler import BatchSampler, Order
 
     kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
-    context = describe_model(read_config(resolve_checkpoint(config.model.path, with_weights=False))).context
+    context = describe_model(read_config(find_model(config.model, with_weights=False).folder)).context
     dataset = kind(config.data.train, open_chat_tokenizer(config), capacity, context, config.data)
     size = min(count // kind.together, SAMPLE)
     draws = next(iter(BatchSampler(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))

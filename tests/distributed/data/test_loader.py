@@ -32,7 +32,7 @@ def load(folder: Path, overlong: str) -> tuple[list[Microbatches], list[tuple[in
     layout = build_layout(parallel, join_process_group(2))
     source = SourceConfig(path=str(folder / "data.jsonl"))
     data = DataConfig(train=(source,), overlong=overlong)
-    chat = ChatTokenizer(load_tokenizer(folder, data, 10_000), "all")
+    chat = ChatTokenizer(load_tokenizer(folder, 10_000), "all")
 
     def make_loader() -> PackedLoader:
         dataset = ChatDataset((source,), chat, 128, None, data)
@@ -80,7 +80,7 @@ Steps = list[tuple[tuple[Draw, ...], list[tuple[int, list[int]]]]]
 def sequences_by_place(folder: Path, num_ranks: int) -> Steps:
     layout = build_layout(ParallelConfig(dp_shard=num_ranks), join_process_group(num_ranks))
     source = SourceConfig(path=str(folder / "data.jsonl"))
-    chat = ChatTokenizer(load_tokenizer(folder, DataConfig(train=(source,)), 10_000), "all")
+    chat = ChatTokenizer(load_tokenizer(folder, 10_000), "all")
     dataset = ChatDataset((source,), chat, 128, None, DataConfig(train=(source,), overlong="drop"))
     found: Steps = []
     for step in PackedLoader(dataset, 16, layout, float, Order(1, epochs=1)):

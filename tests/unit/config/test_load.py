@@ -180,7 +180,6 @@ def test_weights_go_the_way_that_fits_the_generators_place(changes: dict[str, An
             {"rollout": {"max_staleness": 1, "own_process": True}},
             "loss.correction.kind=none: completions of older weights need a correction",
         ),
-        ({"weight_sync": {"adapters": "alone"}}, "adapters=alone needs model.lora and rollout.generator=transformers"),
         (
             {"weight_sync": {"checksum": True}, "rollout": {"generator": "vllm"}},
             "vllm keeps weights in other shapes than checkpoints",

@@ -10,9 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError
+from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.names import to_hf
-from automodel_rl.hf.read import Checkpoint, persistent_tensors, read_config, resolve_checkpoint
+from automodel_rl.hf.read import Checkpoint, persistent_tensors, read_config
 from automodel_rl.model.build import build_empty_model
 from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.fused_norm import plain_norms
@@ -25,10 +27,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def files_of(folder: Path) -> ModelFiles:
+    return ModelFiles(folder, str(folder))
+
+
 def check(folder: Path) -> None:
     config = read_config(folder)
     empty = build_empty_model(config, "transformers", torch.float32, "automodel_rl_sdpa", untie=False).language
-    Checkpoint(folder, config.model_type).check(empty)
+    Checkpoint(files_of(folder), config.model_type).check(empty)
 
 
 def test_an_intact_checkpoint_passes(folder: Path) -> None:
@@ -75,7 +81,7 @@ def test_missing_and_misshapen_tensors(folder: Path, change, message: str) -> No
 
 def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no config.json"):
-        resolve_checkpoint(str(tmp_path))
+        find_model(ModelConfig(path=str(tmp_path)))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=r"config.json is not a model config of transformers"):
         read_config(tmp_path)
@@ -86,7 +92,7 @@ def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -
     save_tiny_model(tmp_path, family, num_layers=2)
     config = read_config(tmp_path)
     model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False).language
-    Checkpoint(tmp_path, family).fill(model, torch.device("cpu"))
+    Checkpoint(files_of(tmp_path), family).fill(model, torch.device("cpu"))
     expected = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float64, attn_implementation="eager"
     ).state_dict()

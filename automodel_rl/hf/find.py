@@ -1,0 +1,124 @@
+"""Finds the files of a model: its checkpoint, and adapters for it, in folders or on the hub."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from automodel_rl.config import ModelConfig
+from automodel_rl.config.model import LoraConfig
+from automodel_rl.errors import InputError
+from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
+from automodel_rl.lora.peft import AdapterFolder
+
+DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
+"""Patterns of a checkpoint's files besides its weights."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The local files of a model.
+
+    Attributes:
+        folder: the folder of its checkpoint.
+        name: the absolute path of the folder, or the checkpoint's hub id.
+        adapters: adapters for it; None without.
+        lora: the config of the adapters to train; None if weights are trained.
+    """
+
+    folder: Path
+    name: str
+    adapters: AdapterFolder | None = None
+    lora: LoraConfig | None = None
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The folder with the tokenizer: that of the adapters if it has one, for they were trained with it."""
+        if self.adapters is not None and (self.adapters.folder / "tokenizer_config.json").is_file():
+            return self.adapters.folder
+        return self.folder
+
+    def described(self, model: ModelConfig) -> ModelConfig:
+        """A model's config with its local folder, and with the config of the adapters that are trained."""
+        own = {"path": str(self.folder), "lora": self.lora, "adapters": None, "merge_adapters": False}
+        return model.model_copy(update=own)
+
+
+def find_model(model: ModelConfig, with_weights: bool = True) -> ModelFiles:
+    """Finds a model's checkpoint and adapters. What has a hub id is downloaded (or found in the cache).
+
+    Args:
+        model: the model's config.
+        with_weights: whether to download the weights, too.
+
+    Raises:
+        InputError: there is no such checkpoint, or its adapters contradict `model.lora`.
+    """
+    folder, name = _fetch("model.path", model.path, with_weights), model.path
+    adapters = None if model.adapters is None else _fetch("model.adapters", model.adapters, with_weights=True)
+    if not (folder / "config.json").is_file() and (folder / ADAPTER_CONFIG).is_file():
+        if adapters is not None:
+            raise InputError(
+                f"model.path={model.path}: has adapters, as has model.adapters={model.adapters}: give model.path the "
+                "checkpoint that they belong to"
+            )
+        adapters = _fetch("model.path", model.path, with_weights=True)
+        name = AdapterFolder(adapters).base
+        try:
+            folder = _fetch("base_model_name_or_path", name, with_weights)
+        except InputError as error:
+            raise InputError(
+                f"{adapters / ADAPTER_CONFIG}: {error}, in model.path, and these adapters in model.adapters"
+            ) from None
+    if not (folder / "config.json").is_file():
+        raise InputError(f"model.path={model.path}: has no config.json: give the folder of a Hugging Face checkpoint")
+    name = str(folder.absolute()) if Path(name).is_dir() else name
+    if adapters is None:
+        if model.merge_adapters:
+            raise InputError(
+                f"model.merge_adapters=true: {model.path} has no adapters: name them in model.adapters, or leave it out"
+            )
+        return ModelFiles(folder, name, lora=model.lora)
+    found = AdapterFolder(adapters, model.merge_adapters)
+    return ModelFiles(folder, name, found, _lora_of(model, found))
+
+
+def _fetch(key: str, path: str, with_weights: bool) -> Path:
+    if os.path.isdir(path):
+        return Path(path)
+    patterns = DESCRIPTIONS + (["*.safetensors"] if with_weights else [])
+    try:
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(
+            f"{key}={path}: not a folder, and no such model could be fetched from the hub "
+            f"({type(error).__name__}): give the folder of a Hugging Face checkpoint"
+        ) from None
+
+
+def _lora_of(model: ModelConfig, adapters: AdapterFolder) -> LoraConfig | None:
+    """The config of the adapters to train."""
+    if model.merge_adapters:
+        if model.lora is not None:
+            raise InputError(
+                "model.lora with model.merge_adapters=true: no folder holds the model that new adapters would belong "
+                f"to: write it with automodel-rl export {adapters.folder} NEW --merge, and name NEW in model.path"
+            )
+        return None
+    if model.lora is None:
+        return adapters.config
+    for key in sorted(model.lora.model_fields_set - {"dropout"}):
+        asked, there = getattr(model.lora, key), getattr(adapters.config, key)
+        if _sorted(asked) != _sorted(there):
+            raise InputError(
+                f"model.lora.{key}={_sorted(asked)}: the adapters of {adapters.folder} have {_sorted(there)}: leave "
+                f"model.lora.{key} out, or set model.merge_adapters to true"
+            )
+    return adapters.config.model_copy(update={"dropout": model.lora.dropout})
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value) if isinstance(value, tuple) else value

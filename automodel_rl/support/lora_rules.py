@@ -1,0 +1,80 @@
+"""Rules of low-rank adapters."""
+
+from automodel_rl.config import GRPOConfig, SFTConfig
+from automodel_rl.support.model_rules import NEMO_CLASSES
+from automodel_rl.support.rule import Combination, Example, Rule
+
+
+def _lora(asked: Combination) -> str | None:
+    lora, run = asked.model.lora, asked.run
+    if lora is None:
+        return None
+    if asked.parallel.tp > 1 or asked.model.implementation != "transformers":
+        return (
+            "model.lora: adapters need parallel.tp=1 and model.implementation=transformers: set them, or leave lora out"
+        )
+    if "lm_head" in lora.targets:
+        return (
+            "model.lora.targets: lm_head cannot have adapters, for log-probabilities read its weight: remove it, or "
+            "train it whole with modules_to_save"
+        )
+    if lora.dropout and run is not None and not isinstance(run, SFTConfig):
+        return (
+            f"model.lora.dropout={lora.dropout}: dpo and grpo compare log-probabilities, which dropout would change at "
+            "random: set it to 0"
+        )
+    return None
+
+
+LORA = Rule(
+    "LoRA",
+    "attention and MLP of transformers models; with pp, cp, ep, dp; dropout with sft",
+    _lora,
+    (
+        Example("model.lora: adapters need parallel.tp=1 and", {"parallel.tp": 2}, {"model.lora": {}}),
+        Example("model.lora: adapters need parallel.tp=1 and", NEMO_CLASSES, {"model.lora": {}}),
+        Example(
+            "model.lora.targets: lm_head cannot have adapters",
+            {"model.lora": {"targets": ["q_proj", "lm_head"]}},
+            {"model.lora": {"targets": ["q_proj"]}},
+        ),
+        Example(
+            "model.lora.dropout=0.1: dpo and grpo compare log-probabilities",
+            {"model.lora": {"dropout": 0.1}},
+            {"algorithm": "dpo"},
+        ),
+    ),
+)
+
+
+def _adapters_alone(asked: Combination) -> str | None:
+    run, lora = asked.run, asked.model.lora
+    if not isinstance(run, GRPOConfig) or run.weight_sync.adapters != "alone":
+        return None
+    if lora is None or run.rollout.generator == "vllm":
+        return "weight_sync.adapters=alone needs model.lora and rollout.generator=transformers: set them, or use merged"
+    if lora.modules_to_save:
+        return (
+            f"weight_sync.adapters=alone: model.lora.modules_to_save={[*lora.modules_to_save]} are no adapters, and "
+            "generators need them: use merged"
+        )
+    return None
+
+
+ADAPTERS_ALONE = Rule(
+    "adapters alone in weight syncs (grpo)",
+    "transformers generators, without modules to save",
+    _adapters_alone,
+    (
+        Example(
+            "weight_sync.adapters=alone needs model.lora and",
+            {"weight_sync.adapters": "alone"},
+            {"algorithm": "grpo"},
+        ),
+        Example(
+            "weight_sync.adapters=alone: model.lora.modules_to_save=['lm_head'] are no adapters",
+            {"model.lora": {"modules_to_save": ["lm_head"]}},
+            {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}},
+        ),
+    ),
+)

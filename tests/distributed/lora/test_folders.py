@@ -1,0 +1,182 @@
+"""Folders of adapters: training goes on from them, or they are merged, as PEFT does it in float64."""
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from automodel_rl.batch import pack_microbatch
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.model import LoraConfig
+from automodel_rl.engine import Engine
+from automodel_rl.errors import InputError
+from automodel_rl.losses import sft_loss
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.optimizers import OPTIMIZERS
+from automodel_rl.tools.export import export
+from automodel_rl.tools.verify.one_process import OneProcess, Training
+from tests.distributed.lora.test_lora import sequences_of
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_model
+
+STEPS = 2
+
+KINDS: dict[str, dict] = {
+    "two names": {"target_modules": ["q_proj", "o_proj"], "lora_alpha": 8},
+    "all linear, rslora": {"target_modules": "all-linear", "use_rslora": True},
+    "some layers": {"target_modules": ["v_proj"], "layers_to_transform": [1, 2]},
+    "a pattern": {"target_modules": r".*layers\.[02]\..*o_proj"},
+    "of experts": {"target_modules": ["k_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+    "head and embedding whole": {"target_modules": ["k_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+}
+"""Configs of adapters that PEFT itself makes and writes."""
+
+DENSE = [kind for kind in KINDS if kind != "of experts"]
+
+
+def save_adapters_of_peft(folder: Path, family: str, kind: str) -> Path:
+    """Saves a checkpoint and lively adapters for it; the folder of the adapters."""
+    save_tiny_model(folder / "base", family)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float64)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **KINDS[kind]))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in (parameter for parameter in adapted.parameters() if parameter.requires_grad):
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    adapted.save_pretrained(folder / "adapters")
+    return folder / "adapters"
+
+
+def reference_of(folder: Path) -> OneProcess:
+    """One process that goes on training the adapters with PEFT."""
+    reference = OneProcess(folder / "base", torch.float64, Training(lr=1e-2), torch.device("cpu"))
+    reference.model = PeftModel.from_pretrained(reference.model, folder / "adapters", is_trainable=True)
+    reference.optimizers = OPTIMIZERS["adamw"].reference(reference.model, reference.training.config)
+    return reference
+
+
+def train_on(folder: Path, parallel: ParallelConfig) -> list[float]:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder / "adapters"), dtype="float64"), parallel)
+    engine = Engine(handle, OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant"))
+    losses = []
+    for step in range(STEPS):
+        microbatches = [pack_microbatch(sequences_of(step, handle.layout.data_rank, number)) for number in range(2)]
+        losses.append(engine.train_step(microbatches, sft_loss).loss)
+    handle.save_pretrained(folder / "trained")
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "sizes"),
+    [
+        *((kind, "qwen3", {"pp": 2} if number % 2 else {"dp_shard": 2}) for number, kind in enumerate(DENSE)),
+        ("head and embedding whole", "qwen3", {"pp": 2}),
+        ("two names", "llama", {"cp": 2}),
+    ],
+)
+def test_training_goes_on_as_with_peft(
+    ranks: RankPool, tmp_path: Path, kind: str, family: str, sizes: dict[str, int]
+) -> None:
+    save_adapters_of_peft(tmp_path, family, kind)
+    parallel = ParallelConfig(**sizes)
+    losses = ranks(2).run(train_on, tmp_path, parallel)[0]
+    reference = reference_of(tmp_path)
+    for step, loss in enumerate(losses):
+        of_ranks = [sequences_of(step, rank, number) for rank in range(parallel.num_data_ranks) for number in range(2)]
+        assert loss == pytest.approx(reference.backward([[*itertools.chain.from_iterable(of_ranks)]]), rel=1e-9)
+        reference.step()
+    reference.model.save_pretrained(tmp_path / "expected")
+    expected = load_file(tmp_path / "expected" / "adapter_model.safetensors")
+    saved = load_file(tmp_path / "trained" / "adapter_model.safetensors")
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-8)
+    PeftModel.from_pretrained(reference_of(tmp_path).model.unload(), tmp_path / "trained")
+
+
+def merged_logprobs(folder: Path, parallel: ParallelConfig) -> list[Tensor]:
+    model = ModelConfig(path=str(folder / "adapters"), dtype="float64", merge_adapters=True)
+    handle = ModelHandle.from_pretrained(model, parallel)
+    assert all(parameter.requires_grad for _, parameter in handle.named_parameters())
+    return Engine(handle, OptimizerConfig(decay="constant")).logprobs([pack_microbatch(make_sequences(3, seed=0))])
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "sizes"),
+    [
+        *((kind, "qwen3", {"tp": 2}) for kind in DENSE),
+        ("two names", "qwen3_moe", {"ep": 2, "dp_shard": 2}),
+    ],
+)
+def test_merged_weights_are_those_of_peft(
+    ranks: RankPool, tmp_path: Path, kind: str, family: str, sizes: dict[str, int]
+) -> None:
+    save_adapters_of_peft(tmp_path, family, kind)
+    parts = ranks(2).run(merged_logprobs, tmp_path, ParallelConfig(**sizes))
+    reference = reference_of(tmp_path)
+    reference.model = reference.model.merge_and_unload()
+    with torch.no_grad():
+        expected = [reference.logprobs(sequence) for sequence in make_sequences(3, seed=0)]
+    for actual, right in zip(max(parts, key=len), expected, strict=True):
+        torch.testing.assert_close(actual, right, rtol=0, atol=1e-9)
+    export(tmp_path / "adapters", tmp_path / "merged", merge=True)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    for (name, own), right in zip(whole.named_parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(own, right, rtol=0, atol=1e-12, msg=name)
+
+
+def change(folder: Path, **values: object) -> dict:
+    file = folder / "adapters" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return {}
+
+
+REFUSED: list[tuple[Callable[[Path], dict], str]] = [
+    (lambda folder: change(folder, use_dora=True), "adapters with use_dora=True cannot be trained or merged"),
+    (lambda folder: change(folder, bias="all"), "adapters with bias=all cannot be trained or merged"),
+    (lambda folder: change(folder, peft_type="IA3"), "adapters with peft_type=IA3 cannot be trained"),
+    (lambda folder: change(folder, r="x"), "is not the config of LoRA adapters"),
+    (lambda folder: change(folder, r=8), "lora_A.weight with shape .* fits nothing in the model"),
+    (lambda folder: change(folder, target_modules=["q_proj"]), "o_proj.lora_A.weight .* fits nothing"),
+    (lambda folder: change(folder, target_modules=["q_proj", "o_proj", "v_proj"]), "has no .*v_proj.lora_A"),
+    (
+        lambda folder: change(folder, base_model_name_or_path=str(folder / "moved")),
+        "in model.path, and these adapters in model.adapters",
+    ),
+    (lambda folder: {"adapters": str(folder / "adapters")}, "has adapters, as has model.adapters"),
+    (lambda _: {"lora": LoraConfig(rank=8)}, "model.lora.rank=8: the adapters of .* have 4: leave model.lora.rank out"),
+    (lambda _: {"lora": LoraConfig(), "merge_adapters": True}, "no folder holds the model that new adapters would"),
+    (
+        lambda folder: {"path": str(folder / "base"), "merge_adapters": True},
+        "merge_adapters=true: .* has no adapters: name them in model.adapters",
+    ),
+]
+
+
+@pytest.mark.parametrize(("breaks", "message"), REFUSED)
+def test_what_cannot_be_gone_on_with_is_refused(
+    ranks: RankPool, tmp_path: Path, breaks: Callable[[Path], dict], message: str
+) -> None:
+    save_adapters_of_peft(tmp_path, "qwen3", "two names")
+    model = ModelConfig(**{"path": str(tmp_path / "adapters"), "dtype": "float64", **breaks(tmp_path)})
+    assert re.search(message, ranks(1).run(refusal, model)[0])
+
+
+def refusal(model: ModelConfig) -> str:
+    with pytest.raises(InputError) as caught:
+        ModelHandle.from_pretrained(model)
+    return str(caught.value)
+
+
+def test_adapters_of_experts_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    save_adapters_of_peft(tmp_path, "qwen3_moe", "of experts")
+    model = ModelConfig(path=str(tmp_path / "adapters"), dtype="float64")
+    assert "fits nothing in the model" in ranks(1).run(refusal, model)[0]
