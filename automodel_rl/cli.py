@@ -1,5 +1,6 @@
 """The command line: reads the config, then starts the layout's ranks, or becomes one of them under torchrun."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from automodel_rl.launch.lifeline import hold_lifeline
 from automodel_rl.launch.local import is_rank, run_local_ranks
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE
-from automodel_rl.observe.run_directory import FLIGHTS, RunDirectory
+from automodel_rl.observe.run_directory import RunDirectory
+from automodel_rl.observe.run_files import FLIGHTS
 from automodel_rl.tools.verify.layout import ranks_to_verify
 
 USAGE = """\
@@ -23,6 +25,8 @@ usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto|never|CHECKPOINT] [-
        automodel-rl plan CONFIG.yaml [--gpus N] [--device H200] [--json] [--dotted.key value ...]
        automodel-rl export CHECKPOINT OUT [--merge] [--dotted.key value ...]
        automodel-rl verify-checkpoint CHECKPOINT
+       automodel-rl watch RUN [RUN ...] [--port 6060]
+       automodel-rl report RUN [RUN ...] [--out PAGE.html]
        automodel-rl quickstart FOLDER [--seed N]
 
   sft         supervised fine-tuning on chats
@@ -35,6 +39,8 @@ usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto|never|CHECKPOINT] [-
               with --merge a whole model in place of adapters, also from a folder of adapters
   verify-checkpoint
               says whether a checkpoint is whole: every file as it was written
+  watch       shows runs in a browser as they go on, from a small server on this machine
+  report      writes the page of one run or several: of finished, stopped and failed ones, too
   quickstart  makes a small model and data and trains it with GRPO, on a laptop
 
   automodel-rl grpo --help (or sft, dpo) lists every key of the config. --resume auto goes on with the run in the
@@ -64,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plan": _plan,
         "export": _export,
         "verify-checkpoint": _verify_checkpoint,
+        "report": _report,
+        "watch": _watch,
         "quickstart": _quickstart,
     }
     try:
@@ -107,6 +115,7 @@ def _train(algorithm: str, arguments: list[str]) -> int:
 
         check_chats(config, chats)
     if not is_rank() and config.world_size > 1:
+        print(f"starting {config.world_size} ranks ...", flush=True)
         command = [sys.executable, "-m", "automodel_rl", algorithm, *arguments]
         return run_local_ranks(command, config.world_size, Path(config.output) / FLIGHTS)
     return guard(lambda: getattr(automodel_rl, TRAINERS[algorithm])(config, resume, max_minutes).train())
@@ -150,6 +159,34 @@ def _verify_checkpoint(arguments: list[str]) -> int:
     from automodel_rl.tools.verify_checkpoint import verify_checkpoint
 
     verify_checkpoint(Path(arguments[0]))
+    return EXIT_OK
+
+
+def _report(arguments: list[str]) -> int:
+    out, folders = _take_option("--out", arguments)
+    if not folders:
+        raise InputError("report takes the folders of runs: automodel-rl report RUN [RUN ...] [--out PAGE.html]")
+    from automodel_rl.report.page import write_report
+
+    path = Path(out or Path(folders[0]) / "report.html")
+    try:
+        write_report(path, [Path(folder) for folder in folders])
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}): choose another --out") from None
+    print(path)
+    return EXIT_OK
+
+
+def _watch(arguments: list[str]) -> int:
+    port, folders = _take_number("--port", arguments)
+    if not folders:
+        raise InputError("watch takes the folders of runs: automodel-rl watch RUN [RUN ...] [--port P]")
+    from automodel_rl.report.server import RunServer
+
+    with RunServer([Path(folder) for folder in folders], 6060 if port is None else port) as server:
+        print(f"{server.url} shows the runs as they go on; Ctrl-C ends this", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
     return EXIT_OK
 
 

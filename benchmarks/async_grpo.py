@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_rl.launch.local import run_local_ranks
-from automodel_rl.observe.metrics import read_metrics
+from automodel_rl.observe.metrics import read_lines
 
 PARTS = ("time/rollout_s", "time/logprobs_s", "time/train_s", "time/sync_s", "time/step_s", "train/logprob_error")
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, staleness: int) -> dict[str, Any]:
     code = run_local_ranks([sys.executable, "-m", "automodel_rl", "grpo", f"{options.folder}/grpo.yaml", *flags], 1)
     if code:
         sys.exit(code)
-    first, *records = read_metrics(output / "metrics.jsonl")
+    first, *records = read_lines(output / "metrics.jsonl")
     held_out = [record["val/reward_mean"] for record in records if "val/reward_mean" in record]
     return {
         "max_staleness": staleness,

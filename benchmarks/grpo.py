@@ -40,7 +40,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from automodel_rl.config import GRPOConfig
     from automodel_rl.launch.quiet import quiet_libraries
-    from automodel_rl.observe.metrics import read_metrics
+    from automodel_rl.observe.metrics import read_lines
     from automodel_rl.trainers.grpo import GRPOTrainer
 
     quiet_libraries()
@@ -51,7 +51,7 @@ def main() -> None:
     trainer = GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options)))
     differences = watch_differences(trainer) if options.replay else []
     trainer.train()
-    records = read_metrics(output / "metrics.jsonl")
+    records = read_lines(output / "metrics.jsonl")
     for record, measured in zip(records, differences, strict=False):
         record |= measured
     for record in records:

@@ -19,7 +19,7 @@ from automodel_rl.errors import (
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.lifeline import hold_lifeline
-from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, leave_record, own_rank
+from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, leave_record, own_rank, show
 
 
 def guard(work: Callable[[], None]) -> int:
@@ -46,7 +46,7 @@ def guard(work: Callable[[], None]) -> int:
     if record is not None and RECORD_FOLDER_VARIABLE in os.environ:
         leave_record(Path(os.environ[RECORD_FOLDER_VARIABLE]), record)
     elif record is not None:
-        print(record.block(), file=sys.stderr, flush=True)
+        show(record)
     _discard_notes(code)
     return code
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from automodel_rl.errors import EXIT_FAILURE
 from automodel_rl.launch.flight import last_place, left_flight
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
-from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, first_cause, read_records
+from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, first_cause, read_records, show
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.launch.terminal import Terminal
 
@@ -125,10 +125,11 @@ class _Ranks:
         was_killed = silent and self.processes[silent[0]].returncode == -signal.SIGKILL
         causes = earlier if was_killed else [*records.values()]
         if silent and all(record.is_lost_peer for record in causes):  # killed or crashed
-            print(self._tail(silent[0]), self._record_of(silent[0]).block(), sep="", file=sys.stderr, flush=True)
+            print(self._tail(silent[0]), end="", file=sys.stderr)
+            show(self._record_of(silent[0]))
             return EXIT_FAILURE
         record = first_cause([*records.values()])
-        print(record.block(), file=sys.stderr, flush=True)
+        show(record)
         return record.exit_code
 
     def _dead(self) -> list[int]:

@@ -1,9 +1,11 @@
 """The record of a failure, and how it is shown: a block of text whose last line says what the user needs."""
 
+import contextlib
 import json
 import os
 import re
 import socket
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +16,9 @@ from automodel_rl.launch.flight import flight
 
 RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
 """Environment variable by which a launcher tells its ranks where to leave their records."""
+
+FAILURE_FILE = "failure.txt"
+"""Name of the file with the failure that ended a job."""
 
 LOST_PEER = re.compile(
     "Connection (closed|reset) by peer|Connection refused|Broken pipe|DistNetworkError|DistStoreError|"
@@ -69,6 +74,14 @@ class FailureRecord:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+
+def show(record: FailureRecord) -> None:
+    """Prints a record, and keeps the text beside the rank's flight recorder for whoever looks at the run later."""
+    print(record.block(), file=sys.stderr, flush=True)
+    if record.flight:
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            write_complete(Path(record.flight).with_name(FAILURE_FILE), record.block())
 
 
 def from_json(text: str) -> FailureRecord:

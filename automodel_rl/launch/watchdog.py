@@ -30,6 +30,7 @@ from automodel_rl.launch.record import (
     from_json,
     leave_record,
     own_rank,
+    show,
 )
 
 POLL_SECONDS = 1.0
@@ -124,7 +125,7 @@ def _wait_for_cause(store: Any) -> None:
 def _show_once(store: Any, record: FailureRecord) -> None:
     """Shows the job's first failure on rank 0's terminal, or on another one's if rank 0 is gone."""
     if store is None:
-        print(record.block(), file=sys.stderr, flush=True)
+        show(record)
         return
     with contextlib.suppress(Exception):
         if own_rank() != 0:
@@ -132,7 +133,7 @@ def _show_once(store: Any, record: FailureRecord) -> None:
         if store.add(_key("shown"), 1) > 1:
             return
         record = from_json(store.get(_key("failed")).decode())
-    print(record.block(), file=sys.stderr, flush=True)
+    show(record)
 
 
 class _Watch:

@@ -1,4 +1,4 @@
-"""JSON lines: metrics.jsonl with a record for each step, and rollouts/step_N.jsonl with one for each completion."""
+"""JSON lines: metrics.jsonl with a record for each step, and files of a step with one for each completion."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int):
         self.path = path
         # A run that begins measures step 0, the untrained model, again.
-        kept = [record for record in read_metrics(path) if record["step"] <= first_step] if first_step else []
+        kept = [record for record in read_lines(path) if record["step"] <= first_step] if first_step else []
         write_complete(path, "".join(map(_line, kept)))
         self._waiting: list[str] = []
 
@@ -58,14 +58,14 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of all complete lines. A run that was killed may have left half a line at the end."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of all complete lines of a file. A run that was killed may have left half a line at the end."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def save_rollouts(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Writes a record for each completion. If the step has run before, its file is replaced."""
+def write_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Writes a file with a line for each record. If the step has run before, its file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_complete(path, "".join(json.dumps(record) + "\n" for record in records))

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -14,19 +15,12 @@ from automodel_rl.checkpoint.folder import is_complete, read_marker
 from automodel_rl.config import RunConfig, differing_keys, dump_config
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
-from automodel_rl.observe.metrics import read_metrics
-
-FLIGHTS = "flight"
-"""Name of the folder with the flight recorders' files."""
+from automodel_rl.observe.metrics import read_lines
+from automodel_rl.observe.run_files import RunFiles
+from automodel_rl.observe.versions import versions
 
 AGENT_VARIABLE, AGENT_FILE = "TORCHELASTIC_RUN_ID", ".started_by"
 """Environment variable with torchrun's name for a job, and the file in which a run keeps that name."""
-
-FINISHED_FILE = ".finished_after"
-"""File in which a finished run keeps the number of its steps: `final/` and the report are from the last of them."""
-
-LOCK_FILE = ".in_use"
-"""File that a run locks while it works in the folder. The lock ends with the run's process, however that ends."""
 
 FIRST_FILES = {"checkpoints", ".config.yaml.unfinished"}
 """Files that a run makes before its config.yaml is complete."""
@@ -54,7 +48,7 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-class RunDirectory:
+class RunDirectory(RunFiles):
     """The files of one run.
 
     Args:
@@ -72,13 +66,13 @@ class RunDirectory:
     """
 
     def __init__(self, config: RunConfig, output: str, resume: str):
-        self.folder = Path(output)
+        super().__init__(Path(output))
         self.config, self.config_text = config, dump_config(config)
         self._check_place()
         if self.is_started_again:
             resume = "auto"
         self.resume = resume
-        self.begins_anew = self._is_without_results() and not self._is_in_use()
+        self.begins_anew = self._is_without_results() and not self.is_in_use()
         if self.config_file.is_file() and not self.begins_anew:
             self._check_run(resume)
         elif self.folder.is_dir() and any(self.folder.iterdir()) and not self.begins_anew:
@@ -152,13 +146,6 @@ class RunDirectory:
         return self.resume == "auto" and self.finished_after == self._step_reached == total_steps
 
     @property
-    def finished_after(self) -> int | None:
-        """The step after which `final/` was written; None if there is no `final/`, or its step is not known."""
-        file = self.folder / FINISHED_FILE
-        text = file.read_text() if file.is_file() and self.final.exists() else ""
-        return int(text) if text.isdecimal() else None
-
-    @property
     def _step_reached(self) -> int:
         return max([self.finished_after or 0, *map(step_of, self.list_checkpoints())])
 
@@ -169,7 +156,7 @@ class RunDirectory:
             total_steps: the run's number of steps.
         """
         with contextlib.suppress(OSError):  # if this cannot be written, resuming writes model and report again
-            write_complete(self.folder / FINISHED_FILE, str(total_steps))
+            write_complete(self.finished_file, str(total_steps))
 
     def _is_without_results(self) -> bool:
         """Whether a run was begun here but finished no step: it has no metrics of a step, no model, and no checkpoint,
@@ -180,26 +167,23 @@ class RunDirectory:
             return False
         if not self.config_file.is_file():
             return {path.name for path in self.folder.iterdir()} <= FIRST_FILES
-        return not any(record["step"] > 0 for record in read_metrics(self.metrics))
+        return not any(record["step"] > 0 for record in read_lines(self.metrics))
 
-    def _is_in_use(self) -> bool:
-        """Whether a run may be at work here; also true if the file system has no locks to ask."""
-        try:
-            with (self.folder / LOCK_FILE).open("r+") as file:
-                fcntl.lockf(
-                    file, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # a shared lock: all ranks look at once, and must see the same
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
+    def create(self, total_steps: int) -> None:
+        """Makes the folder and writes the config and what the run runs with.
 
-    def create(self) -> None:
-        """Makes the folder and writes the config. Raises InputError if it cannot be written."""
+        Args:
+            total_steps: the run's number of steps.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             write_complete(self.config_file, self.config_text)
+            write_complete(self.total_steps_file, str(total_steps))
+            write_complete(self.versions, json.dumps(versions(), indent=2))
+            self.failure.unlink(missing_ok=True)
             if AGENT_VARIABLE in os.environ:
                 write_complete(self.folder / AGENT_FILE, os.environ[AGENT_VARIABLE])
         except OSError as error:
@@ -210,7 +194,7 @@ class RunDirectory:
         """Marks the folder as in use while the block runs."""
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # the file system may be full or have no locks
-                file = stack.enter_context((self.folder / LOCK_FILE).open("w"))
+                file = stack.enter_context(self.lock_file.open("w"))
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
 
@@ -258,42 +242,8 @@ class RunDirectory:
                 with contextlib.suppress(OSError):
                     path.rename(path.with_name(f"{path.name}.damaged"))
 
-    @property
-    def config_file(self) -> Path:
-        return self.folder / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.folder / "report.html"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.folder / "rollouts"
-
     def take_nccl_traces(self) -> None:
         """Lets NCCL's flight recorder write here when a collective times out. Must be called before NCCL is used."""
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self.flights / "nccl_trace_rank_"))
-
-    @property
-    def flights(self) -> Path:
-        """Folder that says what each rank did last, while it runs and after a failure."""
-        return self.folder / FLIGHTS
-
-    @property
-    def not_finite(self) -> Path:
-        """Folder with the microbatches of a step at which training diverged."""
-        return self.folder / "not_finite"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def final(self) -> Path:
-        return self.folder / "final"

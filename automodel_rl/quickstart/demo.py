@@ -24,7 +24,7 @@ from automodel_rl.config import (
 )
 from automodel_rl.errors import EXIT_OK, InputError
 from automodel_rl.launch.local import run_local_ranks
-from automodel_rl.observe.metrics import read_metrics
+from automodel_rl.observe.metrics import read_lines
 from automodel_rl.quickstart.model import train_tokenizer, write_model
 from automodel_rl.quickstart.problems import as_prompt, make_problems, shy, write_jsonl
 
@@ -44,7 +44,7 @@ def run_demo(output: str, seed: int = 0) -> int:
         code = run_local_ranks(command, num_ranks=2)
         if code != EXIT_OK:
             return code
-    records = read_metrics(folder / "grpo" / "metrics.jsonl")
+    records = read_lines(folder / "grpo" / "metrics.jsonl")
     rewards = [record["val/reward_mean"] for record in records if "val/reward_mean" in record]
     print(f"mean reward on {NUM_HELD_OUT} held-out problems: {rewards[0]:.2f} after the warm-up, {rewards[-1]:.2f} now")
     return EXIT_OK

@@ -1,6 +1,6 @@
 """Groups: prompts with their rewarded completions. Also the metrics and records that a step makes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,10 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
 
 
 def rollout_records(
-    groups: Sequence[Group], rewards: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    groups: Sequence[Group],
+    rewards: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    details: Mapping[int, dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """The records of a step's rollouts that are kept on disk, one JSON object for each completion.
 
@@ -109,6 +112,7 @@ def rollout_records(
         groups: all groups that were generated.
         rewards: names of the rewards.
         tokenizer: the model's tokenizer.
+        details: what else is known of rollouts, by their identity.
     """
     return [
         {
@@ -120,6 +124,7 @@ def rollout_records(
             "errors": [error for error in (*rollout.score.errors, rollout.completion.error) if error],
             "tokens": len(rollout.completion.token_ids),
             "finish": rollout.completion.finish,
+            **details.get(id(rollout), {}),
         }
         for group in groups
         for rollout, reward in zip(group.rollouts, group.rewards.tolist(), strict=True)

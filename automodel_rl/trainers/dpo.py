@@ -14,8 +14,9 @@ from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.losses import dpo_loss
 from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.trainers.open_run import choose_loss, layout_summary, open_run
 from automodel_rl.trainers.packed_data import PackedData
-from automodel_rl.trainers.run import Goal, Run, choose_loss, layout_summary, open_run
+from automodel_rl.trainers.run import Goal, Run
 
 Precomputed = dict[tuple[Draw, int], Tensor]
 """The reference's log-probabilities of each sequence of the data, by `_key`."""
@@ -82,7 +83,8 @@ class DPOTrainer:
                     step.metrics["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)
                 step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
         self.run.save_model(self.tokenizer)
-        return self.run.finish(f"DPO of {self.config.model.path}", self.data.samples(self.engine, self.tokenizer))
+        self.run.save_samples(self.data.samples(self.engine, self.tokenizer))
+        return self.run.finish()
 
     def _make_reference(self) -> tuple[ReferenceWeights | None, Precomputed]:
         """The reference: weights to swap in for each step, or precomputed log-probabilities of all pairs."""

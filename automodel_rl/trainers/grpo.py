@@ -13,18 +13,19 @@ from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.losses import LossFn, Readout, grpo_loss
-from automodel_rl.observe.metrics import save_rollouts
-from automodel_rl.observe.report import Sample
+from automodel_rl.observe.samples import Sample
 from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.rollout.groups import Group, all_scores, pass_rate, rollout_metrics, rollout_records, shaped_rewards
 from automodel_rl.rollout.rewards.counts import ErrorWatch, error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
+from automodel_rl.trainers.open_run import choose_loss, layout_summary, open_run
 from automodel_rl.trainers.policy_batches import Microbatches, pack_optimizer_steps, with_advantages
 from automodel_rl.trainers.reward_watch import RewardWatch
+from automodel_rl.trainers.rollout_details import Details, rollout_details
 from automodel_rl.trainers.rollout_queue import RolloutQueue
 from automodel_rl.trainers.route_exchange import with_routes
-from automodel_rl.trainers.run import Goal, Run, choose_loss, layout_summary, open_run
+from automodel_rl.trainers.run import Goal, Run
 from automodel_rl.trainers.step import Step
 
 
@@ -71,7 +72,6 @@ class GRPOTrainer:
         goal = Goal(total_steps, max_minutes, best_metric="val/reward_mean", higher_is_better=True)
         self.run = Run(config, directory, self.engine, goal)
         self.run.resume({"prompts": self.queue, "signal": self.signal})
-        self.samples: list[Sample] = []
 
     def train(self) -> Path:
         """Runs to the end.
@@ -89,11 +89,13 @@ class GRPOTrainer:
         self.supervisor.load_weights()
         baseline = self._validate if self.validation and self.config.length.validate_every else None
         for step in self.run.steps(self._summary(), baseline):
-            groups, packed = self._collect(step)
+            generated, groups, packed = self._collect(step)
             with step.time("logprobs"):
                 of_steps = self._with_logprobs(packed)
             with step.time("advantages"):
                 of_steps = with_advantages(groups, of_steps, self.config, self.handle.layout)
+            with step.time("details"):
+                self._write_rollouts(generated, self._details(groups, of_steps))
             with step.time("train"):
                 outputs = [self.engine.train_step(microbatches, self.loss, self.readout) for microbatches in of_steps]
             with step.time("sync"):
@@ -104,7 +106,7 @@ class GRPOTrainer:
                 self._validate_step(step)
         self._end_rollouts()
         self.run.save_model(self.tokenizer)
-        return self.run.finish(f"GRPO of {self.config.model.path}", self.samples)
+        return self.run.finish()
 
     def _end_rollouts(self) -> None:
         self.supervisor.close()
@@ -117,11 +119,11 @@ class GRPOTrainer:
             f"{sum(self.prompts.sampler.sizes):,} prompts, {layout_summary(self.config, self.handle)}"
         )
 
-    def _collect(self, step: Step) -> tuple[list[Group], list[PackedStep]]:
+    def _collect(self, step: Step) -> tuple[list[Group], list[Group], list[PackedStep]]:
         """Collects and packs rewarded completions of this step's prompts, and records their metrics.
 
         Returns:
-            The groups to learn from, and the global batch of each optimizer step.
+            All groups, the groups to learn from, and the global batch of each optimizer step.
         """
         before = self.run.place()
         try:
@@ -136,13 +138,21 @@ class GRPOTrainer:
             self.run.abandon_step(before)
             raise
         step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
+        self._write_rollouts(generated, {})  # at once, so that they are there if the step fails
+        return generated, groups, packed
+
+    def _write_rollouts(self, generated: list[Group], details: Details) -> None:
         if self.run.is_first_rank:
-            records = rollout_records(generated, self.config.reward_names, self.tokenizer)
-            try:
-                save_rollouts(self.run.directory.rollouts / f"step_{self.run.step}.jsonl", records)
-            except OSError as error:
-                self.run.say(f"warning: the rollouts of step {self.run.step} cannot be written ({error.strerror})")
-        return groups, packed
+            records = rollout_records(generated, self.config.reward_names, self.tokenizer, details)
+            self.run.write_beside("rollouts", self.run.directory.rollouts, records)
+
+    def _details(self, groups: list[Group], of_steps: list[Microbatches]) -> Details:
+        """Details of the rollouts. In steps that are looked at most, the model's log-probabilities are among them."""
+        is_looked_at = self.run.step == 1 or self.run.is_due(self.config.checkpoint.every_steps) or self.run.is_over
+        if self.config.is_on_policy and is_looked_at and self.config.observe.samples:
+            (first, *rest), *others = of_steps
+            of_steps = [[*self._add_logprobs([first], "old_logprobs", replay=False), *rest], *others]
+        return rollout_details(groups, of_steps, self.tokenizer, self.handle.layout)
 
     def _generate(self) -> tuple[list[Group], list[Group]]:
         """All groups that were generated, and the groups to learn from."""
@@ -250,7 +260,7 @@ class GRPOTrainer:
         if not pairs:
             raise RolloutError(f"every completion of a held-out prompt failed: {groups[0][0].completion.error}")
         rollouts = [rollout for _, rollout in pairs]
-        self.samples = [
+        samples = [
             Sample(
                 prompt=self.tokenizer.decode(prompt.token_ids),
                 completion=rollout.text,
@@ -258,6 +268,7 @@ class GRPOTrainer:
             )
             for prompt, rollout in pairs[: self.config.observe.samples]
         ]
+        self.run.save_samples(samples)
         scores = [rollout.score for rollout in rollouts]
         self._warn_of_errors(scores, f"the validation of step {self.run.step}")
         return {

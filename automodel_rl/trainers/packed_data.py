@@ -13,7 +13,7 @@ from automodel_rl.data.sampler import Order
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.observe.report import Sample
+from automodel_rl.observe.samples import Sample
 from automodel_rl.support.description import describe_model
 from automodel_rl.trainers.samples import greedy_samples
 

@@ -1,39 +1,32 @@
 """The frame around every trainer's steps: run directory, metrics, console, checkpoints and stopping."""
 
 import contextlib
+import dataclasses
 import gc
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RunConfig
-from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.engine import Engine
-from automodel_rl.errors import InputError, JobEndedError, StoppedError
-from automodel_rl.hf.read import read_supported_config
-from automodel_rl.import_path import import_function
+from automodel_rl.errors import JobEndedError, StoppedError
 from automodel_rl.launch.flight import flight, flight_file
 from automodel_rl.launch.stop_signal import StopSignal
-from automodel_rl.launch.watchdog import set_hang_limit
-from automodel_rl.losses import LossFn
-from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.console import Progress
-from automodel_rl.observe.metrics import MetricsFile, read_metrics
-from automodel_rl.observe.report import Sample, write_report
+from automodel_rl.observe.metrics import MetricsFile, write_lines
 from automodel_rl.observe.run_directory import RunDirectory
-from automodel_rl.observe.trackers import Tracker, check_trackers, make_trackers
+from automodel_rl.observe.samples import Sample
+from automodel_rl.observe.trackers import Tracker, make_trackers
 from automodel_rl.optimizers import warmup_steps
 from automodel_rl.parallel.host_collectives import any_rank, gather_objects
-from automodel_rl.trainers.microbatch_size import AnyRun, with_microbatch_size
+from automodel_rl.report.page import write_report
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
 from automodel_rl.trainers.step import Step
 
@@ -173,6 +166,7 @@ class Run:
         self._warn(self.checkpoints.poll())
         if stops or due or self.is_due(self.config.checkpoint.every_steps):
             self.save_checkpoint(step.metrics.get(self.goal.best_metric))
+            self._write_report("stopped" if stops else "running")
         if stops:
             self._stop(stop.name or ("a signal to another rank" if stopped else "--max-minutes"))
 
@@ -197,7 +191,7 @@ class Run:
         """Starts the trackers, metrics.jsonl included, on the first rank. Closes them after the block."""
         with contextlib.ExitStack() as stack:
             if self.is_first_rank:
-                self.directory.create()
+                self.directory.create(self.total_steps)
                 stack.enter_context(self.directory.in_use())
                 others = make_trackers(self.config.observe, self.directory, self.step)
                 self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
@@ -297,14 +291,43 @@ class Run:
                     "--resume auto then writes it"
                 ) from error
 
-    def finish(self, title: str, samples: list[Sample]) -> Path:
+    def save_samples(self, samples: list[Sample]) -> None:
+        """Keeps completions of this step."""
+        if not samples:
+            return
+        self.write_beside("samples", self.directory.samples, [dataclasses.asdict(sample) for sample in samples])
+
+    def write_beside(self, what: str, folder: Path, records: list[dict[str, Any]]) -> None:
+        """Writes a file of this step to a folder, from the first rank. A full disk is no reason to end.
+
+        Args:
+            what: name of the records for a warning.
+            folder: the folder, one of the run directory's.
+            records: the file's lines.
+        """
+        if not self.is_first_rank:
+            return
+        try:
+            write_lines(folder / f"step_{self.step}.jsonl", records)
+        except OSError as error:
+            self.say(f"warning: the {what} of step {self.step} cannot be written ({error.strerror})")
+
+    def _write_report(self, status: str) -> None:
+        if not self.is_first_rank:
+            return
+        try:
+            write_report(self.directory.report, [self.directory.folder], status)
+        except OSError as error:
+            self.say(f"warning: {self.directory.report} cannot be written ({error.strerror})")
+
+    def finish(self) -> Path:
         """Writes the report and prints where everything is. The trainer must have saved the model before.
 
         Returns:
             The folder of the trained checkpoint.
         """
         if self.is_first_rank:
-            write_report(self.directory.report, title, read_metrics(self.directory.metrics), samples)
+            self._write_report("finished")
             self.directory.note_finished(self.total_steps)
         return self._show_results()
 
@@ -332,47 +355,3 @@ def _short_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTokenizer, ModelHandle]:
-    """Opens what every trainer starts with: the run directory, which is only checked, the tokenizer, and the model.
-
-    Returns:
-        The config with the size of microbatches decided, run directory, tokenizer, and model.
-
-    Raises:
-        InputError: the config or the checkpoint is wrong. Most errors are found before weights are loaded.
-    """
-    directory = RunDirectory(config, config.output, resume)
-    set_hang_limit(config.failures.hang_minutes)
-    directory.take_nccl_traces()
-    check_trackers(config.observe)
-    read_supported_config(config)
-    chat = open_chat_tokenizer(config)
-    handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
-    torch.manual_seed(config.seed + dist.get_rank())
-    config, reason = with_microbatch_size(config, handle)
-    if reason is not None and dist.get_rank() == 0:
-        print(f"batch.microbatch_tokens=auto: {reason}")
-    return config, directory, chat, handle
-
-
-def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
-    """The loss that the config names, else the algorithm's own."""
-    if config.loss_function is None:
-        return default
-    function = import_function("loss_function", config.loss_function)
-    try:
-        inspect.signature(function).bind("outputs", "microbatch")
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"loss_function={config.loss_function}: cannot be called as function(outputs, microbatch) ({error}): give "
-            "a function of these two"
-        ) from None
-    return function
-
-
-def layout_summary(config: RunConfig, handle: ModelHandle) -> str:
-    """A text with the layout, precision, device and folder of a run, for the console."""
-    where = f"{config.model.dtype} on {handle.layout.device.type}, in {config.output}"
-    return f"{config.components or config.parallel}, {where}"

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence, pack_microbatch
 from automodel_rl.engine import Engine
-from automodel_rl.observe.report import Sample
+from automodel_rl.observe.samples import Sample
 from automodel_rl.parallel.host_collectives import share_with_guests
 
 
@@ -17,7 +17,7 @@ def greedy_samples(
     prompts: Sequence[tuple[TokenSequence, str]],
     max_new_tokens: int,
 ) -> list[Sample]:
-    """Sample completions for the report. A collective; equal on every rank.
+    """Sample completions for the page. A collective; equal on every rank.
 
     Args:
         engine: the model's engine.

@@ -6,8 +6,9 @@ from automodel_rl.config import SFTConfig
 from automodel_rl.data.examples import ChatDataset
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
+from automodel_rl.trainers.open_run import choose_loss, layout_summary, open_run
 from automodel_rl.trainers.packed_data import PackedData
-from automodel_rl.trainers.run import Goal, Run, choose_loss, layout_summary, open_run
+from automodel_rl.trainers.run import Goal, Run
 
 
 class SFTTrainer:
@@ -64,7 +65,8 @@ class SFTTrainer:
                 with step.time("validate"):
                     step.metrics["val/loss"], _ = self.engine.evaluate(self.validation, self.loss)
         self.run.save_model(self.tokenizer)
-        return self.run.finish(f"SFT of {self.config.model.path}", self.data.samples(self.engine, self.tokenizer))
+        self.run.save_samples(self.data.samples(self.engine, self.tokenizer))
+        return self.run.finish()
 
     def _summary(self) -> str:
         sampler = self.data.train.sampler

@@ -65,6 +65,30 @@ def test_adapters_are_trained_against_the_model_without_them(ranks: RankPool, wo
     )
 
 
+@pytest.mark.parametrize("optimizer_steps", [1, 2])
+def test_rollouts_tell_advantages_and_both_log_probabilities(
+    ranks: RankPool, workspace: Path, tmp_path: Path, optimizer_steps: int
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 2}, parallel={"dp_shard": 2})
+    settings["batch"]["optimizer_steps"] = optimizer_steps
+    ranks(2).run(train, settings)
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
+    for step in (1, 2):
+        records = rollouts_of(tmp_path / "run", step)
+        for group in (records[start : start + 4] for start in range(0, len(records), 4)):
+            rewards = torch.tensor([record["reward"] for record in group], dtype=torch.float64)
+            expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+            assert [record["advantage"] for record in group] == pytest.approx(expected.tolist(), abs=1e-4)
+        told = [record for record in records if "pieces" in record]
+        assert told
+        for record in told:
+            texts, theirs, ours = zip(*record["pieces"], strict=True)
+            assert len(texts) == record["tokens"]
+            assert {text for text in texts if text.isascii()} <= {*map(tokenizer.decode, range(len(tokenizer)))}
+            assert ours == pytest.approx(theirs, abs=2e-4)
+            assert min(ours) < -0.01
+
+
 def test_adapters_may_reach_the_generator_alone(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     model = {"path": str(workspace / "model"), "dtype": "float64", "lora": {"rank": 2}}
     settings = values(workspace, tmp_path / "run", model=model, length={"steps": 3}, parallel={"pp": 2})

@@ -16,7 +16,6 @@ from automodel_rl.batch import Microbatch
 from automodel_rl.cli import main
 from automodel_rl.launch.flight import flight
 from automodel_rl.losses import LossOutput, TokenOutputs
-from automodel_rl.observe.run_directory import FINISHED_FILE
 from tests.distributed.trainers.runs import (
     Settings,
     assert_same_weights,
@@ -126,7 +125,7 @@ def test_a_model_that_is_missing_or_of_an_earlier_end_is_written(config: Setting
     file, run = write(config, tmp_path), tmp_path / "run"
     assert main(["sft", file, "--length.steps", "2"]) == 0
     early = shutil.copytree(run / "final", tmp_path / "early")
-    mark = (run / FINISHED_FILE).read_text()
+    mark = (run / ".finished_after").read_text()
     assert main(["sft", file, "--resume", "auto"]) == 0
     late, settings = shutil.copytree(run / "final", tmp_path / "late"), (run / "config.yaml").read_text()
     shutil.rmtree(run / "final")
@@ -134,7 +133,7 @@ def test_a_model_that_is_missing_or_of_an_earlier_end_is_written(config: Setting
     assert_same_weights(late, run / "final")
     shutil.rmtree(run / "final")
     shutil.copytree(early, run / "final")  # as if the disk had been full at the second end
-    (run / FINISHED_FILE).write_text(mark)
+    (run / ".finished_after").write_text(mark)
     assert main(["sft", file, "--resume", "auto"]) == 0
     assert_same_weights(late, run / "final")
     assert (run / "config.yaml").read_text() == settings

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_rl.cli import main
+from automodel_rl.observe.metrics import read_lines
 from tests.distributed.trainers.runs import (
     Settings,
     assert_refused,
@@ -52,9 +53,13 @@ def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config:
     expected |= {"perf/packing_efficiency", "time/step_s", "memory/peak_gib", "data/num_truncated"}
     assert expected <= rows[0].keys()
     assert "step 4/4  loss" in run.stdout
-    assert run.stdout.startswith("4 steps: 8 chats a step, of 96, pp 2, float32 on cpu, in ")
+    starting, loading, summary, *_ = run.stdout.splitlines()
+    assert starting == "starting 2 ranks ..."
+    assert loading.startswith("loading ")
+    assert summary.startswith("4 steps: 8 chats a step, of 96, pp 2, float32 on cpu, in ")
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["pp"] == 2
-    assert "<polyline" in (folder / "report.html").read_text()
+    assert '"status": "finished"' in (folder / "report.html").read_text()
+    assert len(read_lines(folder / "samples" / "step_4.jsonl")) == config["observe"]["samples"]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
     AutoModelForCausalLM.from_pretrained(folder / "final")
     assert AutoTokenizer.from_pretrained(folder / "final").chat_template

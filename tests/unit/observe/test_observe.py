@@ -11,9 +11,8 @@ import pytest
 
 from automodel_rl.config import SFTConfig
 from automodel_rl.errors import InputError
-from automodel_rl.observe.metrics import MetricsFile, read_metrics
-from automodel_rl.observe.report import Sample, write_report
-from automodel_rl.observe.run_directory import LOCK_FILE, RunDirectory
+from automodel_rl.observe.metrics import MetricsFile, read_lines
+from automodel_rl.observe.run_directory import RunDirectory
 
 
 def make_config(output: Path, **changes: object) -> SFTConfig:
@@ -35,37 +34,21 @@ def test_metrics_of_steps_that_run_again_are_removed(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"step": 4, "tra')  # a killed run
     MetricsFile(path, 2).write({"step": 3, "again": True})
-    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
 
 
 def test_metrics_of_the_untrained_model_are_there_once(tmp_path: Path) -> None:
     for _ in range(2):
         MetricsFile(tmp_path / "metrics.jsonl", 0).write({"step": 0})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 0}]
     MetricsFile(tmp_path / "metrics.jsonl", 1).write({"step": 2})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}, {"step": 2}]
-
-
-def test_the_report_is_one_page_that_shows_curves_and_escapes_samples(tmp_path: Path) -> None:
-    records = [{"step": i, "train/loss": 3.0 / i, "perf/tokens_per_second": 100.0 * i} for i in (1, 2, 3)]
-    write_report(tmp_path / "report.html", "a run", records, [Sample("<b>2+2</b>", "4", "four")])
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("<polyline") == 2
-    assert "&lt;b&gt;2+2&lt;/b&gt;" in page
-    assert "http" not in page
-    assert "src=" not in page
-
-
-def test_a_loss_that_is_not_finite_does_not_break_the_report(tmp_path: Path) -> None:
-    records = [{"step": 1, "train/loss": float("nan")}, {"step": 2, "train/loss": 1.0}]
-    write_report(tmp_path / "report.html", "a run", records, [])
-    assert "nan" not in (tmp_path / "report.html").read_text().split("<h2>Last step")[0]
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 0}, {"step": 2}]
 
 
 def test_a_folder_is_used_by_its_own_run_only(tmp_path: Path) -> None:
     output = tmp_path / "run"
     config = make_config(output)
-    RunDirectory(config, str(output), resume="never").create()
+    RunDirectory(config, str(output), resume="never").create(3)
     MetricsFile(output / "metrics.jsonl", 0).write({"step": 1})
     with pytest.raises(InputError, match="holds this run already: add --resume auto"):
         RunDirectory(config, str(output), resume="never")
@@ -85,7 +68,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
 def begin(output: Path) -> RunDirectory:
     """A run that has measured the untrained model and ended in its first step."""
     directory = RunDirectory(make_config(output), str(output), resume="never")
-    directory.create()
+    directory.create(3)
     MetricsFile(directory.metrics, 0).write({"step": 0})
     for left in (directory.flights, directory.not_finite, directory.rollouts):
         left.mkdir()
@@ -130,16 +113,16 @@ def locked(file: Path, kind: str) -> Iterator[None]:
 
 def test_a_run_in_its_first_step_is_not_begun_anew_while_it_is_at_work(tmp_path: Path) -> None:
     begin(tmp_path)
-    (tmp_path / LOCK_FILE).touch()
-    with locked(tmp_path / LOCK_FILE, "LOCK_EX"), pytest.raises(InputError, match="is at work there, in its first"):
+    (tmp_path / ".in_use").touch()
+    with locked(tmp_path / ".in_use", "LOCK_EX"), pytest.raises(InputError, match="is at work there, in its first"):
         RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
     assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
 
 
 def test_ranks_that_look_at_the_same_time_see_the_same(tmp_path: Path) -> None:
     begin(tmp_path)
-    (tmp_path / LOCK_FILE).touch()
-    with locked(tmp_path / LOCK_FILE, "LOCK_SH"):  # as another rank does while it looks
+    (tmp_path / ".in_use").touch()
+    with locked(tmp_path / ".in_use", "LOCK_SH"):  # as another rank does while it looks
         assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
 
 

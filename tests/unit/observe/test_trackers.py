@@ -15,7 +15,7 @@ from tests.unit.observe.test_observe import make_config
 def test_tensorboard_has_every_number_and_a_resumed_run_goes_on_after_its_checkpoint(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", observe={"trackers": ["tensorboard"]})
     directory = RunDirectory(config, config.output, resume="never")
-    directory.create()
+    directory.create(3)
     for first, losses in ((0, {1: 3.0, 2: 2.0}), (1, {2: 2.5, 3: 1.5})):  # the second step runs again
         (tracker,) = make_trackers(config.observe, directory, first)
         for step, loss in losses.items():

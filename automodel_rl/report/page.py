@@ -1,0 +1,57 @@
+"""The page as one HTML file that needs no other files and no network."""
+
+import json
+import time
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from automodel_rl.files import write_complete
+from automodel_rl.report.run_data import read_run
+
+SCRIPTS = ("charts.js", "samples.js", "page.js")
+
+
+def write_report(path: Path, folders: Sequence[Path], status: str | None = None) -> None:
+    """Writes the page of one run or several.
+
+    Args:
+        path: the file to write.
+        folders: the runs' folders.
+        status: the status of a run that writes its own page. It must not look at its lock, which would free it.
+
+    Raises:
+        InputError: a folder holds no run.
+    """
+    data = {"written": time.time(), "runs": [read_run(folder, status=status) for folder in folders]}
+    write_complete(path, page(data))
+
+
+def page(data: dict[str, Any] | None) -> str:
+    """The page's HTML.
+
+    Args:
+        data: the runs to show; None for a page that asks its server for them.
+    """
+    parts = {
+        "STYLE": _static("page.css"),
+        "PLOTLY": plotly(),
+        "SCRIPTS": "\n".join(_static(name) for name in SCRIPTS),
+        # A text in the data must not end the script.
+        "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+    }
+    head, *rest = _static("page.html").split("@@")
+    return head + "".join(parts[text] if number % 2 == 0 else text for number, text in enumerate(rest))
+
+
+@cache
+def plotly() -> str:
+    """plotly.js, which draws the charts (MIT licence)."""
+    return (files("plotly") / "package_data" / "plotly.min.js").read_text()
+
+
+@cache
+def _static(name: str) -> str:
+    return (files("automodel_rl.report") / "static" / name).read_text()

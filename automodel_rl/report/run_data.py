@@ -1,0 +1,118 @@
+"""Everything that the page shows of a run, read from the run's folder alone: of finished, stopped, failed and running
+runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from automodel_rl.errors import InputError
+from automodel_rl.observe.metrics import read_lines
+from automodel_rl.observe.run_files import RunFiles, read_number
+from automodel_rl.report.rollouts import groups_of, spread
+
+MOST_POINTS = 1500
+"""Most points of a curve. Longer curves keep the first, the lowest and the highest point of each bin."""
+
+STEPS_WITH_ROLLOUTS = 8
+"""Number of steps whose completions a page holds, spread over the run."""
+
+
+def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) -> dict[str, Any]:
+    """A run as JSON.
+
+    Args:
+        folder: the run's folder.
+        status: the run's status, which a run itself knows; None to find it out.
+        rollouts: whether to hold completions of some steps, for a page that cannot ask for them.
+
+    Returns:
+        name, title, status, failure, step, total_steps, config, versions, series (steps and values of each metric),
+        samples, steps_with_rollouts, and rollouts (groups by step).
+
+    Raises:
+        InputError: the folder holds no run.
+    """
+    files = RunFiles(folder)
+    if not files.config_file.is_file():
+        raise InputError(f"{folder}: holds no run: give the output folder of one, with its config.yaml")
+    config_text = files.config_file.read_text()
+    config = yaml.safe_load(config_text)
+    records = read_lines(files.metrics)
+    step = records[-1]["step"] if records else 0
+    total = read_number(files.total_steps_file) or config["length"].get("steps")
+    failure = _text(files.failure)
+    steps = _steps_of(files.rollouts)
+    chosen = spread(steps, STEPS_WITH_ROLLOUTS) if rollouts else []
+    return {
+        "name": folder.absolute().name,
+        "folder": str(folder),
+        "title": f"{config['algorithm'].upper()} of {config['model']['path']}",
+        "algorithm": config["algorithm"],
+        "status": status or _status(files, failure, step),
+        "failure": failure,
+        "step": step,
+        "total_steps": total,
+        "config": config_text,
+        "versions": json.loads(_text(files.versions) or "{}"),
+        "series": _series(records),
+        "samples": _newest_samples(files.samples),
+        "steps_with_rollouts": steps if not rollouts else chosen,
+        "rollouts": {number: groups_of(files.rollouts / f"step_{number}.jsonl") for number in chosen},
+    }
+
+
+def _status(files: RunFiles, failure: str, step: int) -> str:
+    if files.is_in_use():
+        return "running"
+    if files.finished_after is not None and files.finished_after >= step:
+        return "finished"
+    if failure:
+        return "stopped" if failure.startswith(("stopped by", "interrupted")) else "failed"
+    return "stopped"
+
+
+def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """Steps and values of every metric that has a value, by its name."""
+    names = dict.fromkeys(name for record in records for name in record if name != "step")
+    series: dict[str, list[list[float]]] = {}
+    for name in names:
+        points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
+        if points:
+            kept = thinned(points, MOST_POINTS)
+            series[name] = [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]]
+    return series
+
+
+def thinned(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """Some of the points: the first, the lowest and the highest of each bin, so that no peak is lost.
+
+    Args:
+        points: all points.
+        most: most points that are wanted, give or take one.
+    """
+    if len(points) <= most:
+        return points
+    size = -(-len(points) * 3 // most)
+    kept = []
+    for start in range(0, len(points), size):
+        bin_ = points[start : start + size]
+        kept += sorted({bin_[0], min(bin_, key=lambda p: p[1]), max(bin_, key=lambda p: p[1])})
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def _newest_samples(folder: Path) -> list[dict[str, Any]]:
+    steps = _steps_of(folder)
+    if not steps:
+        return []
+    return [{"step": steps[-1], **record} for record in read_lines(folder / f"step_{steps[-1]}.jsonl")]
+
+
+def _steps_of(folder: Path) -> list[int]:
+    names = [path.stem.removeprefix("step_") for path in folder.glob("step_*.jsonl")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.is_file() else ""

@@ -1,0 +1,105 @@
+"""`automodel-rl watch`: a small server on this machine's loopback address that shows runs as they go on."""
+
+import json
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from automodel_rl.errors import InputError
+from automodel_rl.observe.run_files import RunFiles
+from automodel_rl.report.page import page
+from automodel_rl.report.rollouts import groups_of
+from automodel_rl.report.run_data import read_run
+
+ADDRESS = "127.0.0.1"
+
+
+class RunServer(ThreadingHTTPServer):
+    """The server, which `serve_forever` starts.
+
+    Args:
+        folders: the runs' folders. They may not have begun yet.
+        port: the port; 0 for any that is free.
+
+    Raises:
+        InputError: a folder is not there, or the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], port: int):
+        missing = next((folder for folder in folders if not folder.is_dir()), None)
+        if missing is not None:
+            raise InputError(f"{missing}: no such folder: give the output folder of a run")
+        self.folders = folders
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise InputError(f"--port {port}: cannot be used ({error}): choose another") from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RunServer
+
+    def do_GET(self) -> None:
+        """Answers / with the page, /data with the runs, and /rollouts?run=R&step=N with a step's groups."""
+        if self.headers.get("Host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
+            self.send_error(403)  # a page of another site may have sent the browser here
+            return
+        url = urlsplit(self.path)
+        asked = {key: values[0] for key, values in parse_qs(url.query).items()}
+        if url.path == "/":
+            self._answer("text/html", page(None))
+        elif url.path == "/data":
+            self._data(asked.get("state", ""))
+        elif url.path == "/rollouts" and asked.get("run", "").isdecimal() and asked.get("step", "").isdecimal():
+            self._rollouts(int(asked["run"]), int(asked["step"]))
+        else:
+            self.send_error(404)
+
+    def _data(self, known: str) -> None:
+        """Answers with all runs, or with nothing if the browser knows their state."""
+        state = "-".join(_state(folder) for folder in self.server.folders)
+        if state == known:
+            self._answer("application/json", "null")
+            return
+        runs = []
+        for folder in self.server.folders:
+            try:
+                runs.append(read_run(folder, rollouts=False))
+            except InputError:  # the run has not begun
+                runs.append({"name": folder.name, "folder": str(folder), "status": "waiting"})
+        self._answer("application/json", json.dumps({"written": time.time(), "state": state, "runs": runs}))
+
+    def _rollouts(self, run: int, step: int) -> None:
+        if run >= len(self.server.folders):
+            self.send_error(404)
+            return
+        file = RunFiles(self.server.folders[run]).rollouts / f"step_{step}.jsonl"
+        self._answer("application/json", json.dumps(groups_of(file)))
+
+    def _answer(self, kind: str, content: str) -> None:
+        encoded = content.encode("utf-8", "replace")
+        self.send_response(200)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(encoded)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(encoded)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Prints nothing: the page asks every few seconds."""
+
+
+def _state(folder: Path) -> str:
+    """A text that differs once a run has gone on or ended."""
+    files = RunFiles(folder)
+    watched = (files.metrics, files.failure, files.config_file, files.finished_file)
+    return f"{files.is_in_use()}" + ".".join(str(f.stat().st_mtime_ns) for f in watched if f.is_file())

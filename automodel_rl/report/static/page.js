@@ -1,0 +1,137 @@
+"use strict";
+// The page: the head with each run's state, all sections, and news from the server if there is one.
+
+const embedded = JSON.parse(document.getElementById("data").textContent);
+const byId = (name) => document.getElementById(name);
+const cards = new Map();
+const sections = new Map();
+let runs = [];
+let state = "";
+
+async function loadGroups(run, step) {
+  if (embedded) return runs[run].rollouts[step];
+  const answer = await fetch(`/rollouts?run=${run}&step=${step}`);
+  return answer.json();
+}
+
+const rollouts = new Rollouts(byId("rollouts"), loadGroups);
+
+const FIGURES = [
+  ["loss", "train/loss"], ["val loss", "val/loss"], ["reward", "rollout/reward_mean"], ["val reward", "val/reward_mean"],
+  ["tokens/s", "perf/tokens_per_second"], ["MFU", "perf/mfu"],
+];
+
+function showHead() {
+  byId("runs").replaceChildren(...runs.map((run, number) => {
+    const line = make("div", "run");
+    if (runs.length > 1) {
+      const swatch = line.appendChild(make("span", "swatch"));
+      swatch.style.background = COLORS[number % COLORS.length];
+    }
+    line.appendChild(make("h1", "", runs.length > 1 ? run.name : run.title || run.name));
+    line.appendChild(make("span", `badge ${run.status}`, run.status));
+    if (run.status === "waiting") return line;
+    line.appendChild(make("span", "faint", `step ${run.step}${run.total_steps ? " of " + run.total_steps : ""}`));
+    const figures = FIGURES.filter(([, key]) => run.series[key])
+      .map(([name, key]) => `${name} ${shown(run.series[key][1].at(-1))}`);
+    line.appendChild(make("span", "faint", figures.join("  ·  ")));
+    return line;
+  }));
+  document.title = runs.map((run) => run.name).join(", ");
+  const failed = runs.filter((run) => run.failure && run.status !== "running" && run.status !== "finished");
+  byId("failures").replaceChildren(...failed.map((run) => {
+    const box = make("div", run.status === "failed" ? "failure" : "failure quiet");
+    if (runs.length > 1) box.appendChild(make("div", "label", run.name));
+    box.appendChild(make("pre", "", run.failure));
+    return box;
+  }));
+}
+
+function showCharts() {
+  const groups = chartsOf(runs);
+  const shownTitles = new Set();
+  for (const [name, charts] of groups) {
+    if (!sections.has(name)) {
+      const section = make("section");
+      const title = section.appendChild(make("h2", "", name));
+      title.onclick = () => section.classList.toggle("closed");
+      section.appendChild(make("div", "grid"));
+      sections.set(name, section);
+    }
+    const section = sections.get(name);
+    byId("charts").appendChild(section);
+    for (const chart of charts) {
+      const key = `${name}/${chart.title}`;
+      if (!cards.has(key)) cards.set(key, new ChartCard(chart));
+      const card = cards.get(key);
+      section.lastChild.appendChild(card.element);
+      card.update(chart, runs);
+      shownTitles.add(key);
+    }
+    section.hidden = false;
+  }
+  for (const [key, card] of cards) card.element.hidden = !shownTitles.has(key);
+  for (const [name, section] of sections) section.hidden = !groups.some(([other]) => other === name);
+}
+
+function table(values) {
+  const element = make("table");
+  for (const [name, value] of Object.entries(values)) {
+    if (value === null || value === undefined) continue;
+    const row = element.appendChild(make("tr"));
+    row.appendChild(make("td", "faint", name));
+    row.appendChild(make("td", "", shown(value)));
+  }
+  return element;
+}
+
+function showFacts() {
+  const section = byId("facts");
+  const title = make("h2", "", "Config and versions");
+  title.onclick = () => section.classList.toggle("closed");
+  section.replaceChildren(title, ...runs.filter((run) => run.config).map((run) => {
+    const pair = make("div", "facts");
+    const config = pair.appendChild(make("div", "card"));
+    config.appendChild(make("div", "label", `${run.folder}/config.yaml`));
+    config.appendChild(folded(run.config));
+    const versions = pair.appendChild(make("div", "card"));
+    versions.appendChild(make("div", "label", "versions"));
+    versions.appendChild(table(run.versions));
+    return pair;
+  }));
+}
+
+function show(data) {
+  runs = data.runs;
+  showHead();
+  showCharts();
+  rollouts.update(runs);
+  showSamples(byId("samples"), runs);
+  if (!byId("facts").childElementCount || !embedded) showFacts();
+}
+
+byId("smoothing").oninput = (event) => { settings.smoothing = Number(event.target.value); showCharts(); };
+byId("axis").onchange = (event) => { settings.axis = event.target.value; showCharts(); };
+byId("log").onchange = (event) => { settings.log = event.target.checked; showCharts(); };
+byId("search").oninput = (event) => { settings.search = event.target.value; showCharts(); };
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showCharts);
+
+const SECONDS_BETWEEN = 3;
+
+async function ask() {
+  try {
+    const answer = await fetch(`/data?state=${encodeURIComponent(state)}`);
+    const data = await answer.json();
+    if (data) {
+      state = data.state;
+      show(data);
+    }
+    document.body.classList.remove("lost");
+  } catch {
+    document.body.classList.add("lost");  // the server has ended; the page stays as it is
+  }
+  setTimeout(ask, 1000 * SECONDS_BETWEEN);
+}
+
+if (embedded) show(embedded);
+else ask();

@@ -1,0 +1,170 @@
+"use strict";
+// Completions: groups of one step with their rewards, and completions of held-out prompts.
+
+function make(kind, className, text) {
+  const element = document.createElement(kind);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+function escaped(text) {
+  return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}
+
+function shown(value) {
+  if (typeof value !== "number") return String(value);
+  return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(4)).toString();
+}
+
+// A text that is folded if it is long. Blank lines in a row are drawn as one.
+function folded(content) {
+  const box = make("div", "fold");
+  const text = box.appendChild(make("pre"));
+  if (typeof content === "string") text.textContent = content.replace(/\n\s*\n(\s*\n)+/g, "\n\n") || "(empty)";
+  else text.append(...content);
+  requestAnimationFrame(() => box.classList.toggle("long", box.scrollHeight > box.clientHeight + 4));
+  box.onclick = () => { if (!getSelection().toString()) box.classList.add("open"); };
+  return box;
+}
+
+// Tokens on a ground that says how far the model's log-probability is from the generator's: blue above, orange below.
+function coloured(tokens) {
+  return tokens.map(([text, sampled, own]) => {
+    const span = make("span", "token", text);
+    const difference = own === null ? 0 : own - sampled;
+    const strength = Math.min(1, Math.abs(difference) / 0.5);
+    if (strength > 0.02) span.style.background = difference > 0 ? `rgba(37,99,235,${strength / 2})` : `rgba(232,113,10,${strength / 2})`;
+    span.title = `log-probability ${shown(sampled)}, of the model ${own === null ? "not computed" : shown(own)}`;
+    return span;
+  });
+}
+
+function chip(text, value, isSigned) {
+  const kind = !isSigned || !value ? "" : value > 0 ? " plus" : " minus";
+  return make("span", `chip${kind}`, `${text} ${shown(value)}`);
+}
+
+function completionCard(completion) {
+  const card = make("div", "card completion");
+  const chips = card.appendChild(make("div", "chips"));
+  chips.appendChild(chip("reward", completion.reward, true));
+  if (completion.advantage !== undefined) chips.appendChild(chip("advantage", completion.advantage, true));
+  const parts = Object.entries(completion.rewards || {});
+  if (parts.length > 1) parts.forEach(([name, value]) => chips.appendChild(chip(name, value)));
+  Object.entries(completion.metrics || {}).forEach(([name, value]) => chips.appendChild(chip(name, value)));
+  chips.appendChild(chip("tokens", completion.tokens));
+  if (completion.finish !== "stop") chips.appendChild(make("span", "chip minus", completion.finish));
+  card.appendChild(folded(completion.pieces ? coloured(completion.pieces) : completion.completion));
+  (completion.errors || []).forEach((error) => card.appendChild(make("div", "label failed", error)));
+  return card;
+}
+
+const FILTERS = {
+  "all groups": () => true,
+  "rewards differ": (group) => new Set(group.completions.map((c) => c.reward)).size > 1,
+  "all rewarded": (group) => group.completions.every((c) => c.reward > 0),
+  "none rewarded": (group) => group.completions.every((c) => c.reward <= 0),
+  "with errors": (group) => group.completions.some((c) => (c.errors || []).length || c.finish === "error"),
+};
+
+// The section with the groups of a step.
+class Rollouts {
+  constructor(section, load) {
+    this.section = section;
+    this.load = load;  // gives the groups of a run's step
+    this.run = 0;
+    this.step = null;  // null: the newest
+    const title = section.appendChild(make("h2", "", "Rollouts"));
+    title.onclick = () => section.classList.toggle("closed");
+    const bar = section.appendChild(make("div", "bar"));
+    this.runs = bar.appendChild(make("select"));
+    this.runs.onchange = () => { this.run = Number(this.runs.value); this.step = null; this.show(); };
+    this.slider = bar.appendChild(make("input"));
+    this.slider.type = "range";
+    this.slider.setAttribute("aria-label", "step");
+    this.slider.oninput = () => { this.step = this.steps[this.slider.value]; this.show(); };
+    this.label = bar.appendChild(make("span"));
+    this.filter = bar.appendChild(make("select"));
+    Object.keys(FILTERS).forEach((name) => this.filter.appendChild(make("option", "", name)));
+    this.filter.onchange = () => this.show();
+    this.least = this._limit(bar, "reward from");
+    this.most = this._limit(bar, "to");
+    this.groups = section.appendChild(make("div"));
+  }
+
+  _limit(bar, text) {
+    const label = bar.appendChild(make("label", "", `${text} `));
+    const input = label.appendChild(make("input"));
+    input.type = "number";
+    input.step = "any";
+    input.style.width = "5.5em";
+    input.oninput = () => this.show();
+    return input;
+  }
+
+  get steps() { return this.data[this.run].steps_with_rollouts || []; }
+
+  update(data) {
+    this.data = data;
+    const having = data.map((run, number) => [run, number]).filter(([run]) => (run.steps_with_rollouts || []).length);
+    this.section.hidden = !having.length;
+    if (!having.length) return;
+    if (!this.steps.length) this.run = having[0][1];
+    this.runs.hidden = having.length < 2;
+    this.runs.replaceChildren(...having.map(([run, number]) => {
+      const option = make("option", "", run.name);
+      option.value = number;
+      option.selected = number === this.run;
+      return option;
+    }));
+    this.show();
+  }
+
+  async show() {
+    const steps = this.steps, step = this.step ?? steps[steps.length - 1];
+    this.slider.max = steps.length - 1;
+    this.slider.value = steps.indexOf(step);
+    this.label.textContent = `step ${step}`;
+    const key = `${this.run} ${step} ${this.filter.value} ${this.least.value} ${this.most.value}`;
+    if (key === this.shownKey) return;  // so that open texts stay open while a run goes on
+    this.shownKey = key;
+    const groups = await this.load(this.run, step);
+    if (key !== this.shownKey) return;
+    const [least, most] = [this.least, this.most].map((input) => (input.value === "" ? null : Number(input.value)));
+    const isWithin = (c) => (least === null || c.reward >= least) && (most === null || c.reward <= most);
+    const found = groups.filter(FILTERS[this.filter.value])
+      .map((group) => ({ ...group, completions: group.completions.filter(isWithin) }))
+      .filter((group) => group.completions.length);
+    this.groups.replaceChildren(...found.map((group) => {
+      const element = make("div", "group");
+      const prompt = element.appendChild(make("div", "prompt"));
+      prompt.appendChild(folded(group.prompt));
+      const row = element.appendChild(make("div", "row"));
+      group.completions.forEach((completion) => row.appendChild(completionCard(completion)));
+      return element;
+    }));
+    if (!found.length) this.groups.replaceChildren(make("p", "faint", "no completion of this step is like that"));
+  }
+}
+
+function showSamples(section, runs) {
+  const having = runs.filter((run) => (run.samples || []).length);
+  section.hidden = !having.length;
+  const title = make("h2", "", "Samples");
+  title.onclick = () => section.classList.toggle("closed");
+  section.replaceChildren(title, ...having.flatMap((run) => {
+    const where = (runs.length > 1 ? `${run.name}, ` : "") + `after step ${run.samples[0].step}`;
+    return [make("p", "faint", where), ...run.samples.map((sample) => {
+      const group = make("div", "group");
+      group.appendChild(make("div", "prompt")).appendChild(folded(sample.prompt));
+      const row = group.appendChild(make("div", "row"));
+      for (const [name, text] of [["model", sample.completion], ["data", sample.expected]]) {
+        const card = row.appendChild(make("div", "card"));
+        card.appendChild(make("div", "label", name));
+        card.appendChild(folded(text));
+      }
+      return group;
+    })];
+  }));
+}

@@ -1,0 +1,70 @@
+"""Opens what every trainer starts with: run directory, tokenizer, model and loss."""
+
+import inspect
+import os
+
+import torch
+import torch.distributed as dist
+
+from automodel_rl.config import RunConfig
+from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
+from automodel_rl.errors import InputError
+from automodel_rl.hf.read import read_supported_config
+from automodel_rl.import_path import import_function
+from automodel_rl.launch.watchdog import set_hang_limit
+from automodel_rl.losses import LossFn
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.observe.run_directory import RunDirectory
+from automodel_rl.observe.trackers import check_trackers
+from automodel_rl.trainers.microbatch_size import AnyRun, with_microbatch_size
+
+
+def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTokenizer, ModelHandle]:
+    """Opens what every trainer starts with: the run directory, which is only checked, the tokenizer, and the model.
+
+    Returns:
+        The config with the size of microbatches decided, run directory, tokenizer, and model.
+
+    Raises:
+        InputError: the config or the checkpoint is wrong. Most errors are found before weights are loaded.
+    """
+    directory = RunDirectory(config, config.output, resume)
+    set_hang_limit(config.failures.hang_minutes)
+    directory.take_nccl_traces()
+    check_trackers(config.observe)
+    _say_phase(f"loading {config.model.path} ...")
+    read_supported_config(config)
+    chat = open_chat_tokenizer(config)
+    handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
+    torch.manual_seed(config.seed + dist.get_rank())
+    config, reason = with_microbatch_size(config, handle)
+    if reason is not None:
+        _say_phase(f"batch.microbatch_tokens=auto: {reason}")
+    return config, directory, chat, handle
+
+
+def _say_phase(text: str) -> None:
+    """Prints what a run does before its first step, from the first rank."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, flush=True)
+
+
+def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
+    """The loss that the config names, else the algorithm's own."""
+    if config.loss_function is None:
+        return default
+    function = import_function("loss_function", config.loss_function)
+    try:
+        inspect.signature(function).bind("outputs", "microbatch")
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"loss_function={config.loss_function}: cannot be called as function(outputs, microbatch) ({error}): give "
+            "a function of these two"
+        ) from None
+    return function
+
+
+def layout_summary(config: RunConfig, handle: ModelHandle) -> str:
+    """A text with the layout, precision, device and folder of a run, for the console."""
+    where = f"{config.model.dtype} on {handle.layout.device.type}, in {config.output}"
+    return f"{config.components or config.parallel}, {where}"

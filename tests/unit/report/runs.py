@@ -1,0 +1,75 @@
+"""Folders of runs as runs leave them, made by hand."""
+
+import json
+import math
+from pathlib import Path
+
+from automodel_rl.config import GRPOConfig, SFTConfig
+from automodel_rl.observe.metrics import MetricsFile, write_lines
+from automodel_rl.observe.run_directory import RunDirectory
+
+COMMON = {"model": {"path": "m"}, "data": {"train": [{"path": "a.jsonl"}]}, "length": {"steps": 40}}
+
+
+def make_sft_run(folder: Path, steps: int = 40) -> Path:
+    config = SFTConfig.model_validate({**COMMON, "output": str(folder), "batch": {"sequences": 8}})
+    directory = RunDirectory(config, str(folder), resume="never")
+    directory.create(40)
+    metrics = MetricsFile(directory.metrics, 0)
+    for step in range(1, steps + 1):
+        metrics.write(
+            {
+                "step": step,
+                "train/loss": 3.0 / step if step != 5 else math.nan,
+                "train/grad_norm": 1.0 + math.sin(step),
+                "perf/tokens_per_second": 1000.0 + step,
+                "time/data_s": 0.1,
+                "time/train_s": 0.4,
+                "time/step_s": 0.5,
+                "mine/own metric": step,
+            }
+        )
+    return folder
+
+
+def make_grpo_run(folder: Path) -> Path:
+    values = {
+        **COMMON,
+        "output": str(folder),
+        "rollout": {"prompts": 2, "group_size": 2, "max_prompt_tokens": 8, "max_new_tokens": 8},
+        "rewards": [{"function": "math"}],
+        "batch": {},
+    }
+    directory = RunDirectory(GRPOConfig.model_validate(values), str(folder), resume="never")
+    directory.create(40)
+    metrics = MetricsFile(directory.metrics, 0)
+    for step in range(1, 13):
+        metrics.write({"step": step, "rollout/reward_mean": step / 12, "train/loss": 0.1, "time/step_s": 1.0})
+        write_lines(directory.rollouts / f"step_{step}.jsonl", rollouts_of(step))
+    write_lines(directory.samples / "step_12.jsonl", [{"prompt": "<b>2+2</b>", "completion": "4", "expected": "four"}])
+    return folder
+
+
+def rollouts_of(step: int) -> list[dict]:
+    """Two groups: rewards differ in the second one alone."""
+    texts = ["x = 1\n\n\n\n\nso 1", "</script><script>alert(1)</script>", "line\n" * 200, "<i>no</i>"]
+    return [
+        {
+            "prompt": f"question {number // 2} of step {step}",
+            "completion": text,
+            "reward": float(number > 2),
+            "rewards": {"math": float(number > 2), "short": 0.5},
+            "metrics": {},
+            "errors": ["the reward failed"] if number == 3 else [],
+            "tokens": 4,
+            "finish": "length" if number == 1 else "stop",
+            "advantage": 0.7,
+            **({"pieces": [["<i>", -0.5, -0.1], ["no</i>", -1.0, -1.9]]} if number == 3 else {}),
+        }
+        for number, text in enumerate(texts)
+    ]
+
+
+def set_finished(folder: Path, step: int) -> None:
+    (folder / "final").mkdir()
+    (folder / ".finished_after").write_text(json.dumps(step))
