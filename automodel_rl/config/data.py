@@ -91,6 +91,17 @@ class DataConfig(ExamplesConfig):
     """Assistant turns that count in the loss: all turns of a chat, or only the last. A turn with weight 0 never
     counts."""
 
+    turns: Literal["together", "split"] = "together"
+    """together: a chat is one example. split: a chat is one example for each trained turn, with what comes before it.
+    That is for templates that write a turn differently once others follow, such as those that leave out earlier
+    thoughts: each turn is trained as the model writes it."""
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "DataConfig":
+        if self.turns == "split" and self.train_on == "last":
+            raise ValueError("turns=split trains every turn, in an example of its own, and train_on=last only the last")
+        return self
+
 
 class PromptDataConfig(SourcesConfig):
     """Data whose records hold a `prompt` (a text or messages) and what the rewards need: most built-in ones need

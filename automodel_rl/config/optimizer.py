@@ -1,5 +1,6 @@
 """The optimizer, its learning-rate schedule, and its safeguards."""
 
+import fnmatch
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -35,6 +36,29 @@ class MuonConfig(Section):
     """Factor of the learning rate of a matrix with m rows and n columns. match_rms_adamw: 0.2 sqrt(max(m, n)), which
     makes steps as large as AdamW's, so AdamW's learning rate and weight decay fit (arXiv:2502.16982). original:
     sqrt(max(1, m / n)), which needs a larger learning rate."""
+
+
+class ParameterGroupConfig(Section):
+    """Settings of some parameters, in place of those of the optimizer.
+
+    Example:
+        >>> ParameterGroupConfig(names=("embed_tokens", "lm_head"), lr=1e-6).covers("model.embed_tokens.weight")
+        True
+    """
+
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names of modules or parameters, such as embed_tokens, norm or layers.0.mlp, anywhere in a parameter's full name.
+    * stands for anything: layers.[0-3], *norm*."""
+
+    lr: LearningRate | None = None
+    """Peak learning rate; null takes that of the optimizer. The schedule is the same."""
+
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay; null takes that of the optimizer. Biases and norm weights never decay."""
+
+    def covers(self, parameter: str) -> bool:
+        """Whether a parameter belongs to the group, by its full name."""
+        return any(fnmatch.fnmatchcase(f".{parameter}.", f"*.{name}.*") for name in self.names)
 
 
 class OptimizerConfig(Section):
@@ -86,6 +110,22 @@ class OptimizerConfig(Section):
 
     muon: MuonConfig = MuonConfig()
     """Settings of Muon, only for `name: muon`."""
+
+    groups: tuple[ParameterGroupConfig, ...] = ()
+    """Parameters with a learning rate or weight decay of their own, e.g. {names: [embed_tokens, lm_head], lr: 1e-6}. A
+    parameter belongs to the first group that names it."""
+
+    def of_parameter(self, name: str, peak: float) -> tuple[float, float]:
+        """The factor of the schedule's learning rate, and the weight decay, of a parameter.
+
+        Args:
+            name: its full name.
+            peak: the peak learning rate of parameters that no group names.
+        """
+        group = next((group for group in self.groups if group.covers(name)), None)
+        lr = peak if group is None or group.lr is None else group.lr
+        decay = self.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+        return lr / self.lr, decay
 
     @model_validator(mode="after")
     def _one_warmup(self) -> "OptimizerConfig":

@@ -45,6 +45,11 @@ class RolloutConfig(Section):
     validation_temperature: Annotated[float, Field(ge=0)] = 0.0
     """Temperature of completions for held-out prompts; 0 always takes the likeliest token."""
 
+    validation_samples: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Number of completions of each held-out prompt. With k above 1, metrics are val/mean@k, the share of completions
+    that pass; val/pass@k, the share of prompts of which one passes; and val/maj@k, the share of prompts whose most
+    frequent answer passes. Built-in rewards tell answers; your own tells one as the text `answer` among its metrics."""
+
     max_prompt_tokens: Positive = 1024
     """Most tokens of a prompt. Longer prompts are left out; the metrics count them."""
 
@@ -84,6 +89,11 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _placement(self) -> "RolloutConfig":
+        if self.validation_samples > 1 and not self.validation_temperature:
+            raise ValueError(
+                f"validation_samples={self.validation_samples} with validation_temperature=0: all completions of a "
+                "prompt would be the same: raise the temperature"
+            )
         has_process = self.own_process or self.generator == "vllm"
         if self.devices and not has_process:
             raise ValueError(f"devices={list(self.devices)} are for generators in processes: set own_process to true")

@@ -48,6 +48,9 @@ class CheckpointConfig(Section):
     """Also keep the best checkpoint by val/loss, for grpo by val/reward_mean. Only checkpoints of steps that validate
     are compared."""
 
+    load_best: bool = False
+    """Write the best checkpoint to final/ at the end, in place of the last step."""
+
     in_background: Annotated[bool, Field(alias="async")] = True
     """Write checkpoints while training goes on, from a copy of all weights and moments in host memory. false: training
     waits, and no copy is needed."""
@@ -55,6 +58,12 @@ class CheckpointConfig(Section):
     format: Literal["sharded", "both"] = "sharded"
     """sharded: the ranks' shards, to resume from on any layout. both: also a Hugging Face checkpoint in hf/, which
     another process makes from the shards."""
+
+    @model_validator(mode="after")
+    def _keeps_the_best(self) -> "CheckpointConfig":
+        if self.load_best and not (self.keep_best and (self.every_steps or self.every_minutes)):
+            raise ValueError("load_best=true needs checkpoints: set keep_best, and every_steps or every_minutes")
+        return self
 
 
 class ObserveConfig(Section):

@@ -2,17 +2,17 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from automodel_rl.config import DPOConfig, GRPOConfig, RunConfig, SFTConfig, SourceConfig
-from automodel_rl.config.data import Column
+from automodel_rl.config.data import Column, SourcesConfig
 from automodel_rl.config.rollout import NEED_ANSWER
 from automodel_rl.data.columns import MISSING, look_up, names_of
 from automodel_rl.data.kinds import kind_of
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import Reader, chats_of, read_chat, read_example, read_pair, read_prompt
 from automodel_rl.data.sources import open_source
+from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
 
 OF_MESSAGES: tuple[Column, ...] = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -31,19 +31,19 @@ def check_data(config: RunConfig) -> list[tuple[Chat, str]]:
     if isinstance(config, GRPOConfig):
         needs_answer = next((r.function for r in config.rewards if r.function in NEED_ANSWER), None)
         read: Reader = functools.partial(_read_prompt_with_answer, needs_answer) if needs_answer else read_prompt
-        return check_records([*config.data.train, *config.data.validation], read)
+        return check_records(config.data, read)
     if isinstance(config, DPOConfig):
-        return check_records([*config.data.train, *config.data.validation], read_pair)
+        return check_records(config.data, read_pair)
     if isinstance(config, SFTConfig):
-        return check_records([*config.data.train, *config.data.validation], read_chat)
+        return check_records(config.data, read_chat)
     return []
 
 
-def check_records(sources: Sequence[SourceConfig], read: Reader) -> list[tuple[Chat, str]]:
-    """Reads every record of some sources. It returns and raises the same as `check_data`."""
+def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
+    """Reads every record of all sources. It returns and raises the same as `check_data`."""
     first: dict[Any, tuple[Chat, str]] = {}
-    for config in sources:
-        source = open_source(config)
+    for config in (*data.train, *data.validation):
+        source = open_examples(config, data)
         missing = {(column, name) for column in config.columns for name in names_of(config, column)}
         unseen = {*config.ignore}
         for number, record in enumerate(source):

@@ -1,5 +1,6 @@
 """Examples: records as token sequences. A chat makes one sequence, a pair of completions two."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import Pair, Reader, Text, chats_of, read_chat, read_pair
 from automodel_rl.data.sampler import Draw
 from automodel_rl.data.sources import Sources
+from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
 
 
@@ -69,7 +71,7 @@ class ExampleDataset(Dataset):
     ):
         self.chat, self.microbatch_tokens, self.overlong = chat, microbatch_tokens, data.overlong
         self.longest = min(limit for limit in (microbatch_tokens, context, data.max_tokens) if limit is not None)
-        self.sources = Sources(sources)
+        self.sources = Sources(sources, functools.partial(open_examples, data=data))
 
     def _held(self, draw: Draw) -> tuple[Chat | Text | Pair, str]:
         """What a record holds, and its place in the data."""

@@ -87,7 +87,9 @@ class PromptStream:
         """All prompts that are short enough, each once, in the order of the files."""
         draws = [(source, place) for source, size in enumerate(self.sources.sizes) for place in range(size)]
         prompts = [self.prompt(draw, number) for number, draw in enumerate(draws)]
-        return [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_tokens]
+        short = [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_tokens]
+        self.num_overlong += len(prompts) - len(short)
+        return short
 
     def state_dict(self) -> dict[str, int]:
         return {"num_drawn": self.num_drawn, "num_overlong": self.num_overlong}

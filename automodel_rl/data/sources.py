@@ -4,7 +4,7 @@ import bisect
 import glob
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,6 +95,7 @@ class Sources:
 
     Args:
         configs: configs of the sources.
+        open_one: opens a source; `open_source` by default.
 
     Attributes:
         sizes: number of records of each source.
@@ -104,8 +105,8 @@ class Sources:
         InputError: a source cannot be opened, or is empty.
     """
 
-    def __init__(self, configs: Sequence[SourceConfig]):
-        self._configs, self._opened = configs, [open_source(config) for config in configs]
+    def __init__(self, configs: Sequence[SourceConfig], open_one: Callable[[SourceConfig], Source] | None = None):
+        self._configs, self._opened = configs, [(open_one or open_source)(config) for config in configs]
         self.sizes = [len(source) for source in self._opened]
         self.weights = [config.weight for config in configs]
 

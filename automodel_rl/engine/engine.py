@@ -13,11 +13,13 @@ from automodel_rl.batch import LocalMicrobatch, Microbatch, set_values, sum_by_s
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.kept_microbatches import keep_microbatches
 from automodel_rl.engine.offload import Offloaded
-from automodel_rl.errors import TrainingDivergedError
+from automodel_rl.errors import InputError, TrainingDivergedError
+from automodel_rl.hf.read import EMBEDDING, TIED_HEAD
 from automodel_rl.losses import LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import Head, read_targets, top_logits
 from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer, learning_rate, warmup_steps
+from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import by_mesh
 from automodel_rl.step.runner import StepRunner
 from automodel_rl.step.totals import share_totals
@@ -88,10 +90,29 @@ class Engine:
         self.total_steps = total_steps
         parts = [(part, component.layout.group_of) for component in handle.components for part in component.parts]
         self.optimizer = ModelOptimizer(parts, OPTIMIZERS[self.config.name], self.config)
+        self._check_groups()
         self._offloaded: Offloaded | None = None
         self.step = 0
         self.skipped_in_a_row = 0
         self.keep_microbatches_in: Path | None = None
+
+    def _check_groups(self) -> None:
+        """Raises InputError on all ranks if a group of the optimizer names no trained parameter, or one of two tied."""
+        is_cut = self.handle.whole_config.tie_word_embeddings and self.handle.layout.parallel.pp > 1
+        embedding, head = (self.config.of_parameter(name, 1.0) for name in (EMBEDDING, TIED_HEAD))
+        if is_cut and embedding != head:
+            raise InputError(
+                "optimizer.groups: the model's head is tied to its embedding, and a pipeline holds two copies: name "
+                "both embed_tokens and lm_head in one group"
+            )
+        names = [name for name, parameter in self.handle.named_parameters() if parameter.requires_grad]
+        own = [any(group.covers(name) for name in names) for group in self.config.groups]
+        for place, found in enumerate(zip(*gather_objects(own, self.handle.layout.world_control), strict=True)):
+            if not any(found):
+                raise InputError(
+                    f"optimizer.groups.{place}.names={[*self.config.groups[place].names]}: no trained parameter has "
+                    "one of these names: name modules or parameters of the model"
+                )
 
     def train_step(
         self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout = LOGPROBS

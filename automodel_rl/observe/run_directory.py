@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -28,17 +29,15 @@ FIRST_FILES = {"checkpoints", ".config.yaml.unfinished"}
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
 MAY_DIFFER = (
-    "length.steps",
-    "length.epochs",
-    "output",
-    "observe.",
-    "parallel",
-    "components",
-    "checkpoint.",
-    "failures.",
+    *("length.", "output", "observe.", "checkpoint.", "failures."),
+    *("parallel", "components", "memory.", "batch.microbatch_tokens", "data.validation", "data.num_workers"),
+    *("optimizer.lr", "optimizer.warmup_", "optimizer.decay", "optimizer.min_lr_ratio", "optimizer.weight_decay"),
+    *("optimizer.groups", "optimizer.max_grad_norm", "optimizer.max_skipped_steps", "model.attention"),
+    *("rollout.generator", "rollout.own_process", "rollout.devices", "rollout.vllm.", "rollout.batch_size"),
+    *("rollout.retries", "rollout.warn_logprob_error", "rollout.validation_", "weight_sync."),
 )
-"""Beginnings of the config keys that a resumed run may change: its length, its folder, what it shows and keeps, and
-its layout."""
+"""Beginnings of the config keys that a resumed run may change: its length, its folder, what it shows and keeps, how it
+computes, the learning rate and its schedule, validation, and what writes completions."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -46,6 +45,14 @@ def step_of(checkpoint: Path) -> int:
     match = STEP_FOLDER.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
+
+
+def _value(values: Any, key: str) -> Any:
+    """The value of a dotted key, cut if it is long."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    text = str(values)
+    return text if len(text) < 60 else f"{text[:57]}..."
 
 
 class RunDirectory(RunFiles):
@@ -58,6 +65,7 @@ class RunDirectory(RunFiles):
 
     Attributes:
         resume: as given, but "auto" if torchrun has started this run again.
+        changes: what this run changes of the run that it goes on with, each as a text.
         begins_anew: the folder holds a run that finished no step, whatever its config; this run takes its place.
 
     Raises:
@@ -72,6 +80,7 @@ class RunDirectory(RunFiles):
         if self.is_started_again:
             resume = "auto"
         self.resume = resume
+        self.changes: list[str] = []
         self.begins_anew = self._is_without_results() and not self.is_in_use()
         if self.config_file.is_file() and not self.begins_anew:
             self._check_run(resume)
@@ -91,8 +100,11 @@ class RunDirectory(RunFiles):
         if other:
             raise InputError(
                 f"output={self.folder}: the folder holds another run (it differs in {', '.join(other[:5])}): choose "
-                "another folder, or use that run's config to resume it"
+                "another folder, or resume it with its own config; to go on from it with other values, give --resume "
+                "CHECKPOINT --output NEW"
             )
+        changed = [key for key in differing_keys(there, given) if key.startswith(MAY_DIFFER) and key != "output"]
+        self.changes = [f"{key} {_value(there, key)} -> {_value(given, key)}" for key in changed]
         if resume == "never" and self._is_without_results():
             raise InputError(
                 f"output={self.folder}: this run is at work there, in its first step: wait for it, or choose another; "

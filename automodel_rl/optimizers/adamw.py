@@ -21,15 +21,17 @@ def adamw_of(named: Named, config: OptimizerConfig) -> list[torch.optim.Optimize
     """AdamW for named parameters, in a list, which is empty if there are no parameters."""
     if not named:  # a stage may have no adapter
         return []
-    parameters = [parameter for _, parameter in named]
-    decayed = [parameter for name, parameter in named if parameter.ndim >= 2 and not name.endswith("bias")]
-    others = [parameter for name, parameter in named if parameter.ndim < 2 or name.endswith("bias")]
+    members: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        factor, decay = config.of_parameter(name, config.lr)
+        decays = parameter.ndim >= 2 and not name.endswith("bias")
+        members.setdefault((factor, decay if decays else 0.0), []).append(parameter)
     groups = [
-        {"params": group, "weight_decay": decay, LR_FACTOR: 1.0}
-        for members, decay in ((decayed, config.weight_decay), (others, 0.0))
-        for group in by_mesh(members)
+        {"params": group, "weight_decay": decay, LR_FACTOR: factor}
+        for (factor, decay), parameters in members.items()
+        for group in by_mesh(parameters)
     ]
-    fused = all(parameter.is_cuda for parameter in parameters)
+    fused = all(parameter.is_cuda for _, parameter in named)
     return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)]
 
 

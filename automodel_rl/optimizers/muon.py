@@ -47,15 +47,21 @@ class Muon(torch.optim.Optimizer):
     """torch.optim.Muon for sharded matrices, and for stacks of matrices. A step is a collective of their ranks.
 
     Args:
-        parameters: [m, n], or stacks [k, m, n], fp32 or float64.
-        config: Muon's settings, learning rate and weight decay.
+        named: names and parameters [m, n], or stacks [k, m, n], fp32 or float64.
+        config: Muon's settings, learning rates and weight decay.
         group_of: gives the ranks along an axis of the parameters' mesh.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig, group_of: GroupOf):
+    def __init__(self, named: Named, config: OptimizerConfig, group_of: GroupOf):
         peak = config.muon.lr or config.lr
-        group = {"params": parameters, LR_FACTOR: peak / config.lr, "weight_decay": config.weight_decay}
-        super().__init__([group], {"lr": peak})
+        members: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, parameter in named:
+            members.setdefault(config.of_parameter(name, peak), []).append(parameter)
+        groups = [
+            {"params": parameters, LR_FACTOR: factor, "weight_decay": decay}
+            for (factor, decay), parameters in members.items()
+        ]
+        super().__init__(groups, {"lr": peak})
         self.config, self.group_of = config.muon, group_of
 
     @torch.no_grad()
@@ -126,7 +132,7 @@ def _matrix_names(part: nn.Module) -> set[str]:
 
 def _build(part: nn.Module, config: OptimizerConfig, group_of: GroupOf) -> list[torch.optim.Optimizer]:
     names, named = _matrix_names(part), trained_parameters(part)
-    matrices = [parameter for name, parameter in named if name in names]
+    matrices: Named = [(name, parameter) for name, parameter in named if name in names]
     others: Named = [(name, parameter) for name, parameter in named if name not in names]
     muon = [Muon(matrices, config, group_of)] if matrices else []
     return [*muon, *adamw_of(others, config)]

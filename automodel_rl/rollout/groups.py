@@ -1,5 +1,6 @@
 """Groups: prompts with their rewarded completions. Also the metrics and records that a step makes of them."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,15 +56,35 @@ def all_scores(groups: Sequence[Group]) -> list[Score]:
     return [rollout.score for group in groups for rollout in group.rollouts]
 
 
-def pass_rate(scores: Sequence[Score], place: int, passes_at: float) -> float:
-    """Share of completions that pass. A completion does not pass if the reward's call failed.
+def pass_rates(groups: Sequence[Sequence[Score]], place: int, passes_at: float) -> dict[str, float]:
+    """Rates of passing completions. A completion does not pass if the reward's call failed.
 
     Args:
-        scores: the completions' scores.
+        groups: the scores of each prompt's completions.
         place: place of the deciding reward in the config.
         passes_at: lowest score with which a completion passes.
+
+    Returns:
+        pass@1 for single completions. For k completions of each prompt mean@k, the share of completions that pass;
+        pass@k, the share of prompts of which one passes; and, if the reward tells answers, maj@k, the share of prompts
+        whose most frequent answer passes. Of equally frequent answers the first counts.
     """
-    return sum(not score.errors[place] and score.parts[place] >= passes_at for score in scores) / len(scores)
+    count = max(len(scores) for scores in groups)
+    passes = [[not s.errors[place] and s.parts[place] >= passes_at for s in scores] for scores in groups]
+    mean = sum(map(sum, passes)) / sum(map(len, passes))
+    if count == 1:
+        return {"pass@1": mean}
+    rates = {f"mean@{count}": mean, f"pass@{count}": sum(map(any, passes)) / len(passes)}
+    answers = [[score.answers[place] if score.answers else None for score in scores] for scores in groups]
+    if any(answer is not None for of_prompt in answers for answer in of_prompt):
+        votes = [_most_frequent_passes(*pair) for pair in zip(answers, passes, strict=True)]
+        rates[f"maj@{count}"] = sum(votes) / len(votes)
+    return rates
+
+
+def _most_frequent_passes(answers: Sequence[str | None], passes: Sequence[bool]) -> bool:
+    counts = Counter(answer for answer in answers if answer is not None)
+    return bool(counts) and passes[answers.index(counts.most_common(1)[0][0])]
 
 
 def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_version: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.losses import LossFn, Readout, grpo_loss
 from automodel_rl.observe.samples import Sample
 from automodel_rl.rollout.collect import RolloutCollector
-from automodel_rl.rollout.groups import Group, all_scores, pass_rate, rollout_metrics, rollout_records, shaped_rewards
+from automodel_rl.rollout.groups import Group, all_scores, pass_rates, rollout_metrics, rollout_records, shaped_rewards
 from automodel_rl.rollout.rewards.counts import ErrorWatch, error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
@@ -55,9 +55,9 @@ class GRPOTrainer:
         seed = config.seed if config.data.shuffle else None
         self.prompts = PromptStream(config.data.train, chat, config.rollout.max_prompt_tokens, seed)
         self.prompts.check_fit()
-        self.validation = PromptStream(
-            config.data.validation, chat, config.rollout.max_prompt_tokens, seed=None
-        ).every_prompt()
+        held_out = PromptStream(config.data.validation, chat, config.rollout.max_prompt_tokens, seed=None)
+        self.validation = held_out.every_prompt()
+        self.num_held_out_overlong, self.mentioned_overlong = held_out.num_overlong, False
         self.readout = Readout(config.rollout.temperature, entropy=True)
         total_steps = config.length.steps or _steps_of_epochs(config, self.prompts)
         self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.optimizer_steps)
@@ -138,8 +138,21 @@ class GRPOTrainer:
             self.run.abandon_step(before)
             raise
         step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
+        self._mention_overlong()
         self._write_rollouts(generated, {})  # at once, so that they are there if the step fails
         return generated, groups, packed
+
+    def _mention_overlong(self) -> None:
+        """Says once that prompts are too long."""
+        training, held_out = self.prompts.num_overlong, self.num_held_out_overlong
+        if self.mentioned_overlong or not training + held_out:
+            return
+        self.mentioned_overlong = True
+        self.run.say(
+            f"warning: {training} of the first {self.prompts.num_drawn} prompts and {held_out} held-out ones are "
+            f"longer than rollout.max_prompt_tokens={self.config.rollout.max_prompt_tokens} and left out; "
+            "data/num_overlong_prompts counts them"
+        )
 
     def _write_rollouts(self, generated: list[Group], details: Details) -> None:
         if self.run.is_first_rank:
@@ -248,32 +261,32 @@ class GRPOTrainer:
             raise
 
     def _validate(self) -> dict[str, float]:
-        """Metrics of one completion of each held-out prompt: mean reward, error rates of rewards, and pass@1 if the
-        config says which reward decides it."""
-        temperature = self.config.rollout.validation_temperature
-        groups = self.rollouts.collect(self.validation, group_size=1, temperature=temperature)
-        pairs = [
-            (prompt, rollout)
-            for prompt, (rollout,) in zip(self.validation, groups, strict=True)
-            if rollout.completion.finish != "error"
-        ]
+        """Metrics of completions of each held-out prompt: mean reward, error rates of rewards, and rates of passing
+        if the config says which reward decides it."""
+        rollout = self.config.rollout
+        count, temperature = rollout.validation_samples, rollout.validation_temperature
+        groups = self.rollouts.collect(self.validation, group_size=count, temperature=temperature)
+        written = [[rollout for rollout in group if rollout.completion.finish != "error"] for group in groups]
+        pairs = [(prompt, group) for prompt, group in zip(self.validation, written, strict=True) if group]
         if not pairs:
             raise RolloutError(f"every completion of a held-out prompt failed: {groups[0][0].completion.error}")
-        rollouts = [rollout for _, rollout in pairs]
+        rollouts = [rollout for _, group in pairs for rollout in group]
         samples = [
             Sample(
                 prompt=self.tokenizer.decode(prompt.token_ids),
-                completion=rollout.text,
-                expected=f"{prompt.example.get('answer', '')} (reward {rollout.score.total:g})",
+                completion=group[0].text,
+                expected=f"{prompt.example.get('answer', '')} (reward {group[0].score.total:g})",
             )
-            for prompt, rollout in pairs[: self.config.observe.samples]
+            for prompt, group in pairs[: self.config.observe.samples]
         ]
         self.run.save_samples(samples)
         scores = [rollout.score for rollout in rollouts]
         self._warn_of_errors(scores, f"the validation of step {self.run.step}")
+        of_prompts = [[rollout.score for rollout in group] for _, group in pairs]
+        rates = {} if self.config.passing is None else pass_rates(of_prompts, *self.config.passing)
         return {
             "val/reward_mean": sum(score.total for score in scores) / len(scores),
-            **({} if self.config.passing is None else {"val/pass@1": pass_rate(scores, *self.config.passing)}),
+            **{f"val/{name}": rate for name, rate in rates.items()},
             **{f"val/error_rate_{n}": rate for n, rate in error_rates(scores, self.config.reward_names).items()},
             **{f"val/{name}": mean for name, mean in metric_means(scores, self.config.reward_names).items()},
         }

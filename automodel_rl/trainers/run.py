@@ -141,6 +141,8 @@ class Run:
                 )
             start = f", going on from step {self.step}" if self.step else ""
             self.progress.say(f"{self.total_steps} steps{start}: {summary}")
+            if self.directory.changes and self.step:
+                self.progress.say(f"changed since it was stopped: {', '.join(self.directory.changes)}")
             self._warn_of_a_long_warmup()
             if self.step == 0 and baseline is not None:
                 with flight.top_phase("baseline"):
@@ -282,6 +284,9 @@ class Run:
         Raises:
             JobEndedError: the model could not be written.
         """
+        if self.config.checkpoint.load_best:
+            with flight.top_phase("loading the best checkpoint"):
+                self._load_best()
         with flight.top_phase("saving the model"):
             try:
                 self.engine.handle.save_pretrained(self.directory.final, tokenizer)
@@ -290,6 +295,14 @@ class Run:
                     f"error: {self.directory.final} could not be written ({error}): make room or change its rights; "
                     "--resume auto then writes it"
                 ) from error
+
+    def _load_best(self) -> None:
+        best = self.checkpoints.load_best(self.step)
+        if best is not None:
+            name = self.goal.best_metric
+            self.say(f"final/ is the best checkpoint, of step {best['step']:.0f}, with {name} {best['metric']:.5g}")
+        elif self.checkpoints.best is None:
+            self.say(f"warning: no checkpoint has {self.goal.best_metric}, so final/ is the last step and not the best")
 
     def save_samples(self, samples: list[Sample]) -> None:
         """Keeps completions of this step."""

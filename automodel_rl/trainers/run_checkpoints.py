@@ -101,6 +101,21 @@ class RunCheckpoints:
             self._export = self._begin_export(folder)
         return progress, rank_state
 
+    def load_best(self, step: int) -> dict[str, float] | None:
+        """Restores the best checkpoint, if it is not that of the last step. A collective.
+
+        Args:
+            step: the last step.
+
+        Returns:
+            Its step and metric; None if nothing was restored.
+        """
+        best = gather_objects(self.best, self.engine.handle.layout.world_control)[0]
+        if best is None or best["step"] == step:
+            return None
+        load_checkpoint(self.engine, self.directory.checkpoints / f"step_{best['step']:.0f}")
+        return best
+
     def _newest(self, say: Callable[[str], None]) -> Path | None:
         world = self.engine.handle.layout.world_control
         folders = None

@@ -53,6 +53,24 @@ BUILT_IN: dict[str, RewardFn] = {
 """The built-in reward functions, by their names in a config."""
 
 
+def _math_answer(completion: str) -> str | None:
+    from math_verify import parse
+
+    found = parse(completion, parsing_timeout=None)
+    return str(found[0]) if found else None
+
+
+ANSWERS: dict[str, Callable[[str], Any]] = {
+    "exact_match": str.strip,
+    "last_number": lambda completion: _last_number(completion),
+    "math": _math_answer,
+}
+"""Functions that give the answer of a completion, for a vote over several, by the names of built-in rewards."""
+
+ANSWER = "answer"
+"""Name of the metric that is a text: the completion's answer."""
+
+
 def find_reward(name: str) -> RewardFn:
     """The reward function with a built-in name or an import path `package.module:function`."""
     if name in BUILT_IN:

@@ -32,12 +32,12 @@ class Result:
     Attributes:
         score: the score; `on_error` if the call failed.
         error: why the call failed; empty if it went well.
-        metrics: further numbers that the function returned, by name.
+        metrics: further numbers that the function returned, by name, and its text `answer`.
     """
 
     score: float
     error: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automodel_rl.config import RewardConfig
+from automodel_rl.rollout.rewards.functions import ANSWER
 from automodel_rl.rollout.rewards.pool import Result, RewardPool
 
 
@@ -18,12 +19,14 @@ class Score:
         parts: each reward's score, in the order of the config.
         errors: the error text of each reward's call, which then scored `on_error`; empty if the call went well.
         metrics: further numbers that each reward returned, by name.
+        answers: the answer of the completion that each reward has seen; None if it told none.
     """
 
     total: float
     parts: tuple[float, ...]
     errors: tuple[str, ...]
     metrics: tuple[dict[str, float], ...] = field(default=())
+    answers: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,9 @@ class Scorer:
             for reward, result in zip(self.rewards, results, strict=True)
         ]
         total = sum(reward.weight * result.score for reward, result in zip(self.rewards, results, strict=True))
-        parts, metrics = tuple(result.score for result in results), tuple(result.metrics for result in results)
-        return Score(total, parts, tuple(errors), metrics)
+        parts, answers = tuple(result.score for result in results), tuple(r.metrics.get(ANSWER) for r in results)
+        metrics = tuple({name: value for name, value in r.metrics.items() if name != ANSWER} for r in results)
+        return Score(total, parts, tuple(errors), metrics, answers)
 
     def close(self) -> None:
         for pool in self.pools:

@@ -4,7 +4,7 @@ python -m automodel_rl.rollout.rewards.worker FUNCTION DESCRIPTOR
 
 Everything goes over the connection with that file descriptor. The process first receives (options, time limit) and
 sends (kind, error). Then it receives (number, completions, examples) and sends (number, results), again and again. A
-result is (score, error, metrics).
+result is (score, error, metrics), in which the metric `answer` is a text.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.rewards.functions import find_reward
+from automodel_rl.rollout.rewards.functions import ANSWER, ANSWERS, find_reward
 from automodel_rl.rollout.rewards.options import check_options
 
 PR_SET_PDEATHSIG = 1
@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 PLAIN, ASYNC, BATCH = "plain", "async", "batch"
 """Kinds of reward functions: called one after the other, many at once, or with lists of completions."""
 
-Scored = tuple[float | None, str, dict[str, float]]
+Scored = tuple[float | None, str, dict[str, Any]]
 """A score, an error text and metrics. The score is None if there is an error."""
 
 
@@ -42,6 +42,7 @@ def main() -> None:
         options, time_limit = connection.recv()
         function = find_reward(name)
         check_options(name, function, options)
+        function = _with_answer(name, function)
     except InputError as error:
         connection.send((None, str(error)))
         return
@@ -59,6 +60,19 @@ def main() -> None:
             connection.send((number, score_batch(function, completions, examples, options)))
         else:
             connection.send((number, [score(function, completions[0], examples[0], options)]))
+
+
+def _with_answer(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A built-in reward that also tells the completion's answer, if it compares answers."""
+    answer_of = ANSWERS.get(name)
+    if answer_of is None:
+        return function
+
+    def told(completion: str, example: dict[str, Any], **options: Any) -> tuple[float, dict[str, str]]:
+        answer = answer_of(completion)
+        return function(completion, example, **options), {} if answer is None else {ANSWER: str(answer)}
+
+    return told
 
 
 def kind_of(function: Callable[..., Any]) -> str:
@@ -129,11 +143,12 @@ def checked(value: Any) -> Scored:
     number = _number(given)
     if number is None or not isinstance(metrics, Mapping):
         return None, f"returned {value!r:.80}, which is no finite number, and no number with a dict of metrics", {}
-    found = {str(name): _number(metric) for name, metric in metrics.items()}
+    answer = {ANSWER: metrics[ANSWER]} if isinstance(metrics.get(ANSWER), str) else {}
+    found = {str(name): _number(metric) for name, metric in metrics.items() if name not in answer}
     wrong = next((name for name, metric in found.items() if metric is None), None)
     if wrong is not None:
         return None, f"returned {metrics[wrong]!r:.80} for the metric {wrong}, which is no finite number", {}
-    return number, "", {name: metric for name, metric in found.items() if metric is not None}
+    return number, "", answer | {name: metric for name, metric in found.items() if metric is not None}
 
 
 def _number(value: Any) -> float | None:

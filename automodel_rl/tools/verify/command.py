@@ -125,6 +125,8 @@ def case_of(
         left_out.append("model.fp8")
     if model.lora is not None:
         left_out.append("model.lora")
+    if config.optimizer.groups:
+        left_out.append("optimizer.groups")
     aux_loss = model.moe.aux_loss
     if (
         aux_loss and parallel.cp > 1

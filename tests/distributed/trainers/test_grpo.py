@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from automodel_rl.batch import Microbatch
+from automodel_rl.cli import main
 from tests.distributed.trainers.runs import (
     Settings,
     assert_same_weights,
@@ -17,6 +18,7 @@ from tests.distributed.trainers.runs import (
     settings_of,
     train,
     trainer_of,
+    write,
 )
 from tests.rank_pool import RankPool
 
@@ -87,6 +89,25 @@ def test_rollouts_tell_advantages_and_both_log_probabilities(
             assert {text for text in texts if text.isascii()} <= {*map(tokenizer.decode, range(len(tokenizer)))}
             assert ours == pytest.approx(theirs, abs=2e-4)
             assert min(ours) < -0.01
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_validation_samples_several_times_and_long_prompts_are_mentioned(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 1, "validate_every": 1})
+    settings["rewards"] = [{"function": "last_number"}]
+    settings["rollout"] |= {"validation_samples": 3, "validation_temperature": 1.0, "max_prompt_tokens": 56}
+    assert main(["grpo", write(settings, tmp_path)]) in (0, 1)  # random weights may give no reward that differs
+    baseline = metrics_of(tmp_path / "run")[0]
+    assert {"val/mean@3", "val/pass@3"} <= baseline.keys()
+    assert "val/pass@1" not in baseline
+    assert baseline["val/mean@3"] <= baseline["val/pass@3"] <= 1
+    said = capsys.readouterr().out
+    assert "are longer than rollout.max_prompt_tokens=56 and left out" in said
+    settings["rollout"]["validation_temperature"] = 0.0
+    assert main(["grpo", write(settings, tmp_path), "--output", str(tmp_path / "other")]) == 2
+    assert "validation_samples=3 with validation_temperature=0" in capsys.readouterr().err
 
 
 def test_adapters_may_reach_the_generator_alone(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:

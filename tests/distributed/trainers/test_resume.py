@@ -74,6 +74,25 @@ def test_what_cannot_be_gone_on_from_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_resumed_run_may_learn_at_another_rate(
+    config: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config["length"] = {"steps": 2}
+    config["optimizer"] = {"lr": 1e-3, "decay": "constant"}
+    assert main(["sft", write(config, tmp_path)]) == 0
+    config["length"] = {"steps": 3}
+    changes = ["--optimizer.lr", "5e-4", "--checkpoint.keep_last", "5"]
+    assert main(["sft", write(config, tmp_path), "--resume", "auto", *changes]) == 0
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if line.startswith("changed since it was stopped: ")]
+    for change in ("length.steps 2 -> 3", "optimizer.lr 0.001 -> 0.0005", "checkpoint.keep_last 9 -> 5"):
+        assert change in line
+    assert [row["train/lr"] for row in metrics_of(tmp_path / "run")] == [1e-3, 1e-3, 5e-4]
+    assert main(["sft", write(config, tmp_path), "--resume", "auto", "--optimizer.betas", "[0.8, 0.9]"]) == 2
+    assert "with other values, give --resume CHECKPOINT --output NEW" in capsys.readouterr().err
+
+
 def contents_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -1,5 +1,6 @@
 """The command line end to end: a run, stopping and resuming, and all that can be wrong with what a user gives."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -237,7 +239,9 @@ def test_a_finished_run_goes_on_when_its_limit_is_raised(config: Settings, tmp_p
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_last_checkpoints_and_the_best_are_kept(config: Settings, tmp_path: Path) -> None:
+def test_the_last_checkpoints_and_the_best_are_kept(
+    config: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config["length"] = {"steps": 6, "validate_every": 1}
     config["checkpoint"] = {"every_steps": 1, "keep_last": 1}
     config["optimizer"] = {"lr": 0.3, "decay": "constant"}  # so high that later steps are worse
@@ -247,6 +251,52 @@ def test_the_last_checkpoints_and_the_best_are_kept(config: Settings, tmp_path: 
     assert best < 6
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == sorted({f"step_{best}", "step_6"})
+    config["checkpoint"]["load_best"] = True
+    config["output"] = str(tmp_path / "best")
+    assert main(["sft", write(config, tmp_path)]) == 0
+    assert f"final/ is the best checkpoint, of step {best}, with val/loss" in capsys.readouterr().out
+    for step, folder in ((best, "best"), (6, "run")):
+        out = tmp_path / f"exported_{step}"
+        assert main(["export", str(tmp_path / "run" / "checkpoints" / f"step_{step}"), str(out)]) == 0
+        assert_same_weights(out, tmp_path / folder / "final")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_turns_of_a_chat_may_be_examples_of_their_own(config: Settings, tmp_path: Path) -> None:
+    chat = [{"role": role, "content": text} for text in ("one", "two", "three") for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    config |= {"length": {"epochs": 1}, "batch": {"sequences": 3, "microbatch_tokens": 512}}
+    config["data"] = {"train": [str(tmp_path / "chats.jsonl")], "turns": "split"}
+    assert main(["sft", write(config, tmp_path)]) == 0
+    split = metrics_of(tmp_path / "run")
+    assert [row["data/num_sequences"] for row in split] == [3]
+    config |= {"output": str(tmp_path / "other"), "batch": {"sequences": 1, "microbatch_tokens": 512}}
+    config["data"]["turns"] = "together"
+    assert main(["sft", write(config, tmp_path)]) == 0
+    (together,) = metrics_of(tmp_path / "other")
+    assert together["data/num_sequences"] == 1
+    assert together["train/num_tokens"] == split[0]["train/num_tokens"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_groups_of_parameters_learn_at_their_own_rates(
+    ranks: RankPool, config: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config["length"] = {"steps": 1}
+    config["optimizer"] = {"lr": 1e-3, "groups": [{"names": ["lm_head", "embed_tokens", "layers.0"], "lr": 1e-5}]}
+    config["parallel"] = {"pp": 2}
+    ranks(2).run(train, config)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (config["model"]["path"], tmp_path / "run" / "final")
+    )
+    for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        expected = 1e-5 if "embed_tokens" in name or "layers.0." in name else 1e-3
+        assert (new - old).abs().max().item() == pytest.approx(expected, rel=0.05), name  # AdamW's first step
+    config |= {"output": str(tmp_path / "other"), "parallel": {}}
+    config["optimizer"]["groups"] = [{"names": ["no_such"], "lr": 1e-5}]
+    assert main(["sft", write(config, tmp_path)]) == 2
+    assert "optimizer.groups.0.names=['no_such']: no trained parameter has one of these" in capsys.readouterr().err
 
 
 def test_a_job_of_another_size_is_refused(config: Settings, tmp_path: Path) -> None:

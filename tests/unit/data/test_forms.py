@@ -3,6 +3,7 @@
 import pytest
 
 from automodel_rl.config import SourceConfig
+from automodel_rl.config.data import SourcesConfig
 from automodel_rl.data.checks import check_records
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import Text, read_chat, read_example, read_pair, read_prompt
@@ -115,4 +116,4 @@ def test_a_name_that_no_record_has_is_refused(tmp_path) -> None:
     path.write_text('{"prompt": "p", "reward_model": {"style": "rule"}}\n')
     config = SourceConfig(path=str(path), columns={"answer": "reward_model.ground_truth"})
     with pytest.raises(InputError, match="no record has the column 'reward_model.ground_truth'"):
-        check_records([config], read_prompt)
+        check_records(SourcesConfig(train=(config,)), read_prompt)

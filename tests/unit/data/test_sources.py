@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset
 
 from automodel_rl.config import SourceConfig
+from automodel_rl.config.data import SourcesConfig
 from automodel_rl.data import sources
 from automodel_rl.data.checks import check_records
 from automodel_rl.data.json_files import JsonLines
@@ -43,7 +44,7 @@ def test_a_folder_is_opened_as_a_dataset(tmp_path: Path) -> None:
     assert len(source) == 2
     assert read_chat(source[1], config, "x").messages == CHAT["messages"]
     assert source.where(1) == f"{folder}[train]: record 1"
-    check_records([config], read_chat)
+    check_records(SourcesConfig(train=(config,)), read_chat)
     with pytest.raises(InputError, match="neither a data file nor a dataset with this split"):
         open_source(SourceConfig(path=str(folder), split="nosplit"))
 
@@ -67,12 +68,12 @@ def test_bad_records_are_named_with_file_and_line(tmp_path: Path, text: str, mes
     path = tmp_path / "d.jsonl"
     path.write_text(text)
     with pytest.raises(InputError, match=message):
-        check_records([SourceConfig(path=str(path))], read_chat)
+        check_records(SourcesConfig(train=(SourceConfig(path=str(path)),)), read_chat)
 
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(InputError, match=r"nowhere.jsonl: cannot read the data file"):
-        check_records([SourceConfig(path="nowhere.jsonl")], read_chat)
+        check_records(SourcesConfig(train=(SourceConfig(path="nowhere.jsonl"),)), read_chat)
 
 
 def test_texts_stand_for_messages_in_pairs_and_prompts() -> None:
@@ -202,9 +203,9 @@ def test_nulls_in_json_text_stay() -> None:
 def test_a_column_that_no_record_has_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(CHAT) + "\n" + json.dumps(CHAT | {"functions": [TOOL]}) + "\n")
-    check_records([SourceConfig(path=str(path), columns={"tools": "functions"})], read_chat)
+    check_records(SourcesConfig(train=(SourceConfig(path=str(path), columns={"tools": "functions"}),)), read_chat)
     with pytest.raises(InputError, match="d.jsonl: no record has the column 'function', which columns name"):
-        check_records([SourceConfig(path=str(path), columns={"tools": "function"})], read_chat)
+        check_records(SourcesConfig(train=(SourceConfig(path=str(path), columns={"tools": "function"}),)), read_chat)
 
 
 def test_of_every_kind_of_chat_the_first_is_told(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_of_every_kind_of_chat_the_first_is_told(tmp_path: Path) -> None:
     path.write_text(
         "".join(json.dumps(record) + "\n" for record in (CHAT, CHAT, odd, CHAT, odd, CHAT | {"tools": [TOOL]}))
     )
-    found = check_records([SourceConfig(path=str(path))], read_chat)
+    found = check_records(SourcesConfig(train=(SourceConfig(path=str(path)),)), read_chat)
     assert [where for _, where in found] == [f"{path}:1", f"{path}:3", f"{path}:6"]
 
 
@@ -257,7 +258,7 @@ def test_chats_that_differ_in_texts_and_lengths_are_of_one_kind() -> None:
 def test_a_thought_in_a_content_is_told_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(CHAT) + "\n" + json.dumps({"messages": [QUESTION, SAID]}) + "\n")
-    assert [where for _, where in check_records([SourceConfig(path=str(path))], read_chat)] == [
+    assert [where for _, where in check_records(SourcesConfig(train=(SourceConfig(path=str(path)),)), read_chat)] == [
         f"{path}:1",
         f"{path}:2",
     ]
@@ -276,11 +277,11 @@ def test_keys_and_columns_that_a_source_ignores_are_passed_over(read: Reader, tm
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(STAMPED_RECORDS[read] | {"tools": ["search", "calc"], "images": ["p.png"]}) + "\n")
     config = SourceConfig(path=str(path), ignore=("id", "timestamp", "tools", "images"))
-    for chat, _ in check_records([config], read):
+    for chat, _ in check_records(SourcesConfig(train=(config,)), read):
         assert chat.tools == ()
         assert chat.messages[0] == QUESTION
     with pytest.raises(InputError, match=r"or pass it over with ignore: \[tools\]"):
-        check_records([SourceConfig(path=str(path), ignore=("images",))], read)
+        check_records(SourcesConfig(train=(SourceConfig(path=str(path), ignore=("images",)),)), read)
 
 
 def test_images_that_no_part_shows_may_be_ignored() -> None:
@@ -294,9 +295,9 @@ def test_images_that_no_part_shows_may_be_ignored() -> None:
 def test_a_name_to_ignore_that_occurs_nowhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(CHAT) + "\n" + json.dumps({"chat": 1, "messages": STAMPED}) + "\n")
-    check_records([SourceConfig(path=str(path), ignore=("id", "chat"))], read_chat)
+    check_records(SourcesConfig(train=(SourceConfig(path=str(path), ignore=("id", "chat")),)), read_chat)
     with pytest.raises(InputError, match="d.jsonl: no record has the column or key 'ids', which ignore names"):
-        check_records([SourceConfig(path=str(path), ignore=("id", "ids"))], read_chat)
+        check_records(SourcesConfig(train=(SourceConfig(path=str(path), ignore=("id", "ids")),)), read_chat)
 
 
 def test_a_column_that_is_needed_cannot_be_ignored() -> None:

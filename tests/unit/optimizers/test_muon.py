@@ -27,7 +27,11 @@ def test_steps_on_matrices_in_float32_are_those_of_torch_bit_for_bit(settings: M
     generator = torch.Generator().manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
-    muon = Muon(ours, OptimizerConfig(name="muon", lr=0.1, weight_decay=0.01, muon=settings), no_groups)
+    muon = Muon(
+        [*zip("abcdefgh", ours, strict=False)],
+        OptimizerConfig(name="muon", lr=0.1, weight_decay=0.01, muon=settings),
+        no_groups,
+    )
     names = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
     expected = torch.optim.Muon(
         theirs, lr=settings.lr or 0.1, weight_decay=0.01, **{name: getattr(settings, name) for name in names}
@@ -45,7 +49,7 @@ def test_steps_on_matrices_in_float32_are_those_of_torch_bit_for_bit(settings: M
 def test_every_expert_of_a_stack_is_a_matrix_of_its_own(dtype: torch.dtype) -> None:
     stack = nn.Parameter(torch.randn(3, 6, 4, dtype=dtype))
     other = nn.Parameter(stack.detach().clone())
-    muon = Muon([stack], OptimizerConfig(name="muon", lr=0.1, weight_decay=0.1), no_groups)
+    muon = Muon([("stack", stack)], OptimizerConfig(name="muon", lr=0.1, weight_decay=0.1), no_groups)
     plain = PlainMuon([other], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(2):
         stack.grad = torch.randn_like(stack)
@@ -66,7 +70,7 @@ def test_singular_values_of_a_step_in_float64_lie_around_1(shape: tuple[int, int
 
 def test_a_matrix_without_gradient_takes_no_step() -> None:
     still, moved = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3))
-    muon = Muon([still, moved], OptimizerConfig(name="muon", lr=0.1, weight_decay=0.5), no_groups)
+    muon = Muon([("still", still), ("moved", moved)], OptimizerConfig(name="muon", lr=0.1, weight_decay=0.5), no_groups)
     moved.grad = torch.randn(2, 3)
     muon.step()
     assert torch.equal(still, torch.ones(2, 3))

@@ -33,3 +33,7 @@ def ranks(completions: list[str], examples: list[dict]) -> list[float]:
 
 def scored(completion: str, example: dict) -> object:
     return {"nan": (1.0, {"a": float("nan")}), "text": (1.0, "a"), "good": (1, {"a": 2})}[completion]
+
+
+def voter(completion: str, example: dict) -> tuple[float, dict]:
+    return 1.0, {"answer": completion[0]}

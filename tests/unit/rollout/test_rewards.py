@@ -12,6 +12,7 @@ import torch
 
 from automodel_rl.config import RewardConfig
 from automodel_rl.errors import InputError
+from automodel_rl.rollout.groups import pass_rates
 from automodel_rl.rollout.rewards.functions import BUILT_IN
 from automodel_rl.rollout.rewards.scorer import Score, Scorer, check_rewards
 from automodel_rl.rollout.rewards.worker import score
@@ -178,3 +179,37 @@ def test_options_that_fit_are_accepted_and_used() -> None:
     scorer = Scorer([RewardConfig(function=f"{HERE}:scaled", options={"scale": 2})])
     assert score_of(scorer, "abc").total == 6.0
     scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "completion", "answer"),
+    [
+        ("last_number", "so 3, no, 1,042.0", "1042.0"),
+        ("last_number", "no idea", None),
+        ("exact_match", " yes ", "yes"),
+        ("math", r"hence \boxed{\frac{1}{2}}", "1/2"),
+        ("tests.unit.rollout.odd_rewards:voter", "B because", "B"),
+    ],
+)
+def test_rewards_tell_the_answers_of_completions(function: str, completion: str, answer: str | None) -> None:
+    scorer = Scorer([RewardConfig(function=function)])
+    try:
+        (score,) = scorer.take([scorer.submit(completion, {"answer": "1"})])
+    finally:
+        scorer.close()
+    assert score.errors == ("",)
+    assert score.answers == (answer,)
+    assert score.metrics == ({},)
+
+
+def vote(*answers: str | None) -> list[Score]:
+    """Completions that pass if their answer is right."""
+    return [Score(0.0, (float(answer == "right"),), ("",), ({},), (answer,)) for answer in answers]
+
+
+def test_several_completions_of_a_prompt_pass_on_average_once_or_by_vote() -> None:
+    groups = [vote("right", "right", "x"), vote("right", "x", "x"), vote("x", "y", None), vote(None, None, "right")]
+    assert pass_rates(groups, 0, 1.0) == pytest.approx({"mean@3": 4 / 12, "pass@3": 3 / 4, "maj@3": 2 / 4})
+    assert pass_rates([vote("right"), vote("x")], 0, 1.0) == {"pass@1": 0.5}
+    untold = [[Score(0.0, (1.0,), ("",)), Score(0.0, (1.0,), ("it failed",))]]
+    assert pass_rates(untold, 0, 1.0) == {"mean@2": 0.5, "pass@2": 1.0}

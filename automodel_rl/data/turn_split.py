@@ -1,0 +1,83 @@
+"""Chats as one example for each trained turn, for templates that write a turn differently once others follow."""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from automodel_rl.config import SourceConfig
+from automodel_rl.config.data import DataConfig, SourcesConfig
+from automodel_rl.data.columns import MISSING, look_up, names_of
+from automodel_rl.data.messages import SHAREGPT_ROLES
+from automodel_rl.data.sources import Source, open_source
+
+
+def open_examples(config: SourceConfig, data: SourcesConfig) -> Source:
+    """Opens a source, with its chats split into turns if the config's `data` says so."""
+    source = open_source(config)
+    return SplitTurns(source, config) if isinstance(data, DataConfig) and data.turns == "split" else source
+
+
+class SplitTurns:
+    """The records of a source, a chat of n trained turns as n records: each ends with its turn, which alone is trained.
+
+    Args:
+        source: the source, of which every record is read.
+        config: its config.
+    """
+
+    def __init__(self, source: Source, config: SourceConfig):
+        self.source, self.config = source, config
+        self.starts = [0, *itertools.accumulate(max(1, len(self._turns(record))) for record in source)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        place, turn = self._find(number)
+        return self._until(self.source[place], turn)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for record in self.source:
+            yield from (self._until(record, turn) for turn in range(max(1, len(self._turns(record)))))
+
+    def where(self, number: int) -> str:
+        return self.source.where(self._find(number)[0])
+
+    def _find(self, number: int) -> tuple[int, int]:
+        """The record of an example, and which of its trained turns is the example's."""
+        place = bisect.bisect_right(self.starts, number) - 1
+        return place, number - self.starts[place]
+
+    def _messages(self, record: dict[str, Any]) -> tuple[str, list[Any]]:
+        """The name of the column with messages, and the messages; none if the record holds something else."""
+        name = names_of(self.config, "messages")[0]
+        value = look_up(record, name)
+        return name, value if value is not MISSING and isinstance(value, list) else []
+
+    def _turns(self, record: dict[str, Any]) -> list[int]:
+        _, messages = self._messages(record)
+        return [place for place, message in enumerate(messages) if _is_answer(message) and message.get("weight") != 0]
+
+    def _until(self, record: dict[str, Any], turn: int) -> dict[str, Any]:
+        turns = self._turns(record)
+        if not turns:
+            return record
+        name, messages = self._messages(record)
+        *earlier, last = messages[: turns[turn] + 1]
+        kept = [{**message, "weight": 0} if _is_answer(message) else message for message in earlier]
+        return _with_value(record, name, [*kept, last])
+
+
+def _is_answer(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return "assistant" in (message.get("role"), SHAREGPT_ROLES.get(str(message.get("from"))))
+
+
+def _with_value(record: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The record with another value of a name, which may lie inside of a column."""
+    if name in record or "." not in name:
+        return {**record, name: value}
+    column, _, rest = name.partition(".")
+    return {**record, column: _with_value(record[column], rest, value)}
