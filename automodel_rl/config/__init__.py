@@ -15,7 +15,7 @@ from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.load import ALGORITHMS, describe_keys, differing_keys, dump_config, load_config
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig
-from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig
+from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, ParameterGroupConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig, WeightSyncConfig
 from automodel_rl.config.run import CheckpointConfig, LengthConfig, ObserveConfig, RunConfig
@@ -45,6 +45,7 @@ __all__ = [
     "OptimizerConfig",
     "PairBatchConfig",
     "ParallelConfig",
+    "ParameterGroupConfig",
     "PolicyBatchConfig",
     "PolicyLossConfig",
     "PromptDataConfig",
