@@ -47,7 +47,7 @@ GROUPS = {
         *("ComponentsConfig", "VisionComponent", "LanguageComponent"),
     ),
     "Configs of training": (
-        *("OptimizerConfig", "MuonConfig"),
+        *("OptimizerConfig", "MuonConfig", "ParameterGroupConfig"),
         *("DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig"),
     ),
     "Errors": ("InputError", "MicrobatchError"),
