@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast, get_args
 
 import automodel_rl
-from automodel_rl.config import ALGORITHMS, GRPOConfig, describe_keys, load_config
-from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError
+from automodel_rl.config import ALGORITHMS, GRPOConfig, load_config
+from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.lifeline import hold_lifeline
 from automodel_rl.launch.local import is_rank, run_local_ranks
@@ -17,37 +18,8 @@ from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.run_files import FLIGHTS
+from automodel_rl.tools.help import Shell, completion, help_of, overview
 from automodel_rl.tools.verify.layout import ranks_to_verify
-
-USAGE = """\
-usage: automodel-rl sft|dpo|grpo CONFIG.yaml [--resume auto|never|CHECKPOINT] [--max-minutes M] [--dotted.key value ...]
-       automodel-rl verify CONFIG.yaml [--json] [--dotted.key value ...]
-       automodel-rl plan CONFIG.yaml [--gpus N] [--device H200] [--json] [--dotted.key value ...]
-       automodel-rl export CHECKPOINT OUT [--merge] [--dotted.key value ...]
-       automodel-rl verify-checkpoint CHECKPOINT
-       automodel-rl watch RUN [RUN ...] [--port 6060]
-       automodel-rl report RUN [RUN ...] [--out PAGE.html]
-       automodel-rl quickstart FOLDER [--seed N]
-
-  sft         supervised fine-tuning on chats
-  dpo         preference training on pairs of a chosen and a rejected completion
-  grpo        reinforcement learning on prompts with rewards
-              all three start as many local ranks as the layout asks for, or join torchrun's
-  verify      proves the config's layout: a small model of the same architecture on it against one process
-  plan        memory, stages and bubble of the config's layout, without GPUs and without weights
-  export      a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine;
-              with --merge a whole model in place of adapters, also from a folder of adapters
-  verify-checkpoint
-              says whether a checkpoint is whole: every file as it was written
-  watch       shows runs in a browser as they go on, from a small server on this machine
-  report      writes the page of one run or several: of finished, stopped and failed ones, too
-  quickstart  makes a small model and data and trains it with GRPO, on a laptop
-
-  automodel-rl grpo --help (or sft, dpo) lists every key of the config. --resume auto goes on with the run in the
-  output folder, from its newest whole checkpoint; --resume CHECKPOINT from that one, perhaps of another run; never is
-  the default. --max-minutes saves and stops in time for the end of a batch job.
-"""
-
 
 HELP = ("-h", "--help")
 
@@ -62,37 +34,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(version("automodel-rl"))
         return EXIT_OK
     if command in HELP:
-        _help(command)
+        print(overview())
         return EXIT_OK
     commands: dict[str, Callable[[list[str]], int]] = {
         **dict.fromkeys(ALGORITHMS, lambda rest: _train(command, rest)),
+        "init": _init,
         "verify": _verify,
         "plan": _plan,
+        "watch": _watch,
+        "report": _report,
         "export": _export,
         "verify-checkpoint": _verify_checkpoint,
-        "report": _report,
-        "watch": _watch,
         "quickstart": _quickstart,
+        "completion": _completion,
     }
     try:
         if command not in commands:
-            raise InputError(f"unknown command {command!r}: use one of {', '.join(commands)}")
-        if rest[:1] and rest[0] in HELP:
-            _help(command)
+            near = closest(command, commands)
+            hint = f"did you mean {near}?" if near else f"use one of {', '.join(commands)}"
+            raise InputError(f"unknown command {command!r}: {hint}")
+        asked = next((place for place, argument in enumerate(rest) if argument in HELP), None)
+        if asked is not None:
+            print(help_of(command, " ".join(rest[asked + 1 :])), end="")
             return EXIT_OK
         quiet_libraries()
         return commands[command](rest)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-
-
-def _help(command: str) -> None:
-    print(USAGE, end="")
-    if command in ALGORITHMS:
-        print("\nkeys of the config:")
-        for key, default, meaning in describe_keys(ALGORITHMS[command]):
-            print(f"  --{key}  ({default})\n      {' '.join(meaning.split())}")
 
 
 def _train(algorithm: str, arguments: list[str]) -> int:
@@ -210,17 +179,48 @@ def _plan(arguments: list[str]) -> int:
     path, rest = _config_file("plan", arguments)
     as_json, rest = _take_flag("--json", rest)
     gpus, rest = _take_number("--gpus", rest)
-    device, overrides = _take_option("--device", rest)
+    device, rest = _take_option("--device", rest)
+    gib, overrides = _take_gib(rest)
     config = load_config(path, overrides)
-    from automodel_rl.tools.plan.command import DEVICES, plan
+    from automodel_rl.tools.plan.command import plan
+    from automodel_rl.tools.plan.devices import find_device
 
-    if device is not None and device not in DEVICES:
-        raise InputError(f"--device {device}: known devices are {', '.join(DEVICES)}")
+    card = find_device(device, gib)
     try:
-        plan(config, gpus, device or "H200", as_json)
+        plan(config, gpus, card, as_json)
     except DoesNotFitError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILURE
+    return EXIT_OK
+
+
+def _take_gib(arguments: list[str]) -> tuple[float | None, list[str]]:
+    text, rest = _take_option("--device-gib", arguments)
+    try:
+        gib = None if text is None else float(text)
+    except ValueError:
+        gib = 0.0
+    if gib is not None and not 0 < gib < 10_000:
+        raise InputError(f"--device-gib {text}: must be a number of GiB above 0")
+    return gib, rest
+
+
+def _init(arguments: list[str]) -> int:
+    out, rest = _take_option("--out", arguments)
+    gpus, rest = _take_number("--gpus", rest)
+    device, rest = _take_option("--device", rest)
+    if len(rest) != 3 or rest[0] not in ALGORITHMS:
+        raise InputError("init takes an algorithm, a model and a data file: automodel-rl init sft MODEL DATA.jsonl")
+    from automodel_rl.tools.init import init
+
+    init(rest[0], rest[1], rest[2], Path(out or f"{rest[0]}.yaml"), (gpus, device))
+    return EXIT_OK
+
+
+def _completion(arguments: list[str]) -> int:
+    if len(arguments) != 1 or arguments[0] not in get_args(Shell):
+        raise InputError(f"completion takes a shell, one of {', '.join(get_args(Shell))}: automodel-rl completion bash")
+    print(completion(cast(Shell, arguments[0])), end="")
     return EXIT_OK
 
 

@@ -1,7 +1,9 @@
 """Errors that a user can act on, and exit codes of the command line."""
 
+import difflib
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 EXIT_OK = 0
@@ -112,3 +114,8 @@ def line_of_caller(error: BaseException) -> str:
 def reason(error: Exception) -> str:
     """Why a weight sync failed: the message of a `WeightSyncError`, or the type and message of any other error."""
     return str(error) if isinstance(error, WeightSyncError) else innermost(error)
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one probably means; None if none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)

@@ -125,7 +125,7 @@ def _describe(thing: Any, name: str) -> Iterator[str]:
         return  # whose many keys --help lists
     if isinstance(thing, type) and issubclass(thing, BaseModel):
         yield "\n".join(
-            f"- `{key}` ({default}): {' '.join(text.split())}" for key, default, text in describe_keys(thing)
+            f"- `{key}` ({default}): {' '.join(text.split())}" for key, default, text, *_ in describe_keys(thing)
         )
     elif isinstance(thing, type):
         for key, method in public_methods(thing):

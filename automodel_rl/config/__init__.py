@@ -12,7 +12,8 @@ from automodel_rl.config.data import (
 )
 from automodel_rl.config.dpo import DPOConfig
 from automodel_rl.config.grpo import GRPOConfig
-from automodel_rl.config.load import ALGORITHMS, describe_keys, differing_keys, dump_config, load_config
+from automodel_rl.config.keys import Key, describe_keys
+from automodel_rl.config.load import ALGORITHMS, differing_keys, dump_config, load_config
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, ParameterGroupConfig
@@ -34,6 +35,7 @@ __all__ = [
     "FilterConfig",
     "GRPOConfig",
     "KLConfig",
+    "Key",
     "LanguageComponent",
     "LengthConfig",
     "LoraConfig",

@@ -1,8 +1,6 @@
 """Checked configs from YAML files and dotted command-line overrides. Every error names its key."""
 
-import difflib
 import re
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 from automodel_rl.config.base import Section
 from automodel_rl.config.dpo import DPOConfig
 from automodel_rl.config.grpo import GRPOConfig
+from automodel_rl.config.keys import describe_keys, inner_section
 from automodel_rl.config.run import RunConfig
 from automodel_rl.config.sft import SFTConfig
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, closest
 
 Checked = typing.TypeVar("Checked", bound=RunConfig)
 
@@ -236,12 +235,13 @@ def _suggest(key: str, section: type[BaseModel] | None) -> str:
     if section is None:
         return ""
     known = [info.alias or name for name, info in section.model_fields.items()]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    close = closest(key, known)
     if ALIASES.get(key) in known:
-        close = [ALIASES[key]]
+        close = ALIASES[key]
     if not close and issubclass(section, RunConfig):  # perhaps the name of a key inside a section
-        close = [dotted for dotted, *_ in describe_keys(section) if dotted.split(".")[-1] == ALIASES.get(key, key)]
-    return f"; did you mean {close[0]}?" if close else f"; known keys are {', '.join(known)}"
+        names = [found.name for found in describe_keys(section)]
+        close = next((name for name in names if name.split(".")[-1] == ALIASES.get(key, key)), None)
+    return f"; did you mean {close}?" if close else f"; known keys are {', '.join(known)}"
 
 
 def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
@@ -250,30 +250,7 @@ def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[
     for part in location:
         if isinstance(part, str):
             section = section.model_fields[part].annotation if part in section.model_fields else None
-        section = _inner_section(section)
+        section = inner_section(section)
         if section is None:
             return None
     return section
-
-
-def _inner_section(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if isinstance(annotation, types.GenericAlias | types.UnionType) or typing.get_origin(annotation) is not None:
-        return next((s for a in typing.get_args(annotation) if (s := _inner_section(a))), None)
-    return None
-
-
-def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
-    """Every key of a config as (dotted key, default, meaning), for the command line's help."""
-    rows = []
-    for field, info in kind.model_fields.items():
-        name = info.alias or field
-        section = _inner_section(info.annotation)
-        if section is None or section is not info.annotation:
-            default = "required" if info.is_required() else str(info.get_default(call_default_factory=True))
-            rows.append((f"{prefix}{name}", default, info.description or ""))
-        if section is not None:
-            item = ".0" if typing.get_origin(info.annotation) is tuple else ""
-            rows += describe_keys(section, f"{prefix}{name}{item}.")
-    return rows

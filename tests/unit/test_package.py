@@ -98,7 +98,7 @@ def test_help_needs_no_torch_and_under_a_second_of_the_processor() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 1.0
-    assert "usage: automodel-rl sft" in result.stdout
+    assert "usage: automodel-rl COMMAND" in result.stdout
     assert not any(line.endswith((" torch", " numpy", " transformers")) for line in result.stderr.splitlines())
 
 

@@ -14,23 +14,21 @@ from automodel_rl.hf.read import read_supported_config, with_local_model
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.tools.plan.alternatives import GIB, nearest_that_fit, with_layout
+from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.encoder import EncoderMemory, plan_encoder
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, measure_packing, microbatches
-
-DEVICES = {"A100": 79.2, "H100": 79.2, "H200": 139.8, "B200": 178.4}
-"""Memory of each device in GiB, as the driver reports it."""
 
 USABLE = 0.92
 """Share of a device's memory that a step may fill. The rest is for CUDA's context, NCCL's buffers and gaps."""
 
 
-def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) -> None:
+def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool) -> None:
     """Prints the plan.
 
     Args:
         config: the run's config.
         num_gpus: number of GPUs to fill by changing dp_shard; None takes the layout as it is.
-        device: one of `DEVICES`.
+        device: the card.
         as_json: print one JSON object in place of tables.
 
     Raises:
@@ -54,13 +52,13 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
     if components is not None:
         encoder = plan_encoder(full, config.model, config.memory, components, packing.patches or 0, config.optimizer)
     peak = _peak(step, encoder, components)
-    generator = generator_bytes(config, sum(step.stage_weights) * compute.itemsize, DEVICES[device] * GIB)
-    capacity = DEVICES[device] * USABLE * GIB - generator
+    generator = generator_bytes(config, sum(step.stage_weights) * compute.itemsize, device.num_bytes)
+    capacity = USABLE * device.num_bytes - generator
     fits = peak <= capacity
     looks_further = not fits and encoder is None
     others = nearest_that_fit(model, description, config, parallel, packing, capacity) if looks_further else []
     if as_json:
-        record = _record(parallel, step, packing, device, fits, others)
+        record = _record(parallel, step, packing, device.name, fits, others)
         record |= {
             "microbatch_tokens": config.batch.capacity,
             "world_size": config.world_size,
@@ -70,7 +68,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
         of_encoder = {} if encoder is None else {"encoder": {**asdict(encoder), "peak": encoder.peak}}
         print(json.dumps(record | of_encoder))
     else:
-        print(_tables(parallel, step, packing, device, config.batch.capacity))
+        print(_tables(parallel, step, packing, device.name, config.batch.capacity))
         if encoder is not None and components is not None:
             print(_encoder_table(encoder, components, packing))
         if generator:
@@ -79,19 +77,19 @@ def plan(config: AnyConfig, num_gpus: int | None, device: str, as_json: bool) ->
             print(f"would fit: {other}")
     if not fits:
         raise DoesNotFitError(
-            f"verdict: does not fit: {peak / GIB:.1f} GiB on the fullest rank, and {device} has "
+            f"verdict: does not fit: {peak / GIB:.1f} GiB on the fullest rank, and {device.name} has "
             f"{capacity / GIB:.1f} GiB to fill"
         )
     if not as_json:
-        print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device} has to fill")
+        print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device.name} has to fill")
 
 
-def _with_microbatch_size(config: AnyConfig, full: PretrainedConfig, device: str) -> AnyConfig:
+def _with_microbatch_size(config: AnyConfig, full: PretrainedConfig, device: Device) -> AnyConfig:
     """The config with the capacity of microbatches that a run on the device would take, if it gives none. If none fits,
     the least one is planned."""
     if config.batch.microbatch_tokens != "auto":
         return config
-    size = choose_microbatch_size(config, language_config(full), DEVICES[device] * GIB)
+    size = choose_microbatch_size(config, language_config(full), device.num_bytes)
     batch = config.batch.model_copy(update={"microbatch_tokens": max(size.num_tokens, size.needed)})
     return config.model_copy(update={"batch": batch})
 

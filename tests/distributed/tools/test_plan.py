@@ -22,6 +22,7 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.pipeline.timeline import simulate
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.tools.plan.command import plan
+from automodel_rl.tools.plan.devices import find_device
 from automodel_rl.tools.plan.encoder import plan_encoder
 from automodel_rl.tools.verify.images import with_images
 from tests.distributed.tools.test_verify import config_of
@@ -156,7 +157,7 @@ def test_what_does_not_fit_names_layouts_that_do(tmp_path: Path) -> None:
     [
         (["--gpus", "7"], "--gpus 7: must be a multiple of parallel.pp x tp x cp x dp_replicate = 2"),
         (["--gpus", "many"], "--gpus many: must be a whole number"),
-        (["--device", "H300"], "--device H300: known devices are A100, H100, H200, B200"),
+        (["--device", "H300"], "--device H300: did you mean H200? known devices are A10, A100"),
         (["--parallel.tp", "3"], "parallel.tp=3 must divide the 64 attention heads"),
     ],
 )
@@ -203,10 +204,10 @@ def test_a_plan_of_two_modules_counts_both(tmp_path: Path, capsys: pytest.Captur
     make_vision_workspace(tmp_path, "qwen2_5_vl")
     config = config_of(tmp_path / "model", {})
     capsys.readouterr()  # what transformers says when it saves
-    plan(config, None, "H200", as_json=False)
+    plan(config, None, find_device("H200"), as_json=False)
     assert "images not known: no data to look at" in capsys.readouterr().out
     with_data = config.model_dump() | {"data": {"train": [{"path": str(tmp_path / "train.jsonl")}]}}
-    plan(SFTConfig.model_validate(with_data), None, "H200", as_json=True)
+    plan(SFTConfig.model_validate(with_data), None, find_device("H200"), as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["encoder"]["activations"] > 0
     assert found["peak_bytes"] > found["encoder"]["peak"] > 0

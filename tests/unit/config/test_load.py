@@ -89,7 +89,7 @@ def test_a_renamed_key_is_answered_with_its_new_name(tmp_path: Path, old: str, n
     with pytest.raises(InputError) as caught:
         load_config(tmp_path / "c.yaml", [f"--{old}", "1"])
     assert f"{old} is now called {new}: rename it" in str(caught.value).split("; ")
-    keys = [f"{key}." for key, _, _ in describe_keys(GRPOConfig)]
+    keys = [f"{key.name}." for key in describe_keys(GRPOConfig)]
     assert any(key.startswith(f"{new}.") for key in keys)
     assert not any(key.startswith(f"{old}.") for key in keys)
 
@@ -194,7 +194,7 @@ def test_weight_sync_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str
 
 
 def test_help_lists_keys_of_lists_and_of_optional_sections() -> None:
-    keys = {key: default for key, default, _ in describe_keys(GRPOConfig)}
+    keys = {key.name: key.default for key in describe_keys(GRPOConfig)}
     assert keys["data.train.0.path"] == "required"
     assert keys["rewards.0.time_limit"] == "10.0"
     assert keys["rewards.0.options"] == "{}"

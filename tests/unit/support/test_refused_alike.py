@@ -12,6 +12,7 @@ from automodel_rl.config.load import check_config
 from automodel_rl.errors import InputError
 from automodel_rl.support.rule import Keys
 from automodel_rl.tools.plan.command import plan
+from automodel_rl.tools.plan.devices import find_device
 from automodel_rl.tools.verify.command import verify
 from automodel_rl.trainers.dpo import DPOTrainer
 from automodel_rl.trainers.grpo import GRPOTrainer
@@ -49,7 +50,7 @@ def test_all_commands_refuse_the_same(tmp_path: Path, model: Any, algorithm: str
     config = config_of(tmp_path, algorithm, keys)
     said = refusal(lambda: TRAINERS[algorithm](config))
     assert message in said
-    assert refusal(lambda: plan(config, None, "H200", as_json=False)) == said
+    assert refusal(lambda: plan(config, None, find_device("H200"), as_json=False)) == said
     assert refusal(lambda: verify(config, as_json=False)) == said
     assert not (tmp_path / "run").exists()
 

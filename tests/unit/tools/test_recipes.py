@@ -10,7 +10,8 @@ from transformers import AutoConfig
 from automodel_rl.config import load_config
 from automodel_rl.errors import DoesNotFitError
 from automodel_rl.estimate.microbatch_size import generator_bytes
-from automodel_rl.tools.plan.command import DEVICES, GIB, plan
+from automodel_rl.tools.plan.command import plan
+from automodel_rl.tools.plan.devices import find_device
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -60,7 +61,7 @@ def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     AutoConfig.for_model(shape.pop("model_type"), **shape).save_pretrained(tmp_path)
     config = load_config(CONFIGS / model / f"{algorithm}.yaml", ["--model.path", str(tmp_path)])
     try:
-        plan(config, None, "H200", as_json=True)
+        plan(config, None, find_device("H200"), as_json=True)
     except DoesNotFitError as error:
         pytest.fail(str(error))
     assert json.loads(capsys.readouterr().out)["fits"]
@@ -70,10 +71,12 @@ def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     ("overrides", "expected"),
     [
         (["--rollout.generator", "transformers"], 1000.0),
-        (["--rollout.vllm.memory_fraction", "0.5"], 0.5 * 139.8 * GIB),
+        (["--rollout.vllm.memory_fraction", "0.5"], 0.5 * find_device("H200").num_bytes),
         (["--rollout.devices", "[1]"], 0.0),
     ],
 )
 def test_plans_leave_room_for_the_generator(overrides: list[str], expected: float) -> None:
     config = load_config(CONFIGS / "qwen3_0.6b" / "grpo.yaml", overrides)
-    assert generator_bytes(config, 1000, DEVICES["H200"] * GIB) == pytest.approx(expected + 4 * 1000)  # and buffers
+    assert generator_bytes(config, 1000, find_device("H200").num_bytes) == pytest.approx(
+        expected + 4 * 1000
+    )  # and buffers

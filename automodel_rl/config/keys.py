@@ -1,0 +1,87 @@
+"""The keys of configs, for help: their names, defaults, allowed values and meanings."""
+
+import types
+import typing
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+
+class Key(NamedTuple):
+    """A key of a config.
+
+    Attributes:
+        name: its dotted name.
+        default: its default as in a file, or "required".
+        meaning: its text.
+        values: what may be given, in short.
+        choices: the values, if only some texts may be given.
+    """
+
+    name: str
+    default: str
+    meaning: str
+    values: str
+    choices: tuple[str, ...]
+
+
+def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[Key]:
+    """Every key of a config section, and of the sections in it."""
+    rows: list[Key] = []
+    for field, info in kind.model_fields.items():
+        name = f"{prefix}{info.alias or field}"
+        section = inner_section(info.annotation)
+        if section is None or section is not info.annotation:
+            default = "required" if info.is_required() else _as_yaml(info.get_default(call_default_factory=True))
+            values = "|".join(dict.fromkeys(_values(info.annotation)))
+            rows.append(Key(name, default, info.description or "", values, _choices(info.annotation)))
+        if section is not None:
+            item = ".0" if typing.get_origin(info.annotation) is tuple else ""
+            rows += describe_keys(section, f"{name}{item}.")
+    return rows
+
+
+def inner_section(annotation: Any) -> type[BaseModel] | None:
+    """The section that an annotation is, or that it holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if isinstance(annotation, types.GenericAlias | types.UnionType) or typing.get_origin(annotation) is not None:
+        return next((s for a in typing.get_args(annotation) if (s := inner_section(a))), None)
+    return None
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple | dict) and not value:
+        return "[]" if isinstance(value, tuple) else "{}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_yaml, value))}]"
+    return str(value)
+
+
+NAMES = {int: "N", float: "X", str: "TEXT", bool: "true|false", type(None): "null", dict: "{...}"}
+"""What stands for the values of a type in help."""
+
+
+def _values(annotation: Any) -> list[str]:
+    """What may be given for an annotation, each a short text."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return [_as_yaml(value) for value in arguments]
+    if origin is typing.Annotated:
+        return _values(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return [text for argument in arguments for text in _values(argument)]
+    if origin is tuple:
+        inner = "|".join(_values(arguments[0]))
+        return [f"[{inner}, ...]"] if Ellipsis in arguments else [f"[{', '.join([inner] * len(arguments))}]"]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return ["{...}"]
+    return [NAMES.get(origin or annotation, "VALUE")]
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The values of an annotation if it allows only some."""
+    values = [text for value in _values(annotation) for text in value.split("|")]
+    return tuple(values) if all(value.islower() or value.isdecimal() for value in values) else ()

@@ -1,0 +1,205 @@
+"""What the command line says of itself: a text for each command, the keys of configs, and completion for shells."""
+
+import shutil
+import textwrap
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from automodel_rl.config import ALGORITHMS, Key, describe_keys
+from automodel_rl.errors import InputError, closest
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as help shows it.
+
+    Attributes:
+        usage: what follows its name.
+        brief: what it does, in a line.
+        more: the rest of its own help.
+        options: its options, without the keys of configs.
+    """
+
+    usage: str
+    brief: str
+    more: str = ""
+    options: tuple[str, ...] = ()
+
+
+TRAINING = """\
+CONFIG.yaml is a config file; any of its keys may follow as --dotted.key value. The command starts as many local ranks
+as the layout asks for, or joins torchrun's.
+
+  --resume auto        goes on with the run in the output folder, from its newest whole checkpoint
+  --resume CHECKPOINT  goes on from that one, perhaps of another run, in another output folder
+  --max-minutes M      saves and stops in time for the end of a batch job
+  --help WORDS         shows only keys with these words, such as --help optimizer"""
+
+_TRAIN = ("CONFIG.yaml [--resume auto|never|CHECKPOINT] [--max-minutes M] [--dotted.key value ...]", TRAINING)
+_OF_TRAINING = ("--resume", "--max-minutes", "--help")
+
+
+def _training(brief: str) -> Command:
+    return Command(_TRAIN[0], brief, _TRAIN[1], _OF_TRAINING)
+
+
+COMMANDS: dict[str, Command] = {
+    "sft": _training("supervised fine-tuning on chats and texts"),
+    "dpo": _training("preference training on pairs of a chosen and a rejected completion"),
+    "grpo": _training("reinforcement learning on prompts with rewards"),
+    "init": Command(
+        "sft|dpo|grpo MODEL DATA [--out my.yaml] [--gpus N] [--device H200]",
+        "writes a commented config for a model and a data file",
+        "It looks at the data's columns and lengths, the model's chat template, and the GPUs of this machine or those "
+        "that you name. The config is checked before it is written.",
+        ("--out", "--gpus", "--device"),
+    ),
+    "verify": Command(
+        "CONFIG.yaml [--json] [--dotted.key value ...]",
+        "proves the config's layout: a small model of the same architecture on it against one process",
+        "",
+        ("--json",),
+    ),
+    "plan": Command(
+        "CONFIG.yaml [--gpus N] [--device H200] [--device-gib G] [--json] [--dotted.key value ...]",
+        "memory, stages, bubble and time of the config's layout, without GPUs and without weights",
+        "Where the layout does not fit, or a faster one is known, it shows the best others. --device-gib is the memory "
+        "of a card that is not in its list.",
+        ("--gpus", "--device", "--device-gib", "--json"),
+    ),
+    "watch": Command(
+        "RUN [RUN ...] [--port 6060]",
+        "shows runs in a browser as they go on, from a small server on this machine",
+        "",
+        ("--port",),
+    ),
+    "report": Command(
+        "RUN [RUN ...] [--out PAGE.html]",
+        "writes the page of one run or several: of finished, stopped and failed ones, too",
+        "",
+        ("--out",),
+    ),
+    "export": Command(
+        "CHECKPOINT OUT [--merge] [--dotted.key value ...]",
+        "a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine",
+        "--merge writes a whole model in place of adapters; CHECKPOINT may then also be a folder of adapters.",
+        ("--merge", "--model.path"),
+    ),
+    "verify-checkpoint": Command("CHECKPOINT", "says whether a checkpoint is whole: every file as it was written"),
+    "quickstart": Command(
+        "FOLDER [--seed N]",
+        "makes a small model and data and trains it with GRPO, on a laptop",
+        "",
+        ("--seed",),
+    ),
+    "completion": Command(
+        "bash|zsh|fish",
+        "prints a script that completes commands and keys in your shell",
+        'For bash or zsh: eval "$(automodel-rl completion bash)" in ~/.bashrc or ~/.zshrc. For fish: automodel-rl '
+        "completion fish > ~/.config/fish/completions/automodel-rl.fish",
+    ),
+}
+
+
+def overview() -> str:
+    """The help of the command line without a command."""
+    width = max(map(len, COMMANDS))
+    rows = [
+        textwrap.fill(f"  {name:<{width}}  {command.brief}", _width(), subsequent_indent=" " * (width + 4))
+        for name, command in COMMANDS.items()
+    ]
+    end = "automodel-rl COMMAND --help says more of a command, and lists the keys of its config."
+    return "\n".join(["usage: automodel-rl COMMAND ...", "", *rows, "", end])
+
+
+def help_of(name: str, words: str = "") -> str:
+    """The help of a command.
+
+    Args:
+        name: one of `COMMANDS`.
+        words: shows only keys of the config with these words in their names.
+
+    Raises:
+        InputError: no key has these words.
+    """
+    command = COMMANDS[name]
+    text = f"usage: automodel-rl {name} {command.usage}\n\n{_filled(command.brief)}\n"
+    text += "" if not command.more else f"\n{command.more if name in ALGORITHMS else _filled(command.more)}\n"
+    return text + (f"\nkeys of the config:\n{_keys(name, words)}\n" if name in ALGORITHMS else "")
+
+
+def _keys(algorithm: str, words: str) -> str:
+    keys = describe_keys(ALGORITHMS[algorithm])
+    found = [key for key in keys if all(word in key.name for word in words.replace(".", " ").split())]
+    if not found:
+        parts = dict.fromkeys(part for key in keys for part in key.name.split("."))
+        near = closest(words, parts)
+        hint = f"did you mean {near}?" if near else f"automodel-rl {algorithm} --help lists all"
+        raise InputError(f"--help {words}: no key of {algorithm} has this in its name: {hint}")
+    return "\n".join(f"  --{key.name} {key.values}  ({key.default})\n{_filled(key.meaning, '      ')}" for key in found)
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(" ".join(text.split()), _width(), initial_indent=indent, subsequent_indent=indent)
+
+
+def _width() -> int:
+    return max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+
+
+Shell = typing.Literal["bash", "zsh", "fish"]
+
+
+def completion(shell: Shell) -> str:
+    """A script that completes commands, options, keys and their values."""
+    if shell == "fish":
+        return "\n".join(_fish()) + "\n"
+    load = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    cases = [f'    {name}) words="{" ".join(_options(name))}";;' for name in COMMANDS]
+    values = [f'    --{key.name}) words="{" ".join(key.choices)}";;' for key in _all_keys() if key.choices]
+    lines = [
+        "_automodel_rl() {",
+        '  local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""',
+        '  if [ "$COMP_CWORD" = 1 ]; then',
+        f'    COMPREPLY=($(compgen -W "{" ".join(COMMANDS)}" -- "$current")); return',
+        "  fi",
+        '  case "$before" in',
+        *values,
+        "  esac",
+        '  if [ -n "$words" ]; then COMPREPLY=($(compgen -W "$words" -- "$current")); return; fi',
+        '  if [[ "$current" != -* ]]; then COMPREPLY=($(compgen -f -- "$current")); return; fi',
+        '  case "${COMP_WORDS[1]}" in',
+        *cases,
+        "  esac",
+        '  COMPREPLY=($(compgen -W "$words" -- "$current"))',
+        "}",
+        "complete -o filenames -F _automodel_rl automodel-rl",
+    ]
+    return load + "\n".join(lines) + "\n"
+
+
+def _fish() -> Iterable[str]:
+    for name, command in COMMANDS.items():
+        yield f"complete -c automodel-rl -n __fish_use_subcommand -a {name} -d {_quoted(command.brief)}"
+        seen = f"-n '__fish_seen_subcommand_from {name}'"
+        yield from (f"complete -c automodel-rl {seen} -l {option[2:]} -r" for option in command.options)
+        for key in describe_keys(ALGORITHMS[name]) if name in ALGORITHMS else ():
+            choices = f" -x -a {_quoted(' '.join(key.choices))}" if key.choices else " -r"
+            brief = _quoted(key.meaning.split(".")[0])
+            yield f"complete -c automodel-rl {seen} -l {key.name}{choices} -d {brief}"
+
+
+def _quoted(text: str) -> str:
+    return "'" + " ".join(text.split()).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _options(name: str) -> list[str]:
+    takes_keys = "dotted.key" in COMMANDS[name].usage
+    keys = describe_keys(ALGORITHMS[name]) if name in ALGORITHMS else _all_keys() if takes_keys else []
+    return [*COMMANDS[name].options, *(f"--{key.name}" for key in keys)]
+
+
+def _all_keys() -> list[Key]:
+    """The keys of all algorithms, each once."""
+    return [*{key.name: key for kind in ALGORITHMS.values() for key in describe_keys(kind)}.values()]

@@ -1,0 +1,239 @@
+"""`automodel-rl init`: writes a commented config for a model and a data file, which is checked before it is written."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import PretrainedConfig
+
+from automodel_rl.config import ALGORITHMS, ModelConfig, RunConfig, SourceConfig
+from automodel_rl.config.load import check_config
+from automodel_rl.data.chat import check_chats, open_chat_tokenizer
+from automodel_rl.data.checks import check_data
+from automodel_rl.data.columns import MISSING, look_up
+from automodel_rl.data.records import Text, chats_of, read_chat, read_pair, read_prompt
+from automodel_rl.data.sources import open_source
+from automodel_rl.errors import InputError
+from automodel_rl.estimate.microbatch_size import GIB, choose_microbatch_size
+from automodel_rl.files import write_complete
+from automodel_rl.hf.find import find_model
+from automodel_rl.hf.read import read_config
+from automodel_rl.support.description import describe_model, language_config
+from automodel_rl.tools.plan.devices import find_device
+
+MOST_LOOKED_AT = 200
+"""Number of records whose lengths are measured."""
+
+READERS = {"sft": read_chat, "dpo": read_pair, "grpo": read_prompt}
+
+Columns = dict[str, str | list[str]]
+
+COLUMNS: dict[str, list[Columns]] = {
+    "sft": [
+        {"messages": "messages"},
+        {"prompt": "prompt", "completion": "completion"},
+        {"prompt": ["instruction", "input"], "completion": "output"},
+        {"prompt": "instruction", "completion": "output"},
+        {"prompt": "prompt", "completion": "response"},
+        {"prompt": "instruction", "completion": "response"},
+        {"prompt": "question", "completion": "answer"},
+        {"prompt": "problem", "completion": "solution"},
+        {"prompt": "input", "completion": "output"},
+        {"text": "text"},
+        {"text": "content"},
+    ],
+    "dpo": [{"chosen": "chosen", "rejected": "rejected"}, {"chosen": "preferred", "rejected": "dispreferred"}],
+    "grpo": [{"prompt": name} for name in ("prompt", "question", "problem", "query", "instruction", "messages")],
+}
+"""Columns to look for, the best first."""
+
+ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "final_answer")
+
+LEARNING_RATES = {"sft": 1e-5, "dpo": 1e-6, "grpo": 1e-6}
+
+
+def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | None, str | None]) -> None:
+    """Writes a config.
+
+    Args:
+        algorithm: sft, dpo or grpo.
+        model: the model's folder or hub id.
+        data: the data file or dataset.
+        out: the config file, which must not exist.
+        devices: number and name of the GPUs; None for those of this machine.
+
+    Raises:
+        InputError: the model or the data cannot be read, or the file exists.
+    """
+    if out.exists():
+        raise InputError(f"{out}: exists already: give another file in --out")
+    full = read_config(find_model(ModelConfig(path=model), with_weights=False).folder)
+    source = SourceConfig(path=data)
+    opened = open_source(source)
+    columns = guess_columns(algorithm, opened[0], opened.where(0))
+    values: dict[str, Any] = {
+        "algorithm": algorithm,
+        "output": f"runs/{out.stem}",
+        "model": {"path": model},
+        "data": {"train": [{"path": data, **({"columns": columns} if columns else {})}]},
+        "optimizer": {"lr": LEARNING_RATES[algorithm], "warmup_ratio": 0.03},
+        "checkpoint": {"every_steps": 100},
+    }
+    if algorithm == "grpo":
+        has_answer = "answer" in columns or look_up(opened[0], "answer") is not MISSING
+        values |= {"rewards": [{"function": "math"}]} if has_answer else {"rewards": [{"function": "my_rewards:score"}]}
+        values |= {"rollout": {"prompts": min(32, len(opened)), "group_size": 8}, "length": {"steps": 200}}
+        values["batch"] = {"microbatch_tokens": "auto"}
+    else:
+        size = {"sft": "sequences", "dpo": "pairs"}[algorithm]
+        values["batch"] = {size: max(1, min(64, len(opened) // 4))}
+        values["length"] = {"epochs": 3 if len(opened) < 5000 else 1}
+    longest = _add_lengths(algorithm, values, full)
+    notes = _add_layout(values, full, devices, longest)
+    config: RunConfig = check_config(ALGORITHMS[algorithm], values)
+    check_chats(config, check_data(config))
+    write_complete(out, _text(values, [f"{len(opened):,} records, the longest of some {longest:,} tokens", *notes]))
+    print(f"{out}: a config for {algorithm} of {model} on {data}")
+    for note in notes:
+        print(note)
+    print(f"next: automodel-rl plan {out}; automodel-rl {algorithm} {out}")
+
+
+def guess_columns(algorithm: str, record: dict[str, Any], where: str) -> dict[str, Any]:
+    """What `columns` must say of a record; empty if its columns have the standard names.
+
+    Raises:
+        InputError: no column looks like what the algorithm needs.
+    """
+    own: list[Columns] = [
+        {"prompt" if algorithm == "grpo" else "messages": name}
+        for name, value in record.items()
+        if _are_messages(value) and algorithm != "dpo"
+    ]
+    own.sort(key=lambda columns: columns.get("messages") != "messages")
+    known = [*own, *COLUMNS[algorithm]] if algorithm == "sft" else [*COLUMNS[algorithm], *own]
+    for columns in known:
+        names = itertools.chain.from_iterable([n] if isinstance(n, str) else n for n in columns.values())
+        if all(look_up(record, name) not in (MISSING, None) for name in names):
+            found: dict[str, Any] = {column: name for column, name in columns.items() if column != name}
+            answer = next((name for name in ANSWERS if look_up(record, name) is not MISSING), None)
+            if algorithm == "grpo" and answer not in (None, "answer"):
+                found["answer"] = answer
+            return found
+    raise InputError(
+        f"{where}: no columns that {algorithm} knows, only {', '.join(record)}: write the config by hand, with "
+        "data.train.0.columns"
+    )
+
+
+def _are_messages(value: Any) -> bool:
+    keys = value[0].keys() if isinstance(value, list) and value and isinstance(value[0], dict) else set()
+    return {"role", "content"} <= keys or {"from", "value"} <= keys
+
+
+def _add_lengths(algorithm: str, values: dict[str, Any], full: PretrainedConfig) -> int:
+    """Adds what depends on the lengths of the data to a config; the longest sequence in tokens."""
+    trial = {**values, "length": {"steps": 1}}
+    if algorithm == "grpo":
+        trial["rollout"] = {**values["rollout"], "max_prompt_tokens": 1, "max_new_tokens": 1}
+    config = check_config(ALGORITHMS[algorithm], trial)
+    (source,) = config.data.train
+    chat, opened = open_chat_tokenizer(config), open_source(source)
+    lengths = [0]
+    for number in range(min(MOST_LOOKED_AT, len(opened))):
+        where = opened.where(number)
+        held = READERS[algorithm](opened[number], source, where)
+        if isinstance(held, Text):
+            lengths.append(len(chat.text_sequence(held.text)))
+        elif algorithm == "grpo":
+            lengths += [len(chat.opening(one, place)) for one, place in chats_of(held, where)]
+        else:
+            lengths += [len(chat(one, place)) for one, place in chats_of(held, where)]
+    longest = max(lengths)
+    if algorithm == "grpo":
+        context = describe_model(full).context or 32_768
+        prompt = _rounded(longest, context // 2)
+        values["rollout"] |= {"max_prompt_tokens": prompt, "max_new_tokens": min(1024, context - prompt)}
+        return prompt + min(1024, context - prompt)
+    return longest
+
+
+def _rounded(length: int, most: int) -> int:
+    """The length with room for longer records, as a power of two."""
+    return min(most, 2 ** math.ceil(math.log2(max(16, 1.2 * length))))
+
+
+def _add_layout(
+    values: dict[str, Any], full: PretrainedConfig, devices: tuple[int | None, str | None], longest: int
+) -> list[str]:
+    """Adds a layout that fits to a config; lines that say why."""
+    count, name = devices
+    if count is None and name is None and not torch.cuda.is_available():
+        values["model"]["dtype"] = "float32"
+        values["batch"]["microbatch_tokens"] = max(2048, longest)
+        return ["no GPU here: one rank on the CPU, in float32; --gpus and --device plan for another machine"]
+    count = count or torch.cuda.device_count() or 1
+    examples = {"sft": "sequences", "dpo": "pairs"}.get(values["algorithm"])
+    if examples is not None:
+        values["batch"][examples] = max(values["batch"][examples], count)
+    if name is None and torch.cuda.is_available():
+        device, memory = torch.cuda.get_device_name(), float(torch.cuda.get_device_properties(0).total_memory)
+    else:
+        card = find_device(name)
+        device, memory = card.name, card.num_bytes
+    language = language_config(full)
+    for parallel, mode in itertools.product(_layouts(count, full), ("none", "selective", "full")):
+        trial = {**values, "parallel": parallel, "memory": {"activation_checkpointing": mode}}
+        try:
+            config = check_config(ALGORITHMS[values["algorithm"]], trial)
+            size = choose_microbatch_size(config, language, memory)
+        except InputError:
+            continue
+        if size.num_tokens >= max(size.needed, longest, 4096):
+            values["parallel"] = parallel
+            if mode != "none":
+                values["memory"] = {"activation_checkpointing": mode}
+            layout = ", ".join(f"{axis} {number}" for axis, number in parallel.items())
+            return [f"{count} x {device}: {layout or 'one rank'}, {size.planned / GIB:.0f} of {memory / GIB:.0f} GiB"]
+    values["parallel"] = {"dp_shard": count} if count > 1 else {}
+    values["memory"] = {"activation_checkpointing": "full"}
+    values["model"]["lora"] = {"rank": 16, "targets": "all-linear"}
+    return [f"{count} x {device}: training all weights does not fit, so adapters are trained (model.lora)"]
+
+
+def _layouts(count: int, full: PretrainedConfig) -> list[dict[str, int]]:
+    """Layouts to try, the simplest first."""
+    stages = [pp for pp in (1, 2, 4, 8) if count % pp == 0 and pp <= describe_model(full).num_layers]
+    axes = [{"pp": pp, "dp_shard": count // pp} for pp in stages]
+    return [{axis: number for axis, number in sizes.items() if number > 1} for sizes in axes]
+
+
+COMMENTS = {
+    "output": "run directory: config.yaml, metrics.jsonl, report.html, checkpoints/, final/",
+    "model": "further keys: lora: {rank: 16, targets: all-linear} trains adapters",
+    "data": "validation: [held_out.jsonl] beside train gives val/ metrics",
+    "rollout": "further keys: generator: vllm; validation_samples",
+    "rewards": "math, last_number, exact_match, format, length, or package.module:function of your own",
+    "batch": "examples of an optimizer step, over all data ranks; microbatch_tokens: auto takes what the GPU holds",
+    "length": "steps or epochs; validate_every: 50 validates between",
+    "optimizer": "lr is the peak; decay: cosine is the default",
+    "checkpoint": "--resume auto goes on from the newest one",
+    "parallel": "pp: pipeline stages, tp: tensor parallel, cp: context parallel, dp_shard: FSDP2",
+    "memory": "activation_checkpointing trades time for memory",
+}
+
+
+def _text(values: dict[str, Any], notes: list[str]) -> str:
+    """The config as YAML, with a comment for each section."""
+    hint = f"automodel-rl {values['algorithm']} --help WORD explains the keys with that word"
+    lines = [*(f"# {note}" for note in (*notes, hint)), ""]
+    for key, value in values.items():
+        if not value:
+            continue
+        if key in COMMENTS:
+            lines.append(f"# {COMMENTS[key]}")
+        lines.append(yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True).rstrip())
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,75 @@
+"""Cards that plan knows: their memory, speed and link."""
+
+from dataclasses import dataclass
+
+from automodel_rl.errors import InputError, closest
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """A card.
+
+    Attributes:
+        name: its name.
+        gib: its memory as the driver reports it.
+        bf16_tflops: dense bf16 matrix products, by its maker's data sheet.
+        link_gb_per_s: bandwidth to its neighbours on the same host, one direction: NVLink, or PCIe where there is none.
+    """
+
+    name: str
+    gib: float
+    bf16_tflops: float
+    link_gb_per_s: float
+
+    @property
+    def num_bytes(self) -> float:
+        return self.gib * GIB
+
+
+_KNOWN = (
+    Device("A10", 22.5, 125, 32),
+    Device("A100", 79.2, 312, 300),
+    Device("A100-40", 39.4, 312, 300),
+    Device("L4", 22.5, 121, 32),
+    Device("L40S", 44.5, 362, 32),
+    Device("RTX4090", 23.5, 165, 32),
+    Device("RTX5090", 31.4, 210, 64),
+    Device("H100", 79.2, 989, 450),
+    Device("H200", 139.8, 989, 450),
+    Device("B200", 178.4, 2250, 900),
+    Device("MI300X", 191.5, 1307, 448),
+)
+
+DEVICES = {device.name: device for device in _KNOWN}
+"""Cards by name."""
+
+
+def find_device(name: str | None, gib: float | None = None) -> Device:
+    """The card with a name, in upper or lower case, with or without RTX or dashes.
+
+    Args:
+        name: the card's name; None for an H200, or for a card of `gib`.
+        gib: its memory, for a card that is not known; it then counts as fast as an H100.
+
+    Raises:
+        InputError: there is no such card and no memory is given.
+    """
+    plain = {_plain(known): known for known in DEVICES}
+    name = name or ("H200" if gib is None else f"{gib:g} GiB")
+    found = plain.get(_plain(name)) or plain.get(f"rtx{_plain(name)}")
+    if gib is not None:
+        like = DEVICES[found or "H100"]
+        return Device(name, gib, like.bf16_tflops, like.link_gb_per_s)
+    if found is None:
+        near = closest(_plain(name), plain)
+        hint = f"did you mean {plain[near]}? " if near else ""
+        raise InputError(
+            f"--device {name}: {hint}known devices are {', '.join(DEVICES)}; give another's memory in --device-gib"
+        )
+    return DEVICES[found]
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
