@@ -1,8 +1,9 @@
 """Torch's own pipeline schedules over microbatches with different numbers of tokens, and their receive buffers.
 
 torch's stages infer one activation shape from the first microbatch. Here every rank already knows how many tokens each
-microbatch has. So receive buffers are made for each microbatch, and shapes are never inferred: there is no padding, no
-extra forward, and no state left over between training and forward-only steps.
+microbatch has. So each microbatch gets receive buffers of its own, and shapes are never inferred: there is no padding,
+no extra forward, and no state left over between training and forward-only steps. A buffer exists from the moment when
+its message is asked for until it has been used, so memory depends on the microbatches in flight, not on all of a step.
 
 Checked with torch 2.11.0 and 2.13.0.
 """
@@ -49,8 +50,24 @@ class StageGroups:
     messages: dict[tuple[str, int], dist.ProcessGroup]
 
 
+class _Buffers(dict[int, Any]):
+    """Receive buffers by microbatch, each made when it is first asked for.
+
+    Args:
+        make: makes the buffers of a microbatch.
+    """
+
+    def __init__(self, make: Callable[[int], Any]):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, index: int) -> Any:
+        self[index] = self._make(index)
+        return self[index]
+
+
 class PackedStage(PipelineStage):
-    """A stage with a receive buffer for each microbatch, as large as the microbatch has tokens.
+    """A stage with receive buffers for each microbatch in flight, as large as the microbatch has tokens.
 
     Args:
         part: the stage's layers.
@@ -75,16 +92,14 @@ class PackedStage(PipelineStage):
         self.bwd_cache.clear()
         self.chunks = len(shapes)
         self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
-        self.grad_send_info = None
         before, after = self.stage_index - 1, self.stage_index + 1
-        self.args_recv_info = {
-            i: () if self.is_first else (self._receive("activation", before, shape, dtype, train),)
-            for i, shape in enumerate(shapes)
-        }
-        self.grad_recv_info = {
-            i: () if self.is_last or not train else (self._receive("gradient", after, shape, dtype, False),)
-            for i, shape in enumerate(shapes)
-        }
+        self.grad_send_info = [] if self.is_first else [before]
+        self.args_recv_info = _Buffers(
+            lambda i: () if self.is_first else (self._receive("activation", before, shapes[i], dtype, train),)
+        )
+        self.grad_recv_info = _Buffers(
+            lambda i: () if self.is_last or not train else (self._receive("gradient", after, shapes[i], dtype, False),)
+        )
         if HAS_TENSOR_META:
             like = () if self.is_first else (_tensor_meta(shapes[0], dtype, train),)
             self._stage_meta.inputs = self._stage_meta.input_grads = like
@@ -125,11 +140,18 @@ class PackedStage(PipelineStage):
         # torch 2.11 expects only tensors here when it splits a backward, but keyword arguments are no tensors.
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
         self.fwd_cache[fwd_chunk_id] = (outputs, [value for value in inputs if isinstance(value, Tensor)])
+        self.args_recv_info.pop(fwd_chunk_id, None)  # the cache holds what the backward needs
+        self.output_chunks.clear()  # they are not asked for, and their graphs would hold the inputs
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **keywords: Any) -> Any:
         with in_microbatch("backward", self.stage_index, bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            result = super().backward_one_chunk(bwd_chunk_id, *args, **keywords)
+        self.grad_recv_info.pop(bwd_chunk_id, None)
+        loss = keywords.get("loss")
+        if loss is not None and not loss._is_view():
+            loss.detach_()  # torch keeps all losses of a step, and their graphs would hold the inputs
+        return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with in_microbatch("weight backward", self.stage_index, bwd_chunk_id):

@@ -82,6 +82,7 @@ def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> Pretrain
 
 def _one_layer(config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype) -> tuple[Any, int]:
     """The layer on the meta device, with stand-ins, and the width of its rotary embedding."""
+    config = _first_layers(config, layer + 1)
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
     module = model.model.layers[layer]
@@ -93,6 +94,14 @@ def _one_layer(config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype
     values = config.to_dict()
     rotary = values.get("qk_rope_head_dim") or values.get("head_dim")
     return module, rotary or config.hidden_size // config.num_attention_heads
+
+
+def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
+    """The config with as few layers as are needed, for a large model takes a while to build."""
+    values = config.to_dict()
+    kinds = values.get("layer_types")
+    fewer = {"num_hidden_layers": count, **({"layer_types": kinds[:count]} if kinds else {})}
+    return type(config).from_dict({**values, **fewer})
 
 
 def stand_in_norms(module: nn.Module) -> None:

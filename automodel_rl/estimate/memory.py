@@ -7,7 +7,7 @@ Counted in bytes, for the first rank of each FSDP group (no rank has more):
   gradients      sums over microbatches in the master dtype, not yet sharded; with a single microbatch they are reduced
                  at once, and only shards are kept
   activations    activations of microbatches between forward and backward, at the worst moment of the schedule
-  buffers        boundary activations and gradients of all microbatches that this rank's stages receive
+  buffers        messages between stages that this rank waits for; received activations count as activations
   head           logits of one chunk, gradients of a group of chunks, and the sum of the gradients of head and embedding
   backward       extra memory of one layer's backward, or of the reduction of one layer's gradients
 """
@@ -120,9 +120,11 @@ class MemoryModel:
         layers = layers_per_stage(self.config.num_hidden_layers, parallel)
         stages = stage_parameters(list(parameter_sizes(self._model, parallel)), layers)
         of_layer = [self._of_layer(layer, parallel, memory) for layer in range(self.config.num_hidden_layers)]
-        held, start = [], 0
+        held: list[float] = []
+        start = 0
         for count in layers:
-            held.append(float(sum(a.kept for a in of_layer[start : start + count])))
+            received = self._message(parallel) if held else 0
+            held.append(float(received + sum(a.kept for a in of_layer[start : start + count])))
             start += count
         whole = stage_parameters(self._whole, layers)
         work = [float(sum(_active(size, self.config) for size in stage)) for stage in whole]
@@ -164,16 +166,22 @@ class MemoryModel:
             gathered=gathered * self.compute,
             gradients=(trained if adds_up else trained_shards) * self.master,
             activations=round(timeline.most_held[rank]),
-            buffers=self._buffers(indices, parallel, timeline.num_microbatches),
+            buffers=self._buffers(indices, parallel),
             head=self._head(parallel) if parallel.num_stages - 1 in indices else 0,
             backward=max(most_backward, reduction if parallel.pp == 1 else 0),
             shards_at_once=not adds_up,
         )
 
-    def _buffers(self, indices: list[int], parallel: ParallelConfig, num_microbatches: int) -> int:
+    def _message(self, parallel: ParallelConfig) -> int:
+        """Bytes of a message between stages."""
         tokens = self._tokens(parallel) // (parallel.tp if parallel.sequence_parallel else 1)
-        received = sum((stage > 0) + (stage < parallel.num_stages - 1) for stage in indices)
-        return received * num_microbatches * tokens * self.config.hidden_size * self.compute
+        return tokens * self.config.hidden_size * self.compute
+
+    def _buffers(self, indices: list[int], parallel: ParallelConfig) -> int:
+        """Bytes of receive buffers: of the gradient that is used and the next one, and of the next activation. Those in
+        use until a backward count as activations."""
+        received = sum((stage > 0) + 2 * (stage < parallel.num_stages - 1) for stage in indices)
+        return received * self._message(parallel)
 
     def _head(self, parallel: ParallelConfig) -> int:
         vocab, hidden, tokens = self.config.vocab_size // parallel.tp, self.config.hidden_size, self._tokens(parallel)

@@ -7,6 +7,9 @@ from automodel_rl.compat.pipelining import planned_actions
 from automodel_rl.config import ParallelConfig
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, fill_up_to
 
+STEADY = 4
+"""Microbatches for each stage after which a schedule repeats itself."""
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -51,6 +54,12 @@ def simulate(
         held: what every stage holds for a microbatch between its forward and its backward.
     """
     count = fill_up_to(num_microbatches, parallel) if parallel.pp > 1 else num_microbatches
+    steady = fill_up_to(STEADY * parallel.num_stages, parallel) if parallel.pp > 1 else count
+    if count > steady and parallel.schedule != "GPipe":  # which holds all microbatches of a step
+        # Each further microbatch takes as long as the busiest rank works for it.
+        short = simulate(parallel, steady, forward, held)
+        length = short.length + (count - steady) * max(short.busy) / steady
+        return Timeline(length, [count / steady * busy for busy in short.busy], short.most_held, count)
     if parallel.pp == 1:
         total = 3 * forward[0] * count
         return Timeline(total, [total], [held[0]], count)
