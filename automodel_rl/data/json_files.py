@@ -1,13 +1,25 @@
 """JSON files as sources of records: JSON lines, and JSON arrays. Records stay as they were written."""
 
+import hashlib
 import json
+import lzma
+import os
+import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
+import zstandard
 
 from automodel_rl.errors import InputError
+
+BOM = b"\xef\xbb\xbf"
+
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+"""Endings of compressed files."""
 
 WHOLE = 2**20
 """Number of bytes in which the first character of a file that is not blank must be."""
@@ -20,23 +32,47 @@ def open_json(path: Path) -> "JsonLines | JsonArray":
         InputError: the file cannot be read, or is empty or no JSON.
     """
     try:
-        with path.open("rb") as file:
-            begins = file.read(WHOLE).lstrip()[:1]
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the data file ({error.strerror})") from None
-    return JsonArray(path) if begins == b"[" else JsonLines(path)
+        file = _plain(path)
+        with file.open("rb") as opened:
+            begins = opened.read(WHOLE).removeprefix(BOM).lstrip()[:1]
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: cannot read the data file ({reason}): give a whole file") from None
+    return JsonArray(path, file) if begins == b"[" else JsonLines(path, file)
+
+
+def _plain(path: Path) -> Path:
+    """The file, or its content without compression, which is kept in the user's cache for other ranks and runs."""
+    if path.suffix.lower() not in COMPRESSED:
+        return path
+    about = path.stat()
+    name = hashlib.sha256(f"{path.absolute()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:32]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automodel_rl"
+    plain = cache / f"{name}.json"
+    if not plain.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = cache / f".{name}.{os.getpid()}"
+        try:
+            with fsspec.open(str(path), "rb", compression="infer") as source, unfinished.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            unfinished.rename(plain)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return plain
 
 
 class JsonLines:
-    """A JSON-lines file. Only the places of its lines are kept in memory. A record is read when it is needed."""
+    """A JSON-lines file. Only the places of its lines are kept in memory. A record is read when it is needed.
 
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                lines = [(len(line), not line.isspace()) for line in file]
-        except OSError as error:
-            raise InputError(f"{path}: cannot read the data file ({error.strerror})") from None
+    Args:
+        path: the file that the user has named.
+        plain: the file to read, without compression.
+    """
+
+    def __init__(self, path: Path, plain: Path):
+        self.path, self.plain = path, plain
+        with plain.open("rb") as file:
+            lines = [(len(line), not line.isspace()) for line in file]
         lengths, filled = np.array(lines, dtype=np.int64).reshape(-1, 2).T
         self.lines = np.flatnonzero(filled)
         self.starts = (lengths.cumsum() - lengths)[self.lines]
@@ -47,12 +83,12 @@ class JsonLines:
         return len(self.lines)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        with self.path.open("rb") as file:
+        with self.plain.open("rb") as file:
             file.seek(self.starts[number])
             return self._parse(file.readline(), number)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        with self.path.open("rb") as file:
+        with self.plain.open("rb") as file:
             for number, start in enumerate(self.starts):
                 file.seek(start)
                 yield self._parse(file.readline(), number)
@@ -65,11 +101,16 @@ class JsonLines:
 
 
 class JsonArray:
-    """A file with one JSON array of records. All of them are kept in memory."""
+    """A file with one JSON array of records. All of them are kept in memory.
 
-    def __init__(self, path: Path):
+    Args:
+        path: the file that the user has named.
+        plain: the file to read, without compression.
+    """
+
+    def __init__(self, path: Path, plain: Path):
         self.path = path
-        self.records = _parsed(path.read_bytes(), str(path))
+        self.records = _parsed(plain.read_bytes().removeprefix(BOM), str(path))
         if not self.records:
             raise InputError(f"{path}: the data file is empty; it needs an array of JSON objects")
 
@@ -90,12 +131,12 @@ def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise InputError(f"{where}: not valid JSON ({error})") from None
+        raise InputError(f"{where}: not valid JSON ({error}): give a JSON object a line, or an array of them") from None
     except RecursionError:
         raise InputError(f"{where}: not a record, for it is nested too deeply") from None
 
 
 def _checked(record: Any, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise InputError(f"{where}: a record is a JSON object, this is {type(record).__name__}")
+        raise InputError(f"{where}: a record is a JSON object, this is {type(record).__name__}: give one with columns")
     return record

@@ -103,7 +103,7 @@ def _check_message(message: Message, turn: int, where: str) -> None:
     content, calls = message.get("content"), message.get("tool_calls")
     if not isinstance(content, str | list) and not (content is None and calls):
         shown = json.dumps(message, default=repr)[:80]
-        raise InputError(f"{where}: turn {turn} has no text in content, only {shown}")
+        raise InputError(f"{where}: turn {turn} has no text in content, only {shown}: give a text, or remove the turn")
     for part in content if isinstance(content, list) else ():
         _check_part(part, where)
     if calls and not (isinstance(calls, list) and all(_name(call) for call in calls)):

@@ -33,6 +33,9 @@ Reader = Callable[[dict[str, Any], SourceConfig, str], Chat | Text | Pair]
 FORMS: tuple[tuple[Column, ...], ...] = (("messages",), ("prompt", "completion"), ("text",))
 """The forms of a record for sft, each by its columns. A form that `columns` names comes first, then the first one."""
 
+NOTHING = (MISSING, None)
+"""Values of a column that a record does not have. Datasets fill in nulls."""
+
 OTHER_NAMES = {
     "conversations": "{messages: conversations}",
     "conversation": "{messages: conversation}",
@@ -71,9 +74,18 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat 
 def _form(record: dict[str, Any], config: SourceConfig, where: str) -> tuple[Column, ...]:
     """The columns that hold what a record trains."""
     named = [form for form in FORMS if any(column in config.columns for column in form)]
-    for form in named or FORMS:
-        if all(any(look_up(record, name) is not MISSING for name in names_of(config, column)) for column in form):
-            return form
+    found_forms = [
+        form
+        for form in named or FORMS
+        if all(any(look_up(record, name) not in NOTHING for name in names_of(config, column)) for column in form)
+    ]
+    if found_forms[:2] == [*FORMS[:2]]:
+        raise InputError(
+            f"{where}: has messages, and a prompt with a completion: name the one that is meant, as in columns: "
+            "{messages: messages}"
+        )
+    if found_forms:
+        return found_forms[0]
     if named:
         return named[0]
     found = ", ".join(record) or "none"
@@ -163,10 +175,9 @@ def chats_of(held: Chat | Text | Pair, where: str) -> list[tuple[Chat, str]]:
 
 
 def _system(record: dict[str, Any], config: SourceConfig, messages: list[Message], where: str) -> list[Message]:
-    """The system message that a record gets: from the column that `columns` names, else the source's; none if it begins
+    """The system message that a record gets: from its column, else the source's; none if it begins
     with one."""
-    text = optional(record, config, "system", where) if "system" in config.columns else None
-    text = text or config.system
+    text = optional(record, config, "system", where) or config.system
     if not text or (messages and messages[0]["role"] in ("system", "developer")):
         return []
     return checked_messages([{"role": "system", "content": text}], "system", where)

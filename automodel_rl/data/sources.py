@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from automodel_rl.config import SourceConfig
-from automodel_rl.data.json_files import open_json
+from automodel_rl.data.json_files import COMPRESSED, open_json
 from automodel_rl.data.sampler import Draw
+from automodel_rl.data.tables import Table
 from automodel_rl.errors import InputError
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
@@ -19,7 +20,6 @@ BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 ENDINGS = (*JSON_ENDINGS, *BUILDERS, *SEPARATORS)
 """Endings of data files; one of `COMPRESSED` may follow."""
 
@@ -147,25 +147,17 @@ def ending_of(path: Path) -> str:
 
 
 def _open_file(path: Path) -> Source:
-    ending, compressed = ending_of(path), path.suffix.lower() in COMPRESSED
-    if ending not in (*BUILDERS, *SEPARATORS) and not compressed:
-        return open_json(path)
+    ending = ending_of(path)
     if not path.is_file():
-        raise InputError(f"{path}: cannot read the data file (No such file or directory)")
+        where = "" if path.is_absolute() else f" in {os.getcwd()}"
+        raise InputError(f"{path}: cannot read the data file (No such file or directory{where})")
     if ending in SEPARATORS:
-        return _opened(path, lambda: _read_table(path, SEPARATORS[ending]), str(path))
+        return Table(path, SEPARATORS[ending])
+    if ending not in BUILDERS:
+        return open_json(path)
     from datasets import load_dataset  # takes seconds, and only some sources need it
 
-    builder = BUILDERS.get(ending, "json")
-    return _opened(path, lambda: load_dataset(builder, data_files=str(path), split="train"), str(path))
-
-
-def _read_table(path: Path, separator: str) -> Any:
-    """A table in which all values stay texts: an answer of 042 is no number."""
-    import pandas
-    from datasets import Dataset
-
-    return Dataset.from_pandas(pandas.read_csv(path, sep=separator, dtype=str, keep_default_na=False))
+    return _opened(path, lambda: load_dataset(BUILDERS[ending], data_files=str(path), split="train"), str(path))
 
 
 def _open_dataset(path: Path, config: SourceConfig) -> Source:
@@ -173,6 +165,9 @@ def _open_dataset(path: Path, config: SourceConfig) -> Source:
     from datasets import load_dataset, load_from_disk
 
     _refuse_crowded(path)
+    _refuse_tables(path)
+    if config.split != "train" and (path / "state.json").is_file():
+        raise InputError(f"{path}: is one dataset without splits, so split={config.split} has no meaning: leave it out")
     split, name = config.split, f"{config.path}[{config.split}]"
     if (path / "state.json").is_file():
         return _opened(path, lambda: load_from_disk(str(path)), str(path))
@@ -189,8 +184,12 @@ def _opened(path: Path, load: Any, name: str) -> ArrowRecords:
     except Exception as error:  # builders raise errors of their own, of Arrow and of the hub
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         if path.is_file():
-            raise InputError(f"{path}: cannot read the data file ({type(error).__name__}: {reason})") from None
-        raise InputError(f"{name}: neither a data file nor a dataset with this split ({reason})") from None
+            raise InputError(
+                f"{path}: cannot read the data file ({type(error).__name__}: {reason}): give a whole one"
+            ) from None
+        raise InputError(
+            f"{name}: neither a data file nor a dataset with this split ({reason}): give the path of one"
+        ) from None
 
 
 def _refuse_crowded(folder: Path) -> None:
@@ -200,6 +199,17 @@ def _refuse_crowded(folder: Path) -> None:
         raise InputError(
             f"{folder}: holds more than {MOST_FILES:,} files: give its data files with a pattern, such as "
             f"{folder}/**/*.parquet, or the folder of a dataset"
+        )
+
+
+def _refuse_tables(folder: Path) -> None:
+    """Raises InputError for a folder with CSV or TSV files, whose values `datasets` would change: 042 and NA."""
+    tables = (path for path in folder.rglob("*") if ending_of(path) in SEPARATORS)
+    table = next(tables, None) if folder.is_dir() else None
+    if table is not None:
+        raise InputError(
+            f"{folder}: has tables such as {table.name}, whose values must stay texts: name the files themselves, as "
+            f"in {folder}/*{table.suffix}"
         )
 
 

@@ -57,8 +57,8 @@ def _characters(template: ChatTemplate, chat: Chat, turn: int, text: str) -> Spa
     if edges is None or not template.header:
         return None
     first, last = edges
-    place = text.rfind(template.header, 0, first)
-    return None if place < 0 else (place + len(template.header), last + _num_ending(template, chat, turn, text[last:]))
+    place, ending = text.rfind(template.header, 0, first), _num_ending(template, chat, turn, text[last:])
+    return None if place < 0 or ending is None else (place + len(template.header), last + ending)
 
 
 def _edges(template: ChatTemplate, chat: Chat, turn: int) -> Span | None:
@@ -70,8 +70,9 @@ def _edges(template: ChatTemplate, chat: Chat, turn: int) -> Span | None:
     return first, len(text) - _num_common(text[first:][::-1], changed[first:][::-1])
 
 
-def _num_ending(template: ChatTemplate, chat: Chat, turn: int, rest: str) -> int:
-    """Number of characters with which a turn ends: all up to its end token or, without one, what ends the chat there.
+def _num_ending(template: ChatTemplate, chat: Chat, turn: int, rest: str) -> int | None:
+    """Number of characters with which a turn ends: all up to its last end token or, without one, what ends the chat
+    there. None if the whole chat ends the turn in another way that is unclear.
 
     Args:
         template, chat, turn: as for `_characters`.
@@ -80,24 +81,26 @@ def _num_ending(template: ChatTemplate, chat: Chat, turn: int, rest: str) -> int
     until = chat.until(turn + 1)
     edges = _edges(template, until, turn)
     ending = (template.text(until) or "")[edges[1] :] if edges else ""
-    ending = ending[: _after_special(template, ending) or len(ending)]
-    if ending and rest.startswith(ending):
+    ends = _after_specials(template, ending)
+    ending = ending[: ends[-1] if ends else len(ending)]
+    if rest.startswith(ending):
         return len(ending)
     # The template ends a turn before others by another token than the last one.
-    place = _after_special(template, rest)
-    return place if len(rest[:place].split()) == 1 else 0
+    others = _after_specials(template, rest)
+    is_one = len(ends) == 1 and bool(others) and len(rest[: others[0]].split()) == 1
+    begins_turn = bool(others) and template.header.startswith(rest[: others[0]].strip())
+    return others[0] if is_one and not begins_turn else None
 
 
-def _after_special(template: ChatTemplate, text: str) -> int:
-    """The place after the first special token in a text; 0 if it has none, or if that one begins a turn."""
-    token = _first_special(template, text)
-    return text.find(token) + len(token) if token and token != _first_special(template, template.header) else 0
-
-
-def _first_special(template: ChatTemplate, text: str) -> str:
-    """The first special token in a text; empty if it has none."""
-    places = [(text.find(token), token) for token in template.special_tokens if token in text]
-    return min(places, default=(0, ""))[1]
+def _after_specials(template: ChatTemplate, text: str) -> list[int]:
+    """The places after each special token in a text."""
+    found = []
+    for token in template.special_tokens:
+        place = text.find(token)
+        while place >= 0:
+            found.append(place + len(token))
+            place = text.find(token, place + len(token))
+    return sorted(found)
 
 
 def _num_common(one: str, other: str) -> int:

@@ -78,8 +78,8 @@ def test_a_pattern_joins_files_of_any_format_in_order_of_their_names(
     [
         ("d.parquet", b"PAR1", "d.parquet: cannot read the data file"),
         ("d.jsonl.gz", b"no gzip", "d.jsonl.gz: cannot read the data file"),
-        ("d.csv", b"", "d.csv: cannot read the data file"),
-        ("d.csv", b"a,b\n", "d.csv: the dataset is empty"),
+        ("d.csv", b"", "d.csv: the data file is empty"),
+        ("d.csv", b"a,b\n", "d.csv: the data file is empty"),
         ("*.csv", None, "no file matches this pattern"),
         ("none.parquet", None, "none.parquet: cannot read the data file .No such file or directory"),
         ("none.jsonl.zst", None, "none.jsonl.zst: cannot read the data file .No such file or directory"),

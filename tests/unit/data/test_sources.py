@@ -23,7 +23,7 @@ CHAT = {"messages": [{"role": "user", "content": "ä?"}, {"role": "assistant", "
 def test_records_are_read_by_number_over_blank_lines_and_without_a_last_newline(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"n": "ä"}) + "\n\n" + json.dumps({"n": 1}))
-    source = JsonLines(path)
+    source = JsonLines(path, path)
     assert len(source) == 2
     assert [source[0]["n"], source[1]["n"]] == ["ä", 1]
     assert [record["n"] for record in source] == ["ä", 1]

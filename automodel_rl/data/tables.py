@@ -1,0 +1,65 @@
+"""CSV and TSV files as sources of records. All values stay texts: an answer of 042 is no number, and NA no gap."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+
+from automodel_rl.errors import InputError
+
+LONGEST_VALUE = 2**30
+"""Most characters of a value; Python's own limit is 131,072."""
+
+
+class Table:
+    """A table. All of it is kept in memory.
+
+    Args:
+        path: the file, perhaps compressed. Its first row has the names of columns.
+        separator: what separates values.
+
+    Raises:
+        InputError: the file cannot be read or is empty, or a row has more or fewer values than there are columns.
+    """
+
+    def __init__(self, path: Path, separator: str):
+        self.path = path
+        csv.field_size_limit(LONGEST_VALUE)
+        self.lines: list[int] = []
+        self.rows: list[list[str]] = []
+        try:
+            with fsspec.open(str(path), "rt", encoding="utf-8-sig", newline="", compression="infer") as file:
+                reader = csv.reader(file, delimiter=separator, strict=True)
+                self.columns = next(reader, [])
+                start = reader.line_num + 1
+                for row in reader:
+                    if row:
+                        self._add(row, start)
+                    start = reader.line_num + 1
+        except (OSError, EOFError, ValueError, csv.Error) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"{path}: cannot read the data file ({reason}): give a CSV or TSV file in UTF-8") from None
+        if not self.rows:
+            raise InputError(f"{path}: the data file is empty; it needs a row of names and rows of values")
+
+    def _add(self, row: list[str], line: int) -> None:
+        if len(row) != len(self.columns):
+            raise InputError(
+                f"{self.path}:{line}: the row has {len(row)} values and the header {len(self.columns)} names: put "
+                "values with separators in quotes"
+            )
+        self.lines.append(line)
+        self.rows.append(row)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, str]:
+        return dict(zip(self.columns, self.rows[number], strict=True))
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return (self[number] for number in range(len(self)))
+
+    def where(self, number: int) -> str:
+        return f"{self.path}:{self.lines[number]}"
