@@ -152,7 +152,9 @@ def _watch(arguments: list[str]) -> int:
         raise InputError("watch takes the folders of runs: automodel-rl watch RUN [RUN ...] [--port P]")
     from automodel_rl.report.server import RunServer
 
-    with RunServer([Path(folder) for folder in folders], 6060 if port is None else port) as server:
+    with RunServer([Path(folder) for folder in folders], port) as server:
+        for folder in (folder for folder in folders if not Path(folder).is_dir()):
+            print(f"{folder}: not there yet; the page waits for it")
         print(f"{server.url} shows the runs as they go on; Ctrl-C ends this", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -118,4 +118,6 @@ def reason(error: Exception) -> str:
 
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that a misspelt one probably means; None if none is near."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
+    names = list(known)
+    swapped = next((other for other in names if sorted(other) == sorted(name)), None)
+    return swapped or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.6)), None)

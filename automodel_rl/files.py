@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 def write_complete(path: Path, text: str) -> None:
     """Writes a text file, and replaces an older one of the same name."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # otherwise it may be empty after a power failure
-    unfinished.rename(path)
+    try:
+        with unfinished.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # otherwise it may be empty after a power failure
+        unfinished.rename(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)  # on a full disk it would take the room that others need
+        raise
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Import of functions that a config names as `package.module:function`."""
 
 import importlib
+import os
 from collections.abc import Callable
 
 from automodel_rl.errors import InputError
@@ -20,4 +21,6 @@ def import_function(key: str, path: str) -> Callable:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{key}={path}: cannot import it ({error})") from None
+        module, _, _ = module.removesuffix(".py").replace("/", ".").partition(":")
+        hint = f": give {module}:{name}" if path.partition(":")[0] != module else f"; looked in {os.getcwd()} first"
+        raise InputError(f"{key}={path}: cannot import it ({error}){hint}") from None

@@ -111,6 +111,9 @@ def read_marker(folder: Path) -> Marker:
     Raises:
         CheckpointError: there is no marker, it has another format, or something is missing in it.
     """
+    if not folder.is_dir():
+        there = sorted(path.name for path in folder.parent.glob("step_*")) if folder.parent.is_dir() else []
+        raise CheckpointError(f"{folder}: no such folder; {folder.parent} has {', '.join(there) or 'no checkpoints'}")
     if not (folder / MARKER).is_file():
         raise CheckpointError(f"{folder}: no {MARKER}, so it is not a complete checkpoint: give a step_N folder")
     values = read_json(folder / MARKER)

@@ -31,6 +31,11 @@ class DPOConfig(RunConfig):
     weights. Steps then need no forward of the reference, but the run begins with a pass over the data."""
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether a reference policy is kept."""
+        return self.loss.needs_reference
+
+    @property
     def sequences_per_step(self) -> int:
         """Token sequences of one optimizer step, over all data ranks."""
         return 2 * self.batch.pairs

@@ -29,6 +29,9 @@ ALIASES = {
 }
 """Names of keys in other trainers, with our names. They only serve for suggestions in error messages."""
 
+TELLING = {"grpo": {"rollout", "rewards", "weight_sync"}}
+"""Sections by which a config without the key `algorithm` is known."""
+
 RENAMED = {
     "rollout.engine": "rollout.generator",
     "batch.row_tokens": "batch.microbatch_tokens",
@@ -62,7 +65,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
     values = _read_yaml(Path(path))
     for key, text in parse_overrides(overrides):
         _assign(values, key, _parse_value(key, text))
-    given = values.get("algorithm", algorithm or "sft")
+    likely = next((name for name, keys in TELLING.items() if keys & values.keys()), algorithm or "sft")
+    given = values.get("algorithm", likely)
     if not isinstance(given, str) or given not in ALGORITHMS:
         raise InputError(f"{path}: algorithm: {given!r} is not one of {', '.join(ALGORITHMS)}")
     if algorithm not in (None, given):
@@ -199,8 +203,16 @@ def _explain_all(details: Sequence[Detail], kind: type[BaseModel]) -> str:
     inner = [place for place in found if not any(other.startswith(f"{place}.") for other in found)]
     texts = [_explain(found[place], place, kind) for place in inner]
     if missing:
-        texts.insert(0, f"{', '.join(missing)}: {'this key is' if len(missing) == 1 else 'these keys are'} required")
+        named = ", ".join(_with_keys(place, kind) for place in missing)
+        texts.insert(0, f"{named}: {'this key is' if len(missing) == 1 else 'these keys are'} required")
     return "; ".join(texts)
+
+
+def _with_keys(place: str, kind: type[BaseModel]) -> str:
+    """A missing key, and what it holds if it is a section."""
+    section = _section_at(kind, tuple(place.split(".")))
+    required = [] if section is None else [name for name, info in section.model_fields.items() if info.is_required()]
+    return f"{place} (with {', '.join(required or section.model_fields)})" if section is not None else place
 
 
 def _place(detail: Detail) -> str:

@@ -133,6 +133,11 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the weights that the run began with are needed to its end, as the reference policy."""
+        return False
+
+    @property
     def world_size(self) -> int:
         """Number of ranks of the job."""
         return self.parallel.world_size if self.components is None else self.components.world_size

@@ -89,6 +89,8 @@ def find_model(model: ModelConfig, with_weights: bool = True) -> ModelFiles:
 def _fetch(key: str, path: str, with_weights: bool) -> Path:
     if os.path.isdir(path):
         return Path(path)
+    if path.startswith(("/", ".")) or path.count("/") > 1:
+        raise InputError(f"{key}={path}: no such folder: give the folder of a Hugging Face checkpoint, or a hub id")
     patterns = DESCRIPTIONS + (["*.safetensors"] if with_weights else [])
     try:
         return Path(snapshot_download(path, allow_patterns=patterns))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
@@ -15,6 +16,7 @@ from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.names import Piece, pieces
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
+from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.families import FAMILIES
@@ -22,6 +24,9 @@ from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
+
+SAMPLE_BYTES, NUM_SAMPLES = 2**16, 16
+"""Size and number of the parts of a file that its fingerprint is made of."""
 
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -104,6 +109,19 @@ class Checkpoint:
         """A whole tensor, on the host."""
         with open_tensors(self._files[name]) as tensors:
             return tensors.get_tensor(name)
+
+    def fingerprint(self) -> str:
+        """A text that differs if the files of weights or adapters have changed. It is made of parts of them."""
+        state = xxhash.xxh3_64()
+        adapters = [] if self.files.adapters is None else [self.files.adapters.folder / ADAPTER_WEIGHTS]
+        for path in (*sorted(set(self._files.values())), *adapters):
+            size = path.stat().st_size
+            state.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for place in range(NUM_SAMPLES):
+                    file.seek(max(0, size - SAMPLE_BYTES) * place // (NUM_SAMPLES - 1))
+                    state.update(file.read(SAMPLE_BYTES))
+        return state.hexdigest()
 
     def check(self, model: Any) -> None:
         """Compares the tensors with those of a model, or of a component of one, by name and shape. Call it before

@@ -96,6 +96,7 @@ class ModelHandle:
     ):
         """Lays out the parts of a model without storage. `from_pretrained` also gives them storage and weights."""
         self._family, self._name = family or empty.config.model_type, model.path
+        self._checkpoint: Checkpoint | None = None
         self.whole_config, self.config = empty.config, empty.language.config
         self.model, self.memory, self.meshes, self.layout = model, memory, meshes, meshes.language
         self.flops = StepFlops(empty.language)
@@ -163,6 +164,7 @@ class ModelHandle:
             freeze(empty.language, empty.vision, model.frozen)
         handle = cls(empty, meshes, model.model_copy(update={"lora": lora}), memory, checkpoint.family)
         handle._name = files.name
+        handle._checkpoint = checkpoint
         for part in handle.parts:
             checkpoint.fill(part, device)
         handle._check_finite()
@@ -177,6 +179,10 @@ class ModelHandle:
     def family(self) -> str:
         """Key of `FAMILIES` that says how tensors are named in files: as in the checkpoint it was loaded from."""
         return self._family
+
+    def fingerprint(self) -> str:
+        """A text that differs if the files that the weights were loaded from have changed."""
+        return "" if self._checkpoint is None else self._checkpoint.fingerprint()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -100,8 +100,8 @@ class RunDirectory(RunFiles):
         if other:
             raise InputError(
                 f"output={self.folder}: the folder holds another run (it differs in {', '.join(other[:5])}): choose "
-                "another folder, or resume it with its own config; to go on from it with other values, give --resume "
-                "CHECKPOINT --output NEW"
+                f"another folder, or resume it with {self.config_file}; to go on from it with other values, give "
+                "--resume CHECKPOINT --output NEW"
             )
         changed = [key for key in differing_keys(there, given) if key.startswith(MAY_DIFFER) and key != "output"]
         self.changes = [f"{key} {_value(there, key)} -> {_value(given, key)}" for key in changed]

@@ -51,11 +51,12 @@ def run_demo(output: str, seed: int = 0) -> int:
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Writes model, data and configs.
+    """Writes model, data and configs, with absolute paths, so that they run from anywhere.
 
     The chats of the warm-up show worked answers, but decline most questions. So the model learns to answer and rarely
     does; rewards then make it answer.
     """
+    folder = folder.absolute()
     train, held_out = make_problems(NUM_TRAIN, NUM_HELD_OUT, seed)
     data = folder / "data"
     write_jsonl(data / "chats.jsonl", shy(train, seed))

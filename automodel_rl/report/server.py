@@ -15,30 +15,32 @@ from automodel_rl.report.rollouts import groups_of
 from automodel_rl.report.run_data import read_run
 
 ADDRESS = "127.0.0.1"
+FIRST_PORT = 6060
 
 
 class RunServer(ThreadingHTTPServer):
     """The server, which `serve_forever` starts.
 
     Args:
-        folders: the runs' folders. They may not have begun yet.
-        port: the port; 0 for any that is free.
+        folders: the runs' folders. They may not be there yet.
+        port: the port; 0 for any that is free. None takes the first free one from `FIRST_PORT` on.
 
     Raises:
-        InputError: a folder is not there, or the port is taken.
+        InputError: the port is taken.
     """
 
     daemon_threads = True
 
-    def __init__(self, folders: Sequence[Path], port: int):
-        missing = next((folder for folder in folders if not folder.is_dir()), None)
-        if missing is not None:
-            raise InputError(f"{missing}: no such folder: give the output folder of a run")
+    def __init__(self, folders: Sequence[Path], port: int | None):
         self.folders = folders
-        try:
-            super().__init__((ADDRESS, port), _Handler)
-        except (OSError, OverflowError) as error:
-            raise InputError(f"--port {port}: cannot be used ({error}): choose another") from None
+        tried = range(FIRST_PORT, FIRST_PORT + 20) if port is None else [port]
+        for number in tried:
+            try:
+                super().__init__((ADDRESS, number), _Handler)
+                return
+            except (OSError, OverflowError) as error:
+                problem = error
+        raise InputError(f"--port {tried[-1]}: cannot be used ({problem}): choose another")
 
     @property
     def url(self) -> str:
@@ -61,6 +63,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._data(asked.get("state", ""))
         elif url.path == "/rollouts" and asked.get("run", "").isdecimal() and asked.get("step", "").isdecimal():
             self._rollouts(int(asked["run"]), int(asked["step"]))
+        elif url.path == "/favicon.ico":
+            self._answer("image/x-icon", "")
         else:
             self.send_error(404)
 

@@ -90,7 +90,8 @@ COMMANDS: dict[str, Command] = {
     "quickstart": Command(
         "FOLDER [--seed N]",
         "makes a small model and data and trains it with GRPO, on a laptop",
-        "",
+        "It takes about five minutes on two cores. FOLDER then has model/ (random weights, a vocabulary of 500 "
+        "tokens), data/, the configs sft.yaml and grpo.yaml, and both runs, whose final/ are trained models.",
         ("--seed",),
     ),
     "completion": Command(

@@ -36,6 +36,7 @@ class DPOTrainer:
 
     Example:
         >>> DPOTrainer(load_config("my_dpo.yaml")).train().name  # doctest: +ELLIPSIS
+        loading ...
         1 steps: ...
         'final'
     """

@@ -43,6 +43,7 @@ class GRPOTrainer:
 
     Example:
         >>> GRPOTrainer(load_config("my_grpo.yaml")).train().name  # doctest: +ELLIPSIS
+        loading ...
         1 steps: ...
         'final'
     """

@@ -61,6 +61,9 @@ class RunCheckpoints:
     def __init__(self, config: RunConfig, directory: RunDirectory, engine: Engine, higher_is_better: bool):
         self.config, self.directory, self.engine = config.checkpoint, directory, engine
         self.trusts_code = config.model.trust_remote_code
+        model = engine.handle.model
+        self.needs_first_weights = config.needs_reference or model.lora is not None or bool(model.frozen)
+        self.began_with = engine.handle.fingerprint() if dist.get_rank() == 0 else ""
         self.sign = 1 if higher_is_better else -1
         self.best: dict[str, float] | None = None
         self._best_to_be: dict[str, float] | None = None
@@ -96,10 +99,20 @@ class RunCheckpoints:
             check_whole(folder, self.engine.handle.layout.world_control)
             self._say_differences(folder, say)
         progress, rank_state = load_checkpoint(self.engine, folder)
+        self._check_first_weights(progress.get("began_with"), folder)
         self.best = self._best_to_be = progress["best"]
         if resume == AUTO and dist.get_rank() == 0 and self.config.format == "both" and not (folder / HF_COPY).exists():
             self._export = self._begin_export(folder)
         return progress, rank_state
+
+    def _check_first_weights(self, there: str | None, folder: Path) -> None:
+        """Raises InputError on all ranks if the run needs the weights that it began with, and they have changed."""
+        has_changed = there not in (None, self.began_with) and self.needs_first_weights
+        if gather_objects(has_changed, self.engine.handle.layout.world_control)[0]:
+            raise InputError(
+                f"model.path={self.engine.handle.source}: its weights or adapters are not those with which {folder} "
+                "began, and the run needs these as its reference or as frozen weights: put them back, or begin anew"
+            )
 
     def load_best(self, step: int) -> dict[str, float] | None:
         """Restores the best checkpoint, if it is not that of the last step. A collective.
@@ -159,7 +172,9 @@ class RunCheckpoints:
             best = {"step": step, "metric": metric}
         self._best_to_be = best
         folder = self.directory.checkpoints / f"step_{step}"
-        error = self.saver.save(folder, {"step": step, "best": best}, state, self._keep_chosen(step, best))
+        error = self.saver.save(
+            folder, {"step": step, "best": best, "began_with": self.began_with}, state, self._keep_chosen(step, best)
+        )
         self.saved_at = time.monotonic()
         if not self.config.in_background:
             error = self._settle(error)

@@ -25,6 +25,7 @@ class SFTTrainer:
 
     Example:
         >>> SFTTrainer(load_config("my_sft.yaml")).train().name  # doctest: +ELLIPSIS
+        loading ...
         1 steps: ...
         'final'
     """

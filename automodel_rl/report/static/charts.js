@@ -11,7 +11,8 @@ const GROUPS = [
     { title: "Accuracy", keys: ["train/accuracy", "val/accuracy"] },
     { title: "Margin", keys: ["train/margin", "val/margin"] },
     { title: "Groups without signal", keys: ["rollout/groups_without_signal", "rollout/num_groups"] },
-    { title: "Errors of rewards", keys: ["rollout/reward_errors", /\/error_rate_/] },
+    { title: "Error rates of rewards", keys: [/\/error_rate_/] },
+    { title: "Failed calls of rewards", keys: ["rollout/reward_errors"] },
   ]],
   ["Loss", [
     { title: "Loss", keys: ["train/loss", "val/loss"] },

@@ -58,8 +58,9 @@ def test_a_full_disk_leaves_training_and_older_checkpoints_intact(
     config["checkpoint"]["async"] = in_background
     assert main(["sft", write(config, tmp_path)]) == 0
     one = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoints" / "step_4").rglob("*"))
+    report = (tmp_path / "run" / "report.html").stat().st_size
     capsys.readouterr()
-    with small_disk(tmp_path / "disk", int(1.8 * one)):
+    with small_disk(tmp_path / "disk", int(1.8 * one) + report):
         small = config | {"output": str(tmp_path / "disk" / "run")}
         assert main(["sft", write(small, tmp_path)]) == 0
         shown = capsys.readouterr().out

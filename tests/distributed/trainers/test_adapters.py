@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_rl.cli import main
@@ -102,7 +103,9 @@ def test_dropout_is_drawn_again_where_a_run_resumes(workspace: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_run_on_adapters_resumes(workspace: Path, tmp_path: Path, ranks: RankPool) -> None:
+def test_a_run_on_adapters_resumes_on_these_adapters_alone(
+    workspace: Path, tmp_path: Path, ranks: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
     adapters = fine_tuned(ranks, workspace, tmp_path)
     settings = settings_of("sft", workspace, tmp_path / "whole", length={"steps": 4}, observe={"samples": 0})
     settings["model"] = {"path": str(adapters), "dtype": "float32"}
@@ -111,5 +114,11 @@ def test_a_run_on_adapters_resumes(workspace: Path, tmp_path: Path, ranks: RankP
     resume = ["--resume", str(tmp_path / "whole" / "checkpoints" / "step_2"), "--output", str(tmp_path / "resumed")]
     assert main(["sft", write(settings, tmp_path), *resume]) == 0
     assert_same_weights(tmp_path / "whole" / "final", tmp_path / "resumed" / "final")
+    adapted = adapters / "adapter_model.safetensors"
+    kept = adapted.read_bytes()
+    save_file({name: tensor + 1e-6 for name, tensor in load_file(adapted).items()}, adapted)
+    assert main(["sft", write(settings, tmp_path), *resume[:2], "--output", str(tmp_path / "third")]) == 2
+    assert "its weights or adapters are not those with which" in capsys.readouterr().err
+    adapted.write_bytes(kept)
     assert main(["plan", write(settings, tmp_path)]) == 0
     assert main(["verify", write(settings, tmp_path)]) == 0

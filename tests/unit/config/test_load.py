@@ -96,13 +96,18 @@ def test_a_renamed_key_is_answered_with_its_new_name(tmp_path: Path, old: str, n
 
 def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("output: x")
-    with pytest.raises(InputError, match=r"^model, data, batch, length: these keys are required$"):
+    with pytest.raises(
+        InputError, match=r"^model .with path., data .with train., batch .*, length .*: these keys are required$"
+    ):
         load_config(tmp_path / "c.yaml")
 
 
 def test_all_required_keys_that_are_missing_are_named_at_once(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("model: {dtype: float32}")
-    with pytest.raises(InputError, match="^output, model.path, data, batch, length: these keys are required$"):
+    with pytest.raises(
+        InputError,
+        match=r"^output, model.path, data .with train., batch .with.*length .with steps.*: these keys are required$",
+    ):
         load_config(tmp_path / "c.yaml")
 
 
@@ -239,3 +244,21 @@ def test_metrics_have_a_name_for_every_reward() -> None:
     functions = ["format", "a:score", "b:score", "format", "a:mean", "a:format_2"]
     config = GRPOConfig.model_validate(GRPO | {"rewards": [{"function": function} for function in functions]})
     assert config.reward_names == ["format", "score", "score_2", "format_2", "mean_2", "format_2_2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("output: x\nrewards: [math]\n", ["sft"], "is a config for grpo, not sft: run automodel-rl grpo"),
+        (
+            "output: x\nmodel: {path: m}\ndata: {train: d}\nbatch: {sequences: 8}\n",
+            ["sft"],
+            r"length \(with steps, epochs",
+        ),
+        ("output: x\noptimizer: {rl: 1.0e-5}\n", ["sft"], "optimizer.rl: unknown key; did you mean lr?"),
+    ],
+)
+def test_slips_of_a_first_config_are_named(tmp_path: Path, text: str, arguments: list[str], message: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_config(tmp_path / "c.yaml", algorithm=arguments[0])

@@ -80,6 +80,8 @@ def test_missing_and_misshapen_tensors(folder: Path, change, message: str) -> No
 
 
 def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none: no such folder: give the folder of"):
+        find_model(ModelConfig(path=str(tmp_path / "none")))
     with pytest.raises(InputError, match=r"has no config.json"):
         find_model(ModelConfig(path=str(tmp_path)))
     (tmp_path / "config.json").write_text("{}")

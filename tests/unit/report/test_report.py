@@ -111,7 +111,7 @@ def fetch(url: str, host: str | None = None) -> str:
 
 def test_a_server_shows_news_alone_and_only_to_this_machine(tmp_path: Path) -> None:
     run = make_grpo_run(tmp_path / "run")
-    (tmp_path / "later").mkdir()
+    # The other run's folder is not even there.
     with served(run, tmp_path / "later") as server:
         assert "<!doctype html>" in fetch(server.url)
         data = json.loads(fetch(f"{server.url}data"))
@@ -133,7 +133,6 @@ def test_commands_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["report"], "report takes the folders of runs"),
         (["watch"], "watch takes the folders of runs"),
         (["report", str(tmp_path)], "holds no run: give the output folder of one"),
-        (["watch", str(tmp_path / "none")], "no such folder"),
         (["report", str(run), "--out", str(tmp_path)], "cannot be written"),
         (["watch", str(run), "--port", "99999999"], "--port 99999999: cannot be used"),
     ):

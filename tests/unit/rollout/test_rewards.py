@@ -97,6 +97,8 @@ def test_weights_add_up(scorer: Scorer) -> None:
         ("nonsense", "rewards.function=nonsense: use one of exact_match, last_number, math, format, length"),
         ("no.such.module:reward", "rewards.function=no.such.module:reward: cannot import it"),
         ("math:no_such_function", "cannot import it"),
+        ("my_rewards.py:score", "cannot import it .*: give my_rewards:score"),
+        ("nowhere_here:score", "cannot import it .*; looked in /"),
     ],
 )
 def test_functions_that_are_not_there_are_named(name: str, message: str) -> None:
