@@ -89,6 +89,10 @@ class MemoryModel:
         model: the config section with its precision and adapters.
         microbatch_tokens: capacity of a microbatch in tokens.
         optimizer: the optimizer's config.
+
+    Attributes:
+        parameters: number of parameters.
+        active_parameters: number of those that one token is multiplied with.
     """
 
     def __init__(
@@ -107,6 +111,8 @@ class MemoryModel:
         self._num_moments = {name: len(names.moments) for name, names in states.items()}
         # In a pipeline a tied head has a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
+        self.parameters = sum(size.gathered for size in self._whole)
+        self.active_parameters = sum(_active(size, config) for size in self._whole)
         self._activations: Callable[..., LayerActivations] = cache(self._measure)
 
     def with_microbatches_of(self, num_tokens: int) -> "MemoryModel":
@@ -114,6 +120,14 @@ class MemoryModel:
         other = copy.copy(self)
         other.microbatch_tokens = num_tokens
         return other
+
+    def least(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
+        """Bytes that a rank needs at least for weights, moments and sums of gradients of several microbatches."""
+        gathered = self.parameters / (parallel.pp * parallel.tp * parallel.ep)
+        trained = sum(size.gathered for size in self._whole if size.is_trained) / self.parameters * gathered
+        moments = 0.0 if memory.offload_optimizer else trained * max(self._num_moments.values(), default=0)
+        shards = (gathered + moments) / parallel.fsdp_size * parallel.ep
+        return gathered * self.compute + shards * self.master + trained * self.master
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
         """The plan of a step on one layout, with so many microbatches on each data rank."""

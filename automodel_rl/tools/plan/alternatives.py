@@ -1,7 +1,9 @@
-"""Alternative layouts on as many GPUs, if the given one does not fit."""
+"""Other layouts for the same run: those that fit, the fastest first by the estimate."""
 
+import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.load import check_config
@@ -11,71 +13,152 @@ from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
+from automodel_rl.tools.plan.devices import GIB, Device
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, microbatches
+from automodel_rl.tools.plan.speed import rough_bubble, step_seconds, tokens_of
 
-GIB = 2**30
+MOST_TRIED = 150
+"""Most layouts whose memory is computed."""
 
-MOST_TRIED = 200
-"""Most layouts that are tried when the given one does not fit."""
+BEST = 3
+"""Number of layouts that are shown."""
 
 
-def nearest_that_fit(
-    model: MemoryModel,
-    description: ModelDescription,
-    config: AnyConfig,
-    parallel: ParallelConfig,
-    packing: Packing,
-    capacity: float,
-) -> list[str]:
-    """Up to three layouts on as many GPUs that fit, the ones with the fewest changes."""
-    candidates = [
-        (_changes(parallel, candidate, config.memory, memory), candidate, memory)
-        for candidate, memory in _candidates(parallel, config.memory)
-    ]
-    found: list[str] = []
-    for changes, candidate, memory in sorted(candidates, key=lambda c: len(c[0]))[:MOST_TRIED]:
+@dataclass(frozen=True)
+class Choice:
+    """A layout that fits.
+
+    Attributes:
+        changes: what it changes of the config, as overrides.
+        peak: bytes on the fullest rank.
+        seconds: estimated time of a step.
+        tokens_per_second: estimated, over all GPUs.
+    """
+
+    changes: tuple[str, ...]
+    peak: int
+    seconds: float
+    tokens_per_second: float
+
+    def __str__(self) -> str:
+        return (
+            f"{' '.join(f'--{change}' for change in self.changes)}  ({self.peak / GIB:.1f} GiB, about "
+            f"{self.seconds:.3g} s a step, {self.tokens_per_second:,.0f} tokens/s)"
+        )
+
+
+class Search:
+    """Searches layouts of a run.
+
+    Args:
+        model: the model, with the config's microbatches.
+        description: describes it.
+        config: the run's config.
+        packing: how the data pack into microbatches.
+        device: the card.
+        capacity: bytes that a step may fill.
+    """
+
+    def __init__(
+        self,
+        model: MemoryModel,
+        description: ModelDescription,
+        config: AnyConfig,
+        packing: Packing,
+        device: Device,
+        capacity: float,
+    ):
+        self.model, self.description, self.config = model, description, config
+        self.packing, self.device, self.capacity = packing, device, capacity
+        self.num_tokens = tokens_of(packing.microbatches, config.batch.capacity, packing.efficiency)
+
+    def seconds(self, parallel: ParallelConfig, memory: MemoryConfig, bubble: float) -> float:
+        """The estimated time of a step on a layout."""
+        return step_seconds(self.model, parallel, memory, self.num_tokens, bubble, self.device)
+
+    def best(self, world_size: int) -> list[Choice]:
+        """The fastest layouts on so many GPUs that fit. Where none does, also with smaller microbatches."""
+        capacity = self.config.batch.capacity
+        longest = self.config.longest_sequence if self.config.algorithm == "grpo" else 1024
+        for tokens in (capacity, capacity // 2, capacity // 4):
+            if tokens == capacity or tokens >= longest:
+                found = self._best(world_size, tokens)
+                if found:
+                    return found
+        return []
+
+    def _best(self, world_size: int, num_tokens: int) -> list[Choice]:
+        model = self.model.with_microbatches_of(num_tokens)
+        more = self.config.batch.capacity / num_tokens
+        candidates = [
+            (self.seconds(parallel, memory, rough_bubble(parallel, self._count(parallel, more))), parallel, memory)
+            for parallel, memory in _candidates(self.config.parallel, self.config.memory, world_size)
+            if model.least(parallel, memory) <= self.capacity
+        ]
+        found: list[Choice] = []
+        for _, parallel, memory in sorted(candidates, key=lambda candidate: candidate[0])[:MOST_TRIED]:
+            if not self._is_supported(parallel, memory):
+                continue
+            step = model.plan(parallel, memory, self._count(parallel, more))
+            if step.peak <= self.capacity:
+                seconds = self.seconds(parallel, memory, step.timeline.bubble)
+                changes = _changes(self.config.parallel, parallel, self.config.memory, memory)
+                if num_tokens != self.config.batch.capacity:
+                    changes.append(f"batch.microbatch_tokens {num_tokens}")
+                found.append(Choice(tuple(changes), step.peak, seconds, self.num_tokens / seconds))
+            if len(found) == 2 * BEST:  # the rough order is nearly the final one
+                break
+        return sorted(found, key=lambda choice: choice.seconds)[:BEST]
+
+    def _count(self, parallel: ParallelConfig, more: float) -> int:
+        """Number of microbatches of a data rank."""
+        return math.ceil(more * microbatches(self.packing, parallel))
+
+    def _is_supported(self, parallel: ParallelConfig, memory: MemoryConfig) -> bool:
         try:
-            check_supported(Combination.of_run(description, with_layout(config, candidate, memory)))
+            check_supported(Combination.of_run(self.description, with_layout(self.config, parallel, memory)))
         except InputError:
-            continue
-        step = model.plan(candidate, memory, microbatches(packing, candidate))
-        if step.peak <= capacity:
-            found.append(f"{', '.join(changes)} ({step.peak / GIB:.1f} GiB, bubble {100 * step.timeline.bubble:.0f}%)")
-        if len(found) == 3:
-            break
-    return found
+            return False
+        return True
 
 
-def _candidates(parallel: ParallelConfig, memory: MemoryConfig) -> Iterator[tuple[ParallelConfig, MemoryConfig]]:
-    world = parallel.world_size
+def _candidates(
+    parallel: ParallelConfig, memory: MemoryConfig, world: int
+) -> Iterator[tuple[ParallelConfig, MemoryConfig]]:
     powers = [2**i for i in range(int(math.log2(world)) + 1)]
-    for pp in sorted({parallel.pp, *powers}):
-        for tp in sorted({parallel.tp, *(p for p in powers if p <= 8)}):
-            for cp in sorted({parallel.cp, *(p for p in powers if p <= 16)}):
-                rest = pp * tp * cp * parallel.dp_replicate
-                if world % rest:
-                    continue
-                for ep in sorted({parallel.ep, *(p for p in powers if p <= 64)}) if parallel.ep > 1 else [1]:
-                    for mode in ("none", "selective", "full"):
-                        changed = {"pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp_shard": world // rest}
-                        if pp != parallel.pp:
-                            changed |= {"layers_per_stage": None}
-                        if pp == 1:
-                            changed |= {"virtual_stages": 1}
-                        yield (
-                            parallel.model_copy(update=changed),
-                            memory.model_copy(update={"activation_checkpointing": mode}),
-                        )
+    pps = sorted({parallel.pp, *powers})
+    tps = sorted({parallel.tp, *(p for p in powers if p <= 8)})
+    cps = sorted({parallel.cp, *(p for p in powers if p <= 16)})
+    eps = sorted({parallel.ep, *(p for p in powers if p <= 64)}) if parallel.ep > 1 else [1]
+    offloads = sorted({memory.offload_optimizer, True, False})
+    for pp, tp, cp, ep in itertools.product(pps, tps, cps, eps):
+        rest = pp * tp * cp * parallel.dp_replicate
+        if world % rest:
+            continue
+        changed = {"pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp_shard": world // rest}
+        if pp != parallel.pp:
+            changed |= {"layers_per_stage": None}
+        if pp == 1:
+            changed |= {"virtual_stages": 1}
+        for mode, offload in itertools.product(("none", "selective", "full"), offloads):
+            saved = {"activation_checkpointing": mode, "offload_optimizer": offload}
+            yield parallel.model_copy(update=changed), memory.model_copy(update=saved)
 
 
 def _changes(old: ParallelConfig, new: ParallelConfig, old_memory: MemoryConfig, new_memory: MemoryConfig) -> list[str]:
     pairs = [("parallel", old, new), ("memory", old_memory, new_memory)]
     return [
-        f"{section}.{key}={value}"
+        f"{section}.{key} {_as_yaml(value)}"
         for section, before, after in pairs
         for key, value in after.model_dump().items()
         if value != before.model_dump()[key]
     ]
+
+
+def _as_yaml(value: object) -> str:
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
 
 
 def with_layout(config: AnyConfig, parallel: ParallelConfig, memory: MemoryConfig) -> AnyConfig:

@@ -13,13 +13,20 @@ from automodel_rl.estimate.microbatch_size import choose_microbatch_size, genera
 from automodel_rl.hf.read import read_supported_config, with_local_model
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
-from automodel_rl.tools.plan.alternatives import GIB, nearest_that_fit, with_layout
-from automodel_rl.tools.plan.devices import Device
+from automodel_rl.tools.plan.alternatives import Search, with_layout
+from automodel_rl.tools.plan.devices import GIB, Device
 from automodel_rl.tools.plan.encoder import EncoderMemory, plan_encoder
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, measure_packing, microbatches
 
 USABLE = 0.92
 """Share of a device's memory that a step may fill. The rest is for CUDA's context, NCCL's buffers and gaps."""
+
+
+MULTIPLES = (1, 2, 4, 8, 16)
+"""Multiples of the given number of GPUs on which layouts are tried, until some fit."""
+
+FASTER = 0.9
+"""A layout is shown as a faster one if its estimated time is at most this share of the given layout's."""
 
 
 def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool) -> None:
@@ -55,15 +62,18 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
     generator = generator_bytes(config, sum(step.stage_weights) * compute.itemsize, device.num_bytes)
     capacity = USABLE * device.num_bytes - generator
     fits = peak <= capacity
-    looks_further = not fits and encoder is None
-    others = nearest_that_fit(model, description, config, parallel, packing, capacity) if looks_further else []
+    search = Search(model, description, config, packing, device, capacity)
+    seconds = search.seconds(parallel, config.memory, step.timeline.bubble)
+    others = _others(search, parallel, fits, seconds) if encoder is None else []
     if as_json:
-        record = _record(parallel, step, packing, device.name, fits, others)
+        record = _record(parallel, step, packing, device.name, fits, [other for _, other in others])
         record |= {
             "microbatch_tokens": config.batch.capacity,
             "world_size": config.world_size,
             "peak_bytes": peak,
             "generator_bytes": generator,
+            "seconds": seconds,
+            "tokens_per_second": search.num_tokens / seconds,
         }
         of_encoder = {} if encoder is None else {"encoder": {**asdict(encoder), "peak": encoder.peak}}
         print(json.dumps(record | of_encoder))
@@ -73,8 +83,11 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
             print(_encoder_table(encoder, components, packing))
         if generator:
             print(f"generator: {generator / GIB:.1f} GiB on every rank, besides the step")
-        for other in others:
-            print(f"would fit: {other}")
+        print(
+            f"about {seconds:.3g} s a step, {search.num_tokens / seconds:,.0f} tokens/s (an estimate, for comparisons)"
+        )
+        for why, other in others:
+            print(f"{why}: {other}")
     if not fits:
         raise DoesNotFitError(
             f"verdict: does not fit: {peak / GIB:.1f} GiB on the fullest rank, and {device.name} has "
@@ -82,6 +95,20 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
         )
     if not as_json:
         print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device.name} has to fill")
+
+
+def _others(search: Search, parallel: ParallelConfig, fits: bool, seconds: float) -> list[tuple[str, str]]:
+    """Other layouts, each with why it is shown: it fits where this one does not, perhaps on more GPUs, or is faster."""
+    if fits:
+        faster = [choice for choice in search.best(parallel.world_size) if choice.seconds < FASTER * seconds]
+        return [("faster by the estimate", str(choice)) for choice in faster]
+    for times in MULTIPLES:
+        found = search.best(times * parallel.world_size)
+        if found:
+            why = "would fit" if times == 1 else f"would fit on {times * parallel.world_size} GPUs"
+            return [(why, str(choice)) for choice in found]
+    most = MULTIPLES[-1] * parallel.world_size
+    return [("nothing found", f"no layout that was tried fits on up to {most} GPUs; adapters (model.lora) need less")]
 
 
 def _with_microbatch_size(config: AnyConfig, full: PretrainedConfig, device: Device) -> AnyConfig:

@@ -1,7 +1,9 @@
 """`plan`: its bytes are those of a real run, it is quick at any size, and it says what would fit."""
 
 import json
+import re
 import resource
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -211,3 +213,48 @@ def test_a_plan_of_two_modules_counts_both(tmp_path: Path, capsys: pytest.Captur
     found = json.loads(capsys.readouterr().out)
     assert found["encoder"]["activations"] > 0
     assert found["peak_bytes"] > found["encoder"]["peak"] > 0
+
+
+def test_other_layouts_are_shown_fastest_first_and_in_seconds(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4, "dp_shard": 8}, "--gpus", "32", "--device", "h100")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20  # of which imports take half
+    shown = [line for line in done.stdout.splitlines() if line.startswith("would fit: ")]
+    assert len(shown) == 3, done.stdout
+    rates = [int(re.search(r"([\d,]+) tokens/s", line)[1].replace(",", "")) for line in shown]
+    assert rates == sorted(rates, reverse=True)
+    overrides = shlex.split(shown[0].removeprefix("would fit: ").partition("  (")[0])
+    again = run_plan(tmp_path, tmp_path / "llama", {"pp": 4, "dp_shard": 8}, "--device", "H100", *overrides)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "verdict: fits" in again.stdout
+
+
+def test_more_gpus_are_proposed_where_none_of_the_layouts_fits(tmp_path: Path) -> None:
+    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4}, "--device-gib", "60")
+    assert done.returncode == 1
+    assert "4 ranks of 60 GiB" in done.stdout
+    assert re.search(r"^would fit on (16|32|64) GPUs: --parallel", done.stdout, re.MULTILINE), done.stdout
+    done = run_plan(tmp_path, tmp_path / "llama", {"pp": 4}, "--device-gib", "4")
+    assert "nothing found: no layout that was tried fits on up to 64 GPUs" in done.stdout
+
+
+def test_a_layout_that_wastes_time_is_told_of_a_faster_one(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "vocab_size": 32_000}
+    AutoConfig.for_model("llama", **sizes, num_attention_heads=16).save_pretrained(tmp_path / "small")
+    slow = run_plan(tmp_path, tmp_path / "small", {"tp": 8}, "--memory.activation_checkpointing", "full")
+    assert "faster by the estimate: " in slow.stdout
+    assert "--parallel.dp_shard 8 --parallel.tp 1" in slow.stdout
+    good = run_plan(tmp_path, tmp_path / "small", {"dp_shard": 8})
+    assert "faster by the estimate: " not in good.stdout
+    record = json.loads(run_plan(tmp_path, tmp_path / "small", {"dp_shard": 8}, "--json").stdout)
+    assert record["tokens_per_second"] == pytest.approx(1024 * 8192 / record["seconds"])
+
+
+def test_estimates_are_near_what_was_measured(tmp_path: Path) -> None:
+    """A dense model of 1.5B on one H200, with microbatches of 8,192: 52,384 tokens/s (benchmarks/README.md)."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 32_768}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
+    AutoConfig.for_model("qwen3", **sizes, **heads).save_pretrained(tmp_path / "dense")
+    record = json.loads(run_plan(tmp_path, tmp_path / "dense", {}, "--json").stdout)
+    assert record["tokens_per_second"] == pytest.approx(52_384, rel=0.15)
