@@ -119,7 +119,10 @@ class PackedStage(PipelineStage):
         return self._regroup(super().get_fwd_recv_ops(fwd_chunk_id), "activation", self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._regroup(super().get_fwd_send_ops(fwd_chunk_id), "activation", self.stage_index)
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        for op in ops:
+            op.tensor = op.tensor.detach()  # torch 2.11 keeps sends to the end of the step, and graphs hold inputs
+        return self._regroup(ops, "activation", self.stage_index)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._regroup(super().get_bwd_recv_ops(bwd_chunk_id), "gradient", self.stage_index + 1)

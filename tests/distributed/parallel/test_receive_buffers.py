@@ -9,6 +9,7 @@ import pytest
 
 from automodel_rl.batch import pack_microbatch
 from automodel_rl.compat.pipelining import PackedStage
+from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
@@ -55,6 +56,8 @@ def most_buffers(folder: Path, parallel: ParallelConfig, num_microbatches: int) 
     ids=lambda sizes: sizes.get("schedule", "1F1B"),
 )
 def test_more_microbatches_need_no_more_buffers(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
+    if "ZeroBubble" in sizes.get("schedule", "") and TORCH < (2, 13):
+        pytest.skip("schedules that split the backward need torch 2.13")
     save_tiny_model(tmp_path)
     parallel = ParallelConfig(pp=2, **sizes)
     few, many = (ranks(2).run(most_buffers, tmp_path, parallel, count) for count in (8, 24))
