@@ -193,7 +193,7 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
     "no weights": (with_model(lambda folder: (folder / "model.safetensors").unlink()), "bad_model: no weights"),
     "truncated weights": (with_model(truncate_weights), "model.safetensors: damaged or incomplete"),
     "NaN weights": (with_model(put_nan), "tensor model.norm.weight holds NaN"),
-    "no model": (set_key("model.path", "/nowhere/model"), "model.path=/nowhere/model: not a folder"),
+    "no model": (set_key("model.path", "/nowhere/model"), "model.path=/nowhere/model: no such folder"),
     "another run's folder": (hold_another_run, "the folder holds another run"),
     "every example dropped": (
         lambda config, _: (config["batch"].update(microbatch_tokens=8), config["data"].update(overlong="drop")),
