@@ -5,6 +5,7 @@ comes this way: `mixture/routers.py` divides it by the global number of tokens.
 """
 
 import functools
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,12 +86,15 @@ class PPLossAdapter:
         if not isinstance(output, LossOutput):
             raise TypeError(
                 f"the loss returned a {type(output).__name__}: return a LossOutput, as in "
-                "LossOutput(sums={'tokens': total})"
+                f"LossOutput(sums={{'tokens': total}}){_place(self.loss_fn)}"
             )
         unknown = [name for name in output.sums if name not in self.counts]
         if unknown or not output.sums:
             given = repr(unknown[0]) if unknown else "nothing"
-            raise ValueError(f"the loss gave sums over {given}: name what divides them, {', '.join(self.counts)}")
+            raise ValueError(
+                f"the loss gave sums over {given}: name what divides them, {', '.join(self.counts)}"
+                f"{_place(self.loss_fn)}"
+            )
         # A global batch may hold nothing that counts; its sums are then 0 and stay so.
         loss = torch.stack([total / max(self.counts[name], 1) for name, total in output.sums.items()]).sum()
         self.totals.add(output)
@@ -100,6 +104,15 @@ class PPLossAdapter:
     def targets(self) -> list[Callable[[Tensor], Tensor]]:
         """A schedule's targets: for each microbatch a function from its columns to its loss."""
         return [functools.partial(self.__call__, index=index) for index in range(len(self.microbatches))]
+
+
+def _place(function: Any) -> str:
+    """The file and line where a function is defined, as ` (file:line)`; empty if it is not written in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not inspect.isfunction(function):
+        return ""
+    return f" ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"
 
 
 class LogitsCapturer:

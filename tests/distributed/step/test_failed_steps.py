@@ -1,6 +1,7 @@
 """A step that fails leaves no trace, and microbatches that no step can run are refused on every rank."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,8 @@ def test_a_loss_that_gives_something_else_is_told_what_to_give(ranks: RankPool, 
     assert "TypeError: the loss returned a Tensor: return a LossOutput" in tensor
     assert "ValueError: the loss gave sums over 'token': name what divides them, tokens, sequences" in name
     assert "ValueError: the loss gave sums over nothing" in nothing
+    for message in (tensor, name, nothing):  # with the user's file and line
+        assert re.search(r"\(.*test_failed_steps.py:\d+\)", message), message
 
 
 def gradients(folder: Path, parallel: ParallelConfig) -> list[dict[str, torch.Tensor]]:
