@@ -42,11 +42,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
         InputError: the layout is not supported, or does not divide the GPUs.
         DoesNotFitError: the layout needs more memory than the device has.
     """
-    if num_gpus is not None and config.components is not None:
-        raise InputError(f"--gpus {num_gpus}: components names the ranks of both components: change them there")
-    config = with_local_model(config)
-    if num_gpus is not None:
-        config = with_layout(config, _spread(config.parallel, num_gpus), config.memory)
+    config = _on_gpus(with_local_model(config), num_gpus)
     parallel = config.parallel
     description = describe_model(full := read_supported_config(config))
     compute, _ = dtypes_of(config.model)
@@ -83,11 +79,9 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
             print(_encoder_table(encoder, components, packing))
         if generator:
             print(f"generator: {generator / GIB:.1f} GiB on every rank, besides the step")
-        print(
-            f"about {seconds:.3g} s a step, {search.num_tokens / seconds:,.0f} tokens/s (an estimate, for comparisons)"
-        )
-        for why, other in others:
-            print(f"{why}: {other}")
+        rate = f"{search.num_tokens / seconds:,.0f} tokens/s"
+        print(f"about {seconds:.3g} s a step, {rate} (an estimate, for comparisons)")
+        print(*(f"{why}: {other}\n" for why, other in others), sep="", end="")
     if not fits:
         raise DoesNotFitError(
             f"verdict: does not fit: {peak / GIB:.1f} GiB on the fullest rank, and {device.name} has "
@@ -138,6 +132,15 @@ def _encoder_table(encoder: EncoderMemory, components: ComponentsConfig, packing
         f"\n{components}\nencoder {encoder.parameters / 1e9:.3f}B, {images}; GiB on a rank: {sizes}, together "
         f"{encoder.peak / GIB:.2f}"
     )
+
+
+def _on_gpus(config: AnyConfig, num_gpus: int | None) -> AnyConfig:
+    """The config on so many GPUs, by another dp_shard; as it is for None."""
+    if num_gpus is None:
+        return config
+    if config.components is not None:
+        raise InputError(f"--gpus {num_gpus}: components names the ranks of both components: change them there")
+    return with_layout(config, _spread(config.parallel, num_gpus), config.memory)
 
 
 def _spread(parallel: ParallelConfig, num_gpus: int) -> ParallelConfig:
