@@ -32,7 +32,7 @@ def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[Key]:
         name = f"{prefix}{info.alias or field}"
         section = inner_section(info.annotation)
         if section is None or section is not info.annotation:
-            default = "required" if info.is_required() else _as_yaml(info.get_default(call_default_factory=True))
+            default = "required" if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
             values = "|".join(dict.fromkeys(_values(info.annotation)))
             rows.append(Key(name, default, info.description or "", values, _choices(info.annotation)))
         if section is not None:
@@ -50,13 +50,14 @@ def inner_section(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """A plain value as in a config file, on one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple | dict) and not value:
         return "[]" if isinstance(value, tuple) else "{}"
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_as_yaml, value))}]"
+        return f"[{', '.join(map(as_yaml, value))}]"
     return str(value)
 
 
@@ -68,7 +69,7 @@ def _values(annotation: Any) -> list[str]:
     """What may be given for an annotation, each a short text."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return [_as_yaml(value) for value in arguments]
+        return [as_yaml(value) for value in arguments]
     if origin is typing.Annotated:
         return _values(arguments[0])
     if origin in (typing.Union, types.UnionType):

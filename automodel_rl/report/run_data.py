@@ -35,7 +35,7 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
         InputError: the folder holds no run.
     """
     files = RunFiles(folder)
-    if not files.config_file.is_file() or not folder.is_dir():
+    if not files.config_file.is_file():
         raise InputError(f"{folder}: holds no run: give the output folder of one, with its config.yaml")
     config_text = files.config_file.read_text()
     config = yaml.safe_load(config_text)

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from automodel_rl.config import ParallelConfig
+from automodel_rl.config.keys import as_yaml
 from automodel_rl.config.load import check_config
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.memory import MemoryModel
+from automodel_rl.estimate.microbatch_size import GIB
 from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
-from automodel_rl.tools.plan.devices import GIB, Device
+from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, microbatches
 from automodel_rl.tools.plan.speed import rough_bubble, step_seconds, tokens_of
 
@@ -130,7 +132,6 @@ def _candidates(
     tps = sorted({parallel.tp, *(p for p in powers if p <= 8)})
     cps = sorted({parallel.cp, *(p for p in powers if p <= 16)})
     eps = sorted({parallel.ep, *(p for p in powers if p <= 64)}) if parallel.ep > 1 else [1]
-    offloads = sorted({memory.offload_optimizer, True, False})
     for pp, tp, cp, ep in itertools.product(pps, tps, cps, eps):
         rest = pp * tp * cp * parallel.dp_replicate
         if world % rest:
@@ -140,7 +141,7 @@ def _candidates(
             changed |= {"layers_per_stage": None}
         if pp == 1:
             changed |= {"virtual_stages": 1}
-        for mode, offload in itertools.product(("none", "selective", "full"), offloads):
+        for mode, offload in itertools.product(("none", "selective", "full"), (False, True)):
             saved = {"activation_checkpointing": mode, "offload_optimizer": offload}
             yield parallel.model_copy(update=changed), memory.model_copy(update=saved)
 
@@ -148,17 +149,11 @@ def _candidates(
 def _changes(old: ParallelConfig, new: ParallelConfig, old_memory: MemoryConfig, new_memory: MemoryConfig) -> list[str]:
     pairs = [("parallel", old, new), ("memory", old_memory, new_memory)]
     return [
-        f"{section}.{key} {_as_yaml(value)}"
+        f"{section}.{key} {as_yaml(value)}"
         for section, before, after in pairs
         for key, value in after.model_dump().items()
         if value != before.model_dump()[key]
     ]
-
-
-def _as_yaml(value: object) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
-    )
 
 
 def with_layout(config: AnyConfig, parallel: ParallelConfig, memory: MemoryConfig) -> AnyConfig:

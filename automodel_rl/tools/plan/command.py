@@ -9,12 +9,12 @@ from automodel_rl.config import ComponentsConfig, ParallelConfig
 from automodel_rl.config.components import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
-from automodel_rl.estimate.microbatch_size import choose_microbatch_size, generator_bytes
+from automodel_rl.estimate.microbatch_size import GIB, choose_microbatch_size, generator_bytes
 from automodel_rl.hf.read import read_supported_config, with_local_model
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.tools.plan.alternatives import Search, with_layout
-from automodel_rl.tools.plan.devices import GIB, Device
+from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.encoder import EncoderMemory, plan_encoder
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, measure_packing, microbatches
 

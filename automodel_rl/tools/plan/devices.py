@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from automodel_rl.errors import InputError, closest
-
-GIB = 2**30
+from automodel_rl.estimate.microbatch_size import GIB
 
 
 @dataclass(frozen=True)
