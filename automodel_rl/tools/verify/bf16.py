@@ -65,7 +65,8 @@ def compare_bf16(case: Case, memory: MemoryConfig, model: ModelConfig, folder: P
     asked = model_of(case, folder).model_copy(update={"dtype": "bfloat16", "attention": model.attention})
     handle = ModelHandle.from_pretrained(asked, case.parallel, memory)
     layout, ranks = handle.layout, range(handle.layout.parallel.num_data_ranks)
-    of_ranks = [microbatches_of(0, rank, 3, handle, replay=False) for rank in ranks]
+    # Tokens of a mixture follow routes: rounding makes a router choose other experts now and then, which is no error.
+    of_ranks = [microbatches_of(0, rank, 3, handle, replay=True) for rank in ranks]
     mine = of_ranks[layout.data_rank]
     everywhere = [microbatch for rank in of_ranks for microbatch in rank if microbatch]
     exact, plain = (
