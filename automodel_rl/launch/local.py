@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,6 +27,9 @@ NOTICE_SECONDS = 0.5
 
 TAIL_LINES = 20
 
+PORTS = range(16_384, 30_000)
+"""Ports on which rank 0 may listen. They lie below those of outgoing connections, on Linux from 32,768."""
+
 
 def is_rank() -> bool:
     """Whether this process is already a rank of a job (of ours, of torchrun's or of Slurm's through torchrun)."""
@@ -33,10 +37,19 @@ def is_rank() -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+    """A TCP port of this machine that is free now.
+
+    It is likely to stay free until a rank has started and listens: the system takes no ports of `PORTS` for connections
+    that go out.
+
+    Raises:
+        OSError: no port is free.
+    """
+    for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
+    raise OSError(f"none of the TCP ports {PORTS.start} to {PORTS.stop - 1} is free: end programs that listen on them")
 
 
 def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None = None) -> int:
