@@ -4,10 +4,12 @@ A layer is compiled whole, attention included where its backend allows it. Numbe
 symbols of the graph, so no microbatch needs a graph of its own.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.support.layout_rules import why_not_compiled
@@ -29,4 +31,22 @@ def are_compiled(asked: Combination, device: torch.device, dtype: torch.dtype) -
 def compile_layers(layers: Iterable[Any]) -> None:
     """Compiles the forwards of layers in place, each at its first call."""
     for layer in layers:
-        layer.forward = compile_for_any_size(layer.forward)
+        forward = compile_for_any_size(layer.forward)
+        trained = any(parameter.requires_grad for parameter in layer.parameters())
+        layer.forward = _with_gradient(forward) if trained else forward
+
+
+def _with_gradient(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A layer's forward whose input always has a gradient.
+
+    The input of the first layer has none if the embedding is frozen, as with adapters. It would need graphs of its own,
+    which cost more time than its gradient.
+    """
+
+    @functools.wraps(forward)
+    def call(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()
+        return forward(hidden, *args, **kwargs)
+
+    return call

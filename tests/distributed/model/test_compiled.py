@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
 from automodel_rl.batch import AttentionCall, Microbatch, empty_microbatch, pack_microbatch
-from automodel_rl.config import ModelConfig, MoEConfig, ParallelConfig
+from automodel_rl.config import LoraConfig, ModelConfig, MoEConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.model import softmax
 from automodel_rl.model.attention import BACKENDS, AttentionParameters
@@ -92,6 +92,7 @@ MIXTURE = {"dtype": "bfloat16", "moe": MoEConfig(aux_loss=0.1)}
 CASES = [
     ("qwen3_moe", {}, "full", MIXTURE),
     ("qwen3_moe", {"dp_shard": 2, "ep": 2}, "full", MIXTURE),
+    ("qwen3", {}, "none", {"lora": LoraConfig(rank=4)}),
     ("qwen3", {"cp": 2}, "none", {}),
     ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
 ]
