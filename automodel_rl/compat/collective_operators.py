@@ -66,13 +66,18 @@ def _(tensor: Tensor, group: str) -> Tensor:
 
 
 @torch.library.custom_op("automodel_rl::all_to_all", mutates_args=())
-def all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    """Exchanges rows: [sum of `sent`, ...], those for rank 0 first, to [sum of `received`, ...], rank 0's first."""
-    out = _exchanged(tensor, sent, received)
-    dist.all_to_all_single(out, tensor.contiguous(), received, sent, group=_group(group))
+def all_to_all(tensor: Tensor, sent: list[int], received: list[int], added: int, group: str) -> Tensor:
+    """Exchanges rows: [sum of `sent`, ...], those for rank 0 first, to [sum of `received`, ...], rank 0's first.
+
+    `added` rows of zeros follow on the result, and as many rows of the tensor stay where they are.
+    """
+    out = _exchanged(tensor, sent, received, added)
+    num_sent, num_received = sum(sent), sum(received)
+    dist.all_to_all_single(out[:num_received], tensor[:num_sent].contiguous(), received, sent, group=_group(group))
+    out[num_received:].zero_()
     return out
 
 
 @all_to_all.register_fake
-def _exchanged(tensor: Tensor, sent: list[int], received: list[int], group: str = "") -> Tensor:
-    return tensor.new_empty(sum(received), *tensor.shape[1:])
+def _exchanged(tensor: Tensor, sent: list[int], received: list[int], added: int, group: str = "") -> Tensor:
+    return tensor.new_empty(sum(received) + added, *tensor.shape[1:])

@@ -86,24 +86,32 @@ class AllToAll(torch.autograd.Function):
     """Sends rows to the ranks that need them; gradients go back the same way.
 
     Args (of `apply`):
-        tensor: [sum of `sent`, ...], rows for rank 0 first.
+        tensor: [sum of `sent` + `added`, ...], rows for rank 0 first.
         sent, received: number of rows to and from every rank.
+        added: number of rows at the end that are not sent. They come out as zeros, and so do their gradients.
         group: the ranks that exchange rows.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return all_to_all(tensor, sent, received, group)
+    def forward(ctx: Any, tensor: Tensor, sent: list[int], received: list[int], added: int, group: Group) -> Tensor:
+        ctx.sent, ctx.received, ctx.added, ctx.group = sent, received, added, group
+        return all_to_all(tensor, sent, received, group, added)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group, ctx.added), None, None, None, None
 
 
-def all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """Exchanges rows: [sum of `sent`, ...], those for rank 0 first, to [sum of `received`, ...], rank 0's first."""
-    return operators.all_to_all(tensor, sent, received, group.group_name)
+def all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: Group, added: int = 0) -> Tensor:
+    """Exchanges rows: [sum of `sent`, ...], those for rank 0 first, to [sum of `received`, ...], rank 0's first.
+
+    Args:
+        tensor: the rows to send, then `added` more, which stay.
+        sent, received: number of rows to and from every rank.
+        group: the ranks that exchange rows.
+        added: number of rows of zeros at the end of the result.
+    """
+    return operators.all_to_all(tensor, sent, received, added, group.group_name)
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:

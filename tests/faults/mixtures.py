@@ -29,7 +29,7 @@ def _no_gradient_from_other_ranks() -> Any:
     backward = AllToAll.backward
 
     def lost(ctx: Any, *gradients: Tensor) -> Any:
-        return torch.zeros_like(backward(ctx, *gradients)[0]), None, None, None
+        return torch.zeros_like(backward(ctx, *gradients)[0]), None, None, None, None
 
     return mock.patch.object(AllToAll, "backward", staticmethod(lost))
 
