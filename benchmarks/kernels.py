@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 KINDS = {
+    "collectives": r"nccl",
     "attention": r"flash|fmha|cudnn_generated",
     "AdamW": r"adam",
     "matrix products": r"gemm|nvjet|xmma|cutlass|splitkreduce",
