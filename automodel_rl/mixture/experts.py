@@ -72,14 +72,18 @@ def _mix(
     top_k = experts_nK.shape[1]
     expert_s, order = experts_nK.flatten().sort(stable=True)
     expert_s, order = expert_s[:num_slots], order[:num_slots]
-    # An expert that is elsewhere has the last slot, which counts 0 times.
-    place_nK = torch.full_like(experts_nK, num_slots - 1).flatten()
-    place_nK = place_nK.scatter_(0, order, torch.arange(num_slots, device=order.device)).view_as(experts_nK)
+    place_nK = _places(order, experts_nK.numel()).view_as(experts_nK)
     # Not bincount: the host would wait for the device, in every layer, to learn the largest id.
     bounds = torch.searchsorted(expert_s, torch.arange(num_experts + 1, device=expert_s.device))
     slots_sH = TakeRows.apply(hidden_nH, order // top_k, place_nK)
     outputs_sH = _run(module, slots_sH, bounds.diff())
     return FromSlots.apply(outputs_sH, weights_nK, order, place_nK).to(hidden_nH.dtype)
+
+
+def _places(order: Tensor, num_choices: int) -> Tensor:
+    """The slot of each choice; for an expert that is elsewhere the last slot, which counts 0 times."""
+    slots = torch.arange(len(order), device=order.device)
+    return torch.full((num_choices,), len(order) - 1, device=order.device).scatter_(0, order, slots)
 
 
 class FromSlots(torch.autograd.Function):

@@ -34,6 +34,16 @@ def _no_gradient_from_other_ranks() -> Any:
     return mock.patch.object(AllToAll, "backward", staticmethod(lost))
 
 
+def _first_sums_only() -> Any:
+    from automodel_rl.mixture.expert_exchange import SumRows
+
+    def forward(ctx: Any, tensor: Tensor, source_s: Tensor, place_nJ: Tensor) -> Tensor:
+        ctx.save_for_backward(source_s)
+        return tensor[place_nJ[:, 0]]
+
+    return mock.patch.object(SumRows, "forward", staticmethod(forward))
+
+
 def _no_auxiliary_loss() -> Any:
     from automodel_rl.mixture.routers import _AddLoss
 
@@ -90,8 +100,9 @@ REPLAY = {"replay": True}
 
 FAULTS: dict[str, Fault] = {
     "experts' results in the order of experts": Fault(
-        lambda: patch("mixture.experts._inverse", lambda order: order), Verified("qwen3_moe")
+        lambda: patch("mixture.experts._places", lambda order, _: torch.arange(len(order))), Verified("qwen3_moe")
     ),
+    "sums of other ranks' experts left out": Fault(_first_sums_only, Verified("qwen3_moe", {"dp_shard": 2, "ep": 2})),
     "expert gradients scaled twice": Fault(_experts_twice, Verified("qwen3_moe", {"cp": 2, "ep": 2})),
     "no gradients from experts of other ranks": Fault(
         _no_gradient_from_other_ranks, Verified("qwen3_moe", {"dp_shard": 2, "ep": 2})
