@@ -75,9 +75,11 @@ def cells() -> Iterator[Cell]:
                 if tp > 1 and family == "qwen3":
                     yield Cell(family, ParallelConfig(**sizes, **virtual, sequence_parallel=True))
     for family, known in TEXT_FAMILIES.items():
-        for sizes in ({"pp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "ep": 2}):
+        for sizes in ({}, {"pp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "ep": 2}):
             if ("ep" in sizes) <= known.is_moe:
                 yield Cell(family, ParallelConfig(**sizes))
+        if known.splits_over_tp:
+            yield Cell(family, ParallelConfig(tp=2, sequence_parallel=True))
     yield Cell("qwen3_moe", ParallelConfig(pp=2, cp=2, ep=2, dp_shard=2))
     yield Cell("deepseek_v3", ParallelConfig(pp=2, cp=2, ep=4, dp_shard=2))
     yield from replay_cells()
@@ -97,7 +99,7 @@ def replay_cells() -> Iterator[Cell]:
     )
     for sizes, recomputed in itertools.product(ways, ("none", "selective", "full")):
         yield Cell("qwen3_moe", ParallelConfig(**sizes), recomputed=recomputed, replay=True)
-    for family in ("mixtral", "deepseek_v3", "gpt_oss"):
+    for family in (name for name, known in TEXT_FAMILIES.items() if known.is_moe and name != "qwen3_moe"):
         yield Cell(family, ParallelConfig(**virtual, cp=2, dp_shard=2, ep=4), recomputed="full", replay=True)
 
 

@@ -5,87 +5,23 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    LlamaConfig,
     LlavaConfig,
-    MistralConfig,
-    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.tools.verify import comparison
+from tests.tiny_families import DENSE, SIZES, VOCAB, of_layers
 
-VOCAB = 128
-DENSE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-MOE = {**DENSE, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
-WINDOW = 6
-"""Shorter than most sequences, so that it matters."""
 
-FAMILIES: dict[str, tuple[type[PretrainedConfig], dict]] = {
-    "llama": (LlamaConfig, DENSE),
-    "mistral": (MistralConfig, {**DENSE, "sliding_window": WINDOW}),
-    "qwen2": (Qwen2Config, DENSE),
-    "qwen3": (Qwen3Config, DENSE),
-    "gemma2": (
-        Gemma2Config,
-        {
-            **DENSE,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 16,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-        },
-    ),
-    "gemma3_text": (
-        Gemma3TextConfig,
-        {**DENSE, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
-    ),
-    "mixtral": (MixtralConfig, {**MOE, "num_local_experts": 4}),
-    "qwen3_moe": (Qwen3MoeConfig, {**MOE, "num_experts": 4, "moe_intermediate_size": 16}),
-    "deepseek_v3": (
-        DeepseekV3Config,
-        {
-            **{key: value for key, value in MOE.items() if key not in ("head_dim", "router_aux_loss_coef")},
-            "num_key_value_heads": 4,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "n_group": 2,
-            "topk_group": 1,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-        },
-    ),
-    "gpt_oss": (
-        GptOssConfig,
-        {**MOE, "num_local_experts": 4, "intermediate_size": 16, "sliding_window": WINDOW},
-    ),
-}
+def tiny_config(family: str, num_layers: int = 2, **sizes: object) -> PretrainedConfig:
+    """The config of a tiny text model, with other sizes if asked."""
+    return AutoConfig.for_model(family, **{**of_layers(SIZES[family], num_layers), **sizes})
 
 
 def save_tiny_model(
@@ -98,8 +34,7 @@ def save_tiny_model(
     **sizes: object,
 ) -> None:
     """A checkpoint with livelier weights than the default initialisation, so that differences show."""
-    config_class, defaults = FAMILIES[family]
-    config = config_class(**{**defaults, "num_hidden_layers": num_layers, "tie_word_embeddings": tied, **sizes})
+    config = tiny_config(family, num_layers, tie_word_embeddings=tied, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     save_lively(model, folder, dtype, plain_norms="gemma" not in family)
 

@@ -9,7 +9,8 @@ from PIL import Image as Picture
 from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
 from automodel_rl.quickstart.model import train_tokenizer
-from tests.tiny import VISION_CONFIGS, VOCAB, save_tiny_vision_model
+from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
+from tests.tiny_families import VOCAB
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230)}
 TEMPLATE = (

@@ -144,16 +144,20 @@ class Selection(TorchFunctionMode):
         super().__init__()
         self.choose, self.shape, self.num_experts = choose, shape, num_experts
         self.found: list[Tensor] = []
+        self.unmasked: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is Tensor.masked_fill and args[0].shape[-1] == self.num_experts:
+            self.unmasked = args[0]  # a route may lead to a group of experts that the router would leave out
         if func not in (torch.topk, Tensor.topk):
             return result
         if args[0].shape[-1] != self.num_experts or result[1].shape != self.shape:  # a choice of groups of experts
             return result
         self.found.append(result[1])
         chosen = self.choose(result[1])
-        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+        scores = args[0] if self.unmasked is None else self.unmasked
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)

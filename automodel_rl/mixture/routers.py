@@ -31,8 +31,19 @@ def routers_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
         layers: decoder layers by number.
         family: the model's family, which says which module is the router.
     """
-    mixtures = {number: layer for number, layer in layers.items() if "experts" in dict(layer.mlp.named_children())}
-    return {number: getattr(layer.mlp, family.router) for number, layer in mixtures.items()}
+    return {number: getattr(block, family.router) for number, block in _mixtures_of(layers).items()}
+
+
+def biases_of(layers: dict[int, Any], family: Family) -> dict[int, Tensor]:
+    """The biases with which routers choose experts, float [E], by the layer's number; empty if routers have none."""
+    if not family.router_bias:
+        return {}
+    return {number: block.get_buffer(family.router_bias) for number, block in _mixtures_of(layers).items()}
+
+
+def _mixtures_of(layers: dict[int, Any]) -> dict[int, Any]:
+    blocks = {number: layer.mlp for number, layer in layers.items()}
+    return {number: block for number, block in blocks.items() if "experts" in dict(block.named_children())}
 
 
 def router_shape(num_layers: int, routers: dict[int, Any]) -> RouterShape | None:
@@ -52,15 +63,17 @@ class RouterWatch:
     """Watches the routers of a part while it trains.
 
     Args:
-        routers: the part's routers, by layer.
+        layers: the part's decoder layers by number.
+        family: the model's family.
         scope: shows which microbatch a layer computes.
         config: the weight of the auxiliary loss and the rate of the bias.
     """
 
-    def __init__(self, routers: dict[int, Any], scope: MicrobatchScope, config: MoEConfig):
-        self.config, self.routers, self.scope = config, routers, scope
-        self._watched = {number: Watched(scope, bool(config.aux_loss)) for number in routers}
-        for number, router in routers.items():
+    def __init__(self, layers: dict[int, Any], family: Family, scope: MicrobatchScope, config: MoEConfig):
+        self.layers, self.family, self.config = layers, family, config
+        self.routers = routers_of(layers, family)
+        self._watched = {number: Watched(scope, bool(config.aux_loss)) for number in self.routers}
+        for number, router in self.routers.items():
             router.watched = self._watched[number]
 
     def start_step(self, num_tokens: int) -> None:
@@ -85,9 +98,9 @@ class RouterWatch:
         Args:
             loads: the load of every expert over all ranks, by layer.
         """
-        for number, router in self.routers.items():
-            load = loads[number].to(router.e_score_correction_bias.device)
-            router.e_score_correction_bias += self.config.bias_update_rate * (load.mean() - load).sign()
+        for number, bias in biases_of(self.layers, self.family).items():
+            load = loads[number].to(bias.device)
+            bias += self.config.bias_update_rate * (load.mean() - load).sign()
 
 
 class Watched:

@@ -26,7 +26,7 @@ from automodel_rl.mixture.experts import experts_of
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.router_forward import install_router_forwards
 from automodel_rl.mixture.router_replay import RouterReplay
-from automodel_rl.mixture.routers import RouterWatch, routers_of
+from automodel_rl.mixture.routers import RouterWatch
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.float8 import install_float8
@@ -102,9 +102,10 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         # A compiler fuses written-out norms with what is around them.
         install_fused_norms(part, layers_of(part) if compiled else [], layout.device, compute)
     scope = MicrobatchScope()
-    routers = routers_of(numbered_layers(part), family)
+    watch = RouterWatch(numbered_layers(part), family, scope, model.moe)
+    routers = watch.routers
     num_experts = max((router.num_experts for router in routers.values()), default=0)
-    replay, watch = RouterReplay(routers, num_experts, scope), RouterWatch(routers, scope, model.moe)
+    replay = RouterReplay(routers, num_experts, scope)
     install_router_forwards(routers.values())
     mixtures = {number: layer for number, layer in numbered_layers(part).items() if number in routers}
     if compiled and not mixtures:  # graphs hold their recomputation, which sees what is to be kept

@@ -119,10 +119,10 @@ def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
 
 
 def _matrix_names(part: nn.Module) -> set[str]:
-    """Names of the weights that Muon trains, if they are trained at all."""
+    """Names of the weights that Muon trains, if they are trained at all. A matrix of one row is a vector."""
     names = set()
     for path, module in part.named_modules():
-        if isinstance(module, nn.Linear) and path != "lm_head":
+        if isinstance(module, nn.Linear) and path != "lm_head" and len(module.weight) > 1:
             names.add(f"{path}.weight")
         elif path.endswith(".experts"):
             own = module.named_parameters(recurse=False)

@@ -45,7 +45,8 @@ class Family:
         experts: names of separate experts in files; None if files hold the same tensors as the model.
         is_moe: whether it has a mixture of experts.
         router: name of the router beside the experts.
-        has_router_bias: whether routers choose experts with a bias that is trained by load (DeepSeek-V3).
+        router_bias: name, below the layer's mixture, of the bias with which a router chooses experts. It is trained by
+            load (DeepSeek-V3, arXiv:2412.19437). Empty if there is none. Such routers score experts with sigmoids.
         has_sinks: whether attention has a learned sink for each head.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         scales_embedding: whether the embedding module multiplies what it looks up.
@@ -63,7 +64,7 @@ class Family:
     experts: ExpertNames | None = None
     is_moe: bool = False
     router: str = "gate"
-    has_router_bias: bool = False
+    router_bias: str = ""
     has_sinks: bool = False
     rotary_by_layer_type: bool = False
     scales_embedding: bool = False
@@ -78,6 +79,9 @@ class Family:
 
 
 _NEMO = "nemo_automodel.components.models"
+_SOFTMAX_MIXTURE = Family(ExpertNames(), is_moe=True, splits_over_tp=False)
+_BIASED_MIXTURE = replace(_SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
+_MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
 FAMILIES = {
     "llama": Family(nemo_class=(f"{_NEMO}.llama.model", "LlamaForCausalLM")),
@@ -88,12 +92,36 @@ FAMILIES = {
     "gemma3_text": Family(
         scales_embedding=True, has_plain_norms=False, rotary_by_layer_type=True, computes_in_fp32=True
     ),
-    "mixtral": Family(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), is_moe=True, splits_over_tp=False),
-    "qwen3_moe": Family(ExpertNames(), is_moe=True, splits_over_tp=False),
-    "deepseek_v3": Family(
-        ExpertNames(), is_moe=True, has_router_bias=True, computes_in_fp32=True, splits_over_tp=False
-    ),
+    "mixtral": replace(_SOFTMAX_MIXTURE, experts=_MIXTRAL_NAMES),
+    "qwen3_moe": _SOFTMAX_MIXTURE,
+    "deepseek_v3": _BIASED_MIXTURE,
     "gpt_oss": Family(is_moe=True, router="router", has_sinks=True, splits_over_tp=False),
+    "apertus": Family(splits_over_tp=False),
+    "arcee": Family(),
+    "ernie4_5": Family(),
+    "exaone4": Family(),
+    "gemma": Family(scales_embedding=True, has_plain_norms=False, computes_in_fp32=True),
+    "glm": Family(splits_over_tp=False),
+    "glm4": Family(splits_over_tp=False),
+    "helium": Family(computes_in_fp32=True),
+    "hunyuan_v1_dense": Family(splits_over_tp=False),
+    "ministral": Family(),
+    "ministral3": Family(),
+    "olmo2": Family(splits_over_tp=False),
+    "phi3": Family(splits_over_tp=False),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "starcoder2": Family(),
+    "youtu": Family(splits_over_tp=False),
+    "deepseek_v2": replace(_SOFTMAX_MIXTURE, computes_in_fp32=True),
+    "dots1": _BIASED_MIXTURE,
+    "flex_olmo": _SOFTMAX_MIXTURE,
+    "glm4_moe": _BIASED_MIXTURE,
+    "glm4_moe_lite": _BIASED_MIXTURE,
+    "minimax_m2": replace(_BIASED_MIXTURE, experts=_MIXTRAL_NAMES, router_bias="e_score_correction_bias"),
+    "olmoe": _SOFTMAX_MIXTURE,
+    "qwen2_moe": _SOFTMAX_MIXTURE,
+    "solar_open": _BIASED_MIXTURE,
     "qwen2_5_vl_text": Family(is_part=True),
     "llava": Family(
         vision=VisionNames(

@@ -237,9 +237,9 @@ TIED = Rule("tied embeddings", "with every axis")
 
 def _routers(asked: Combination) -> str | None:
     moe, family, name = asked.model.moe, asked.family, asked.description.family
-    if moe.aux_loss and not (family.is_moe and not family.has_router_bias):
+    if moe.aux_loss and not (family.is_moe and not family.router_bias):
         return f"model.moe.aux_loss={moe.aux_loss}: a {name!r} model has no softmax router: set it to 0"
-    if moe.bias_update_rate and not family.has_router_bias:
+    if moe.bias_update_rate and not family.router_bias:
         return (
             f"model.moe.bias_update_rate={moe.bias_update_rate}: the routers of a {name!r} model have no "
             "bias: set it to 0"
@@ -249,7 +249,7 @@ def _routers(asked: Combination) -> str | None:
 
 ROUTERS = Rule(
     "router auxiliary loss, bias update",
-    "softmax routers; deepseek_v3",
+    f"softmax routers; {', '.join(name for name in MOE_FAMILIES if TEXT_FAMILIES[name].router_bias)}",
     _routers,
     (
         Example("model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router", {"model.moe": {"aux_loss": 0.1}}),

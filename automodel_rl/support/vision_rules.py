@@ -4,11 +4,7 @@ from automodel_rl.config import SFTConfig
 from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
 from automodel_rl.support.rule import Combination, Example, Rule
 
-SEEING_FAMILIES = tuple(
-    name
-    for name, family in FAMILIES.items()
-    if not family.is_moe and family.has_plain_norms and family.vision is None  # gemma's soft caps are not llava's
-)
+SEEING_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *(name for name, family in FAMILIES.items() if family.is_part))
 """Families of language models that can have an encoder."""
 
 ENCODERS = ("clip_vision_model", "qwen2_5_vl_vision")

@@ -11,7 +11,8 @@ from automodel_rl.compat.compilation import compiled_so_far
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig
 from tests.rank_pool import RankPool
-from tests.tiny import VOCAB, save_tiny_model
+from tests.tiny import save_tiny_model
+from tests.tiny_families import VOCAB
 
 pytestmark = pytest.mark.gpu
 

@@ -22,7 +22,7 @@ from automodel_rl.batch import Routes, TokenSequence
 from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
-from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
+from automodel_rl.support.families import FAMILIES, VISION_FAMILIES, Family
 
 
 def written_out(
@@ -53,10 +53,11 @@ def written_out(
     return (weights / total @ value).transpose(1, 2), None
 
 
-def routed(router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A router's output if tokens follow their routes, written out for each kind of router.
 
     Args:
+        family: the model's family.
         router: transformers' module.
         hidden: the tokens' hidden states, [1, n, H] or [n, H].
         live: the experts that the router would choose, [n, K]; taken where the route has -1.
@@ -68,12 +69,16 @@ def routed(router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Te
     hidden, route = hidden.reshape(-1, router.hidden_dim), route.to(live.device)
     chosen = torch.where(route < 0, live, route)
     settings = vars(router)
-    if "routed_scaling_factor" in settings:  # DeepSeek-V3: sigmoids, without the bias, which only affects the choice
-        logits = hidden.float() @ router.weight.float().T
-        weights = logits.sigmoid().gather(1, chosen)
-        if router.norm_topk_prob:
+    if family.router_bias:  # sigmoids, as in DeepSeek-V3, without the bias, which only affects the choice
+        wide = torch.float32 if "routed_scaling_factor" in settings else hidden.dtype
+        logits = hidden.to(wide) @ router.weight.to(wide).T
+        weights = logits.float().sigmoid().gather(1, chosen)
+        if settings.get("norm_topk_prob", True):
             weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-        return logits, weights * router.routed_scaling_factor, chosen
+        return logits, weights * settings.get("routed_scaling_factor", 1.0), chosen
+    if "routed_scaling_factor" in settings:  # DeepSeek-V2
+        logits = hidden.float() @ router.weight.float().T
+        return logits, logits.softmax(1).gather(1, chosen) * router.routed_scaling_factor, chosen
     if "bias" in dict(router.named_parameters(recurse=False)):  # gpt-oss: a softmax over the chosen alone
         logits = hidden @ router.weight.T + router.bias
         return logits, logits.gather(1, chosen).softmax(1), chosen
@@ -159,18 +164,19 @@ class OneProcess:
         self.routes: Routes | None = None  # routes of the current sequence
         # Logits and choices of a microbatch's sequences, by layer.
         self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        if FAMILIES[config["model_type"]].is_moe:
+        family = FAMILIES[config["model_type"]]
+        if family.is_moe:
             for number, layer in enumerate(self.model.model.layers):
-                self._follow_routes(number, layer.mlp, FAMILIES[config["model_type"]].router)
+                self._follow_routes(number, layer.mlp, family)
 
-    def _follow_routes(self, number: int, block: Any, name: str) -> None:
-        router = dict(block.named_children()).get(name)
+    def _follow_routes(self, number: int, block: Any, family: Family) -> None:
+        router = dict(block.named_children()).get(family.router)
         if router is None or "experts" not in dict(block.named_children()):  # a dense layer
             return
 
         def hook(module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             if self.routes is not None:
-                output = routed(module, inputs[0], output[2], self.routes.of(number).long())
+                output = routed(family, module, inputs[0], output[2], self.routes.of(number).long())
             self.routed.setdefault(number, []).append((output[0], output[2]))
             return output
 

@@ -55,6 +55,7 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
         "num_key_value_heads": kv_heads if group > 1 else heads,
         "intermediate_size": 16 * math.lcm(2, parallel.tp),
         "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
         "vocab_size": 64 * parallel.tp,
         "sliding_window": WINDOW,
         "query_pre_attn_scalar": 2 * HEAD_DIM,

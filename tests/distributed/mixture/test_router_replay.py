@@ -25,7 +25,8 @@ from automodel_rl.tools.verify.comparison import Case, make_sequences
 from automodel_rl.tools.verify.routes import with_routes
 from tests.distributed.parallel.test_parity import assert_equal, differences
 from tests.rank_pool import RankPool
-from tests.tiny import VOCAB, save_tiny_model
+from tests.tiny import save_tiny_model
+from tests.tiny_families import VOCAB
 
 SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
 INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}

@@ -11,7 +11,7 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig, MoEConfig
 from automodel_rl.engine import Engine
 from automodel_rl.losses import Readout, sft_loss
-from automodel_rl.mixture.routers import LOAD_METRIC
+from automodel_rl.mixture.routers import LOAD_METRIC, biases_of
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.step.runner import StepRunner
@@ -62,18 +62,21 @@ def move_biases(folder: Path, parallel: ParallelConfig) -> tuple[dict, dict, dic
     moe = MoEConfig(bias_update_rate=0.01)
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", moe=moe), parallel)
     engine = Engine(handle, OptimizerConfig(lr=1e-6, decay="constant"))
-    before = {n: r.e_score_correction_bias.clone() for n, r in handle.extras[0].router_watch.routers.items()}
+    watch = handle.extras[0].router_watch
+    before = {number: bias.clone() for number, bias in biases_of(watch.layers, watch.family).items()}
     output = engine.train_step([pack_microbatch(make_sequences(3, seed=handle.layout.data_rank))], sft_loss)
-    after = {n: r.e_score_correction_bias.clone() for n, r in handle.extras[0].router_watch.routers.items()}
-    return before, after, dict(handle.extras[0].router_watch.loads), output.metrics[LOAD_METRIC]
+    after = {number: bias.clone() for number, bias in biases_of(watch.layers, watch.family).items()}
+    return before, after, dict(watch.loads), output.metrics[LOAD_METRIC]
 
 
-def test_biases_move_against_the_load_alike_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "deepseek_v3", num_layers=2)
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2"])
+def test_biases_move_against_the_load_alike_on_all_ranks(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path, family, num_layers=2)
     results = ranks(2).run(move_biases, tmp_path, ParallelConfig(dp_shard=2, ep=2))
     for before, after, _, metric in results:
         for layer, bias in before.items():
             load = sum(loads[layer] for _, _, loads, _ in results)
             torch.testing.assert_close(after[layer] - bias, 0.01 * (load.mean() - load).sign().to(bias.dtype))
             assert (load != load.mean()).any()
+        assert before
         assert metric == results[0][3] >= 1

@@ -11,7 +11,7 @@ import torch
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.support.families import FAMILIES
+from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, Tolerances, judge
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from tests.rank_pool import RankPool
@@ -42,12 +42,30 @@ def test_dense_families_equal_one_process(ranks: RankPool, tmp_path: Path, pp: i
     check(ranks, tmp_path, family, pp=pp)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"cp": 2}], ids=str)
-@pytest.mark.parametrize(
-    "family", ["mistral", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
-)
-def test_other_families_equal_one_process(ranks: RankPool, tmp_path: Path, family: str, sizes: dict) -> None:
+@pytest.mark.parametrize("family", [family for family in TEXT_FAMILIES if family not in ("llama", "qwen2", "qwen3")])
+def test_every_other_family_equals_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
     save_tiny_model(tmp_path, family, tied=family.startswith("gemma"))
+    check(ranks, tmp_path, family, cp=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gemma3_text", {}),
+        ("gpt_oss", {}),
+        ("phi3", {"pp": 2}),
+        ("minimax_m2", {"pp": 2}),
+        ("smollm3", {"tp": 2}),
+        ("starcoder2", {"tp": 2, "sequence_parallel": True}),
+        ("qwen2_moe", {"cp": 2, "ep": 2}),
+        ("glm4_moe", {"dp_shard": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_families_of_every_kind_equal_one_process_on_other_layouts(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict
+) -> None:
+    save_tiny_model(tmp_path, family, tied=family == "smollm3")
     check(ranks, tmp_path, family, **sizes)
 
 
@@ -131,7 +149,7 @@ def test_layouts_of_a_mixture_equal_one_process(ranks: RankPool, tmp_path: Path,
     check(ranks, tmp_path, "qwen3_moe", **sizes)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v2", "minimax_m2", "gpt_oss"])
 def test_families_of_mixtures_that_follow_routes_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:

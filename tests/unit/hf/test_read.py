@@ -18,7 +18,8 @@ from automodel_rl.hf.read import Checkpoint, persistent_tensors, read_config
 from automodel_rl.model.build import build_empty_model
 from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.fused_norm import plain_norms
-from tests.tiny import FAMILIES, save_tiny_model
+from tests.tiny import save_tiny_model
+from tests.tiny_families import SIZES
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(SIZES))
 def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
     save_tiny_model(tmp_path, family, num_layers=2)
     config = read_config(tmp_path)
@@ -104,7 +105,7 @@ def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -
         assert torch.equal(actual[name], tensor), name
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(SIZES))
 def test_names_and_tensors_of_files_come_back(tmp_path: Path, family: str) -> None:
     save_tiny_model(tmp_path, family, num_layers=2)
     stored = load_file(tmp_path / "model.safetensors")

@@ -11,7 +11,8 @@ from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.optimizers.muon import Muon, orthogonal
 from automodel_rl.optimizers.muon_reference import PlainMuon
-from tests.tiny import FAMILIES, save_tiny_model, save_tiny_vision_model
+from tests.tiny import save_tiny_model, save_tiny_vision_model
+from tests.tiny_families import SIZES
 from tests.unit.optimizers.test_adamw import no_groups
 
 SHAPES = [(8, 8), (5, 12), (33, 20)]
@@ -78,10 +79,20 @@ def test_a_matrix_without_gradient_takes_no_step() -> None:
     assert not torch.equal(moved, torch.ones(2, 3))
 
 
-REST = ("embed_tokens.weight", "lm_head.weight", "norm.weight", "bias", "sinks", "gate.weight", "router.weight")
+REST = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "norm.weight",
+    "bias",
+    "sinks",
+    "gate.weight",
+    "router.weight",
+    "alpha_p",
+    "alpha_n",
+)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SIZES)
 def test_muon_trains_matrices_of_layers_and_adamw_what_is_left(tmp_path: Path, family: str) -> None:
     save_tiny_model(tmp_path, family, num_layers=2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)

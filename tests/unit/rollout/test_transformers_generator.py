@@ -14,7 +14,8 @@ from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.rollout.model_copy import ModelCopy
 from automodel_rl.rollout.protocol import Completion
 from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing
-from tests.tiny import VOCAB, save_tiny_model
+from tests.tiny import save_tiny_model
+from tests.tiny_families import VOCAB
 from tests.weights import receive
 
 PROMPTS = [[5, 6, 7], [9], [4, 4, 8, 1, 2, 3, 3, 60], [11, 12]]

@@ -11,7 +11,7 @@ from automodel_rl.hf.read import read_config
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
-from tests.tiny import FAMILIES, save_tiny_model
+from tests.tiny import save_tiny_model, tiny_config
 
 
 def check(config: PretrainedConfig) -> None:
@@ -53,13 +53,10 @@ def test_the_context_counts_scaled_rotary_embeddings(rope: dict, context: int) -
     ],
 )
 def test_whatever_makes_training_random_is_refused_by_its_key(family: str, key: str) -> None:
-    config_class, sizes = FAMILIES[family]
     for size, refused in ((0.1, True), (0.0, False)):
-        description = describe_model(
-            config_class(**{**sizes, "num_hidden_layers": 2, key: size, "classifier_dropout": 1})
-        )
+        description = describe_model(tiny_config(family, **{key: size, "classifier_dropout": 1}))
         assert description.noise == ({key: size} if refused else {})
-    noisy = config_class(**{**sizes, "num_hidden_layers": 2, key: 0.1})
+    noisy = tiny_config(family, **{key: 0.1})
     with pytest.raises(InputError, match=f"config.json has {key}=0.1, and training here is not random"):
         check(noisy)
 
@@ -70,13 +67,10 @@ def test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused(k
         {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0} if kind == "longrope" else {"factor": 2.0}
     )
     rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 8, **factors}
-    config_class, sizes = FAMILIES["llama"]
-    config = config_class(**sizes, num_hidden_layers=2, max_position_embeddings=16, rope_parameters=rope)
+    config = tiny_config("llama", max_position_embeddings=16, rope_parameters=rope)
     with pytest.raises(InputError, match=f"config.json has rope_type={kind}"):
         check(config)
 
 
 def test_rotary_kinds_are_found_in_every_kind_of_layers() -> None:
-    config_class, sizes = FAMILIES["gemma3_text"]
-    config = config_class(**sizes, num_hidden_layers=2)
-    assert describe_model(config).rope_types == ("default", "default")
+    assert describe_model(tiny_config("gemma3_text")).rope_types == ("default", "default")

@@ -1,0 +1,126 @@
+"""Sizes of a tiny model of each family, for `AutoConfig.for_model`."""
+
+from typing import Any
+
+VOCAB = 128
+WINDOW = 6
+"""Shorter than most sequences, so that it matters."""
+
+WIDE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+DENSE = {**WIDE, "head_dim": 8}
+WINDOWED = {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]}
+"""Layer types are repeated for all layers."""
+
+CHOSEN = {"num_experts_per_tok": 2}
+MOE = {**DENSE, **CHOSEN, "router_aux_loss_coef": 0.0}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+"""Multi-head latent attention."""
+
+GROUPED = {
+    **CHOSEN,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+"""Experts in groups, with one that all tokens share and a dense first layer."""
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": DENSE,
+    "mistral": {**DENSE, "sliding_window": WINDOW},
+    "qwen2": DENSE,
+    "qwen3": DENSE,
+    "gemma2": {
+        **DENSE,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {**DENSE, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2},
+    "mixtral": {**MOE, "num_local_experts": 4},
+    "qwen3_moe": {**MOE, "num_experts": 4, "moe_intermediate_size": 16},
+    "deepseek_v3": {**WIDE, **LATENT, **GROUPED, "n_group": 2},
+    "gpt_oss": {**MOE, "num_local_experts": 4, "intermediate_size": 16, "sliding_window": WINDOW},
+    "apertus": DENSE,
+    "arcee": DENSE,
+    "ernie4_5": {**DENSE, "use_bias": True},
+    "exaone4": {**WIDE, **WINDOWED, "sliding_window_pattern": 2},
+    "gemma": DENSE,
+    "glm": DENSE,
+    "glm4": DENSE,
+    "helium": DENSE,
+    "hunyuan_v1_dense": DENSE,
+    "ministral": {**DENSE, **WINDOWED},
+    "ministral3": {
+        **DENSE,
+        "sliding_window": None,
+        "max_position_embeddings": 16,
+        "rope_parameters": {**YARN, "max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
+    },
+    "olmo2": WIDE,
+    "phi3": {
+        **WIDE,
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 4096,
+        "max_position_embeddings": 4096,
+    },
+    "seed_oss": {**DENSE, "attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "smollm3": {**DENSE, "no_rope_layers": [1, 0]},
+    "starcoder2": {**WIDE, "sliding_window": None, "use_bias": True},
+    "youtu": {**WIDE, **LATENT},
+    "deepseek_v2": {**WIDE, **LATENT, **GROUPED, "n_group": 2, "topk_method": "group_limited_greedy"},
+    "dots1": {**DENSE, **GROUPED, "sliding_window": WINDOW},
+    "flex_olmo": {**WIDE, **CHOSEN, "num_experts": 4},
+    "glm4_moe": {**DENSE, **GROUPED, "use_qk_norm": True},
+    "glm4_moe_lite": {**WIDE, **LATENT, **GROUPED, "mlp_layer_types": ["dense", "sparse"]},
+    "minimax_m2": {**DENSE, **CHOSEN, "num_local_experts": 4, "rotary_dim": 4},
+    "olmoe": {**WIDE, **CHOSEN, "num_experts": 4},
+    "qwen2_moe": {
+        **WIDE,
+        **CHOSEN,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+    },
+    "solar_open": {**DENSE, **GROUPED},
+}
+"""By `model_type`."""
+
+BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+
+
+def of_layers(sizes: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The sizes with what differs by layer repeated for all layers."""
+    repeated = {key: (sizes[key] * num_layers)[:num_layers] for key in BY_LAYER if key in sizes}
+    return {**sizes, **repeated, "num_hidden_layers": num_layers}
