@@ -43,6 +43,8 @@ GROUPED = {
 }
 """Experts in groups, with one that all tokens share and a dense first layer."""
 
+MULTIPLIED = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -71,6 +73,25 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**MOE, "num_experts": 4, "moe_intermediate_size": 16},
     "deepseek_v3": {**WIDE, **LATENT, **GROUPED, "n_group": 2},
     "gpt_oss": {**MOE, "num_local_experts": 4, "intermediate_size": 16, "sliding_window": WINDOW},
+    "cohere": {**WIDE, "logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": {**DENSE, **WINDOWED, "logit_scale": 0.25},
+    "granite": {**WIDE, **MULTIPLIED, "attention_multiplier": 0.2},
+    "hyperclovax": {**DENSE, **MULTIPLIED, "attention_multiplier": 0.2},
+    "olmo3": {**WIDE, **WINDOWED},
+    "cohere2_moe": {**DENSE, **CHOSEN, **WINDOWED, "num_experts": 8, "logit_scale": 0.25},
+    "exaone_moe": {
+        **DENSE,
+        **CHOSEN,
+        **WINDOWED,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+    },
+    "hy_v3": {**DENSE, **CHOSEN, "num_experts": 8, "num_shared_experts": 1, "moe_intermediate_size": 16},
+    "mimo_v2_flash": {**DENSE, **CHOSEN, **WINDOWED, "n_routed_experts": 8, "moe_intermediate_size": 16},
     "apertus": DENSE,
     "arcee": DENSE,
     "ernie4_5": {**DENSE, "use_bias": True},

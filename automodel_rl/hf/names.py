@@ -53,6 +53,8 @@ def pieces(name: str, shape: tuple[int, ...], family: str) -> Iterator[Piece]:
     if vision is not None:
         start, in_files = next((pair for pair in vision.in_files if name.startswith(pair[0])), ("", ""))
         name = in_files + name.removeprefix(start)
+    for in_model, in_files in FAMILIES[family].renamed:
+        name = re.sub(in_model, in_files, name)
     names = FAMILIES[family].experts
     fused = FUSED.match(name)
     if names is None or fused is None:

@@ -32,6 +32,7 @@ class Head:
         gradient: sum of the weight's gradients over microbatches, [V, H] in fp32 or wider, to which the head adds;
             None: autograd gets the gradient.
         compiled: whether what is not a matrix product is compiled.
+        factor: multiplies the logits, after a soft cap.
     """
 
     weight: Tensor
@@ -39,6 +40,7 @@ class Head:
     tp_group: dist.ProcessGroup | None = None
     gradient: Tensor | None = None
     compiled: bool = False
+    factor: float = 1.0
 
     @property
     def first_token(self) -> int:
@@ -164,7 +166,7 @@ class _HeadWork:
     def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, temperature: float):
         self.hidden, self.weight, self.head = hidden, weight, head
         self.places = targets - head.first_token
-        self.softmax = Softmax(head.softcap, temperature, head.compiled)
+        self.softmax = Softmax(head.softcap, temperature / head.factor, head.compiled)
         self.chunks = _chunks(len(targets), weight)
         size = block_sizes.head_group
         groups = [self.chunks[start : start + size] for start in range(0, len(self.chunks), size)]
@@ -226,9 +228,7 @@ def _over_vocabulary(
 
 def top_logits(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     """The k largest logits of every token and their ids, both [T, k], largest first. No gradient."""
-    pieces = [
-        _logits(hidden[chunk], head.weight, head.softcap).topk(k, dim=1) for chunk in _chunks(len(hidden), head.weight)
-    ]
+    pieces = [_logits(hidden[chunk], head).topk(k, dim=1) for chunk in _chunks(len(hidden), head.weight)]
     values = torch.cat([piece.values for piece in pieces])
     ids = torch.cat([piece.indices for piece in pieces]) + head.first_token
     if head.tp_group is None:
@@ -258,8 +258,8 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None) -> Tensor:
-    return cap(_accurate_matmul(hidden_CH, weight_VH.t()), softcap)
+def _logits(hidden_CH: Tensor, head: Head) -> Tensor:
+    return head.factor * cap(_accurate_matmul(hidden_CH, head.weight.t()), head.softcap)
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:

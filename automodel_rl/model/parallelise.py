@@ -90,12 +90,15 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     install_adapters(part)
     if model.fp8 is not None:
         install_float8(layers_of(part), model.fp8)
+    values = part.config.to_dict()
     context = ForwardContext(
         how,
         layout.cp_group,
         family.rotary_by_layer_type,
-        part.config.to_dict().get("final_logit_softcapping"),
+        values.get("final_logit_softcapping"),
         compiled=compiled,
+        embedding_factor=values.get(family.embedding_factor, 1.0),
+        logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
     )
     install_part_forward(part, context)
     if family.has_plain_norms:

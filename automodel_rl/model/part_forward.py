@@ -29,6 +29,7 @@ class ForwardContext:
         rotary_by_layer_type: whether rotary embeddings differ between kinds of layers.
         softcap: the soft cap of the final logits; None for no cap.
         compiled: whether layers are compiled, and with them the head.
+        embedding_factor, logit_factor: what the model multiplies embeddings and logits with.
     """
 
     tp: TensorParallel
@@ -36,6 +37,8 @@ class ForwardContext:
     rotary_by_layer_type: bool = False
     softcap: float | None = None
     compiled: bool = False
+    embedding_factor: float = 1.0
+    logit_factor: float = 1.0
 
 
 def install_part_forward(part: Any, context: ForwardContext) -> None:
@@ -53,7 +56,9 @@ def install_part_forward(part: Any, context: ForwardContext) -> None:
                 sums = local_tensor(gradient_sum(part, self.weight))
             weight = local_tensor(self.weight.detach())
             return output_fn(
-                hidden, Head(weight, context.softcap, context.tp.group, sums, context.compiled), microbatch
+                hidden,
+                Head(weight, context.softcap, context.tp.group, sums, context.compiled, context.logit_factor),
+                microbatch,
             )
 
         # Called as `lm_head(...)`, so that FSDP's hooks gather the weight before and reduce its gradient after.
@@ -79,13 +84,15 @@ def part_forward(
     body = part.model
     if body.embed_tokens is not None:
         hidden = body.embed_tokens(hidden)
+        if context.embedding_factor != 1.0:
+            hidden = hidden * context.embedding_factor
         if microbatch.images.embeddings is not None:
             hidden = microbatch.images.put_into(hidden)
     positions = microbatch.position_ids[None]
     turned_by = positions if microbatch.rotary_positions is None else microbatch.rotary_positions[:, None]
     rotary: dict[str | None, Any] = {}
-    for layer in layers_of(part):
-        kind = layer.self_attn.layer_type if context.rotary_by_layer_type else None
+    for number, layer in numbered_layers(part).items():
+        kind = part.config.layer_types[number] if context.rotary_by_layer_type else None
         if kind not in rotary:
             rotary[kind] = body.rotary_emb(hidden, turned_by, *([kind] if kind else []))
         hidden = layer(

@@ -50,6 +50,8 @@ class Family:
         has_sinks: whether attention has a learned sink for each head.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         scales_embedding: whether the embedding module multiplies what it looks up.
+        embedding_factor: key of the config with what the model multiplies embeddings with; empty if there is none.
+        logit_factor, logit_divisor: the same for what multiplies and what divides logits.
         has_plain_norms: whether RMSNorm is weight * x / rms(x), and not Gemma's (1 + weight).
         computes_in_fp32: whether parts of it compute in fp32 whatever the dtype, so that float64 is not exact.
         splits_over_tp: whether tensor parallelism can split its layers.
@@ -59,6 +61,7 @@ class Family:
         names_in_files_of: for an entry that only stands for other names in files, the family of these models; else
             None.
         tell_tale: beginning of a name that only such files have.
+        renamed: patterns of names in the model and their text in files, for tensors with other names there.
     """
 
     experts: ExpertNames | None = None
@@ -68,6 +71,9 @@ class Family:
     has_sinks: bool = False
     rotary_by_layer_type: bool = False
     scales_embedding: bool = False
+    embedding_factor: str = ""
+    logit_factor: str = ""
+    logit_divisor: str = ""
     has_plain_norms: bool = True
     computes_in_fp32: bool = False
     splits_over_tp: bool = True
@@ -76,6 +82,7 @@ class Family:
     is_part: bool = False
     names_in_files_of: str | None = None
     tell_tale: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 _NEMO = "nemo_automodel.components.models"
@@ -98,26 +105,48 @@ FAMILIES = {
     "gpt_oss": Family(is_moe=True, router="router", has_sinks=True, splits_over_tp=False),
     "apertus": Family(splits_over_tp=False),
     "arcee": Family(),
+    "cohere": Family(logit_factor="logit_scale", computes_in_fp32=True, splits_over_tp=False),
+    "cohere2": Family(logit_factor="logit_scale", computes_in_fp32=True),
     "ernie4_5": Family(),
     "exaone4": Family(),
     "gemma": Family(scales_embedding=True, has_plain_norms=False, computes_in_fp32=True),
     "glm": Family(splits_over_tp=False),
     "glm4": Family(splits_over_tp=False),
+    "granite": Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling"),
     "helium": Family(computes_in_fp32=True),
     "hunyuan_v1_dense": Family(splits_over_tp=False),
+    "hyperclovax": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),
     "ministral": Family(),
     "ministral3": Family(),
     "olmo2": Family(splits_over_tp=False),
+    "olmo3": Family(rotary_by_layer_type=True, splits_over_tp=False),
     "phi3": Family(splits_over_tp=False),
     "seed_oss": Family(),
     "smollm3": Family(),
     "starcoder2": Family(),
     "youtu": Family(splits_over_tp=False),
+    "cohere2_moe": replace(_SOFTMAX_MIXTURE, logit_factor="logit_scale", computes_in_fp32=True),
     "deepseek_v2": replace(_SOFTMAX_MIXTURE, computes_in_fp32=True),
     "dots1": _BIASED_MIXTURE,
+    "exaone_moe": replace(_BIASED_MIXTURE, renamed=((r"\.mlp\.gate\.e_score", ".mlp.e_score"),)),
     "flex_olmo": _SOFTMAX_MIXTURE,
     "glm4_moe": _BIASED_MIXTURE,
     "glm4_moe_lite": _BIASED_MIXTURE,
+    "hy_v3": replace(
+        _BIASED_MIXTURE,
+        router_bias="e_score_correction_bias",
+        renamed=(
+            (r"\.mlp\.gate\.weight", ".mlp.router.gate.weight"),
+            (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
+            (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp."),
+        ),
+    ),
+    "mimo_v2_flash": replace(
+        _BIASED_MIXTURE,
+        has_sinks=True,
+        rotary_by_layer_type=True,
+        renamed=((r"\.self_attn\.sinks", ".self_attn.attention_sink_bias"),),
+    ),
     "minimax_m2": replace(_BIASED_MIXTURE, experts=_MIXTRAL_NAMES, router_bias="e_score_correction_bias"),
     "olmoe": _SOFTMAX_MIXTURE,
     "qwen2_moe": _SOFTMAX_MIXTURE,

@@ -29,6 +29,12 @@ def _without(name: str) -> Any:
     return mock.patch.dict(BACKENDS, {"eager": leaving_out})
 
 
+def _family_without(fact: str) -> Any:
+    from automodel_rl.support.families import FAMILIES
+
+    return mock.patch.dict(FAMILIES, granite=dataclasses.replace(FAMILIES["granite"], **{fact: ""}))
+
+
 def _tokens_restored_wrongly() -> Any:
     def turned(microbatch: Microbatch, *place: Any) -> LocalMicrobatch:
         made = local_microbatch(microbatch, *place)
@@ -94,6 +100,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a window one key too wide": Fault(_window_too_wide, Verified("mistral")),
     "soft cap left out": Fault(lambda: _without("softcap"), Verified("gemma2")),
+    "a factor of embeddings left out": Fault(lambda: _family_without("embedding_factor"), Verified("granite")),
+    "a factor of logits left out": Fault(lambda: _family_without("logit_divisor"), Verified("granite")),
     "sinks left out": Fault(lambda: _without("sinks"), Verified("gpt_oss")),
     "cp tokens restored in another order": Fault(_tokens_restored_wrongly, Verified("qwen3", {"cp": 2})),
     "gradients of keys of this cp rank alone": Fault(_keys_of_own_rank, Verified("qwen3", {"cp": 2})),

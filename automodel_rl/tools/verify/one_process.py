@@ -66,19 +66,27 @@ def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Ten
     Returns:
         Logits, weights of the chosen experts, and the chosen experts.
     """
-    hidden, route = hidden.reshape(-1, router.hidden_dim), route.to(live.device)
+    hidden, route = hidden.reshape(-1, router.weight.shape[1]), route.to(live.device)
     chosen = torch.where(route < 0, live, route)
     settings = vars(router)
     if family.router_bias:  # sigmoids, as in DeepSeek-V3, without the bias, which only affects the choice
-        wide = torch.float32 if "routed_scaling_factor" in settings else hidden.dtype
+        scale = settings.get("routed_scaling_factor", settings.get("router_scaling_factor"))
+        wide = hidden.dtype if scale is None else torch.float32
         logits = hidden.to(wide) @ router.weight.to(wide).T
         weights = logits.float().sigmoid().gather(1, chosen)
         if settings.get("norm_topk_prob", True):
             weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-        return logits, weights * settings.get("routed_scaling_factor", 1.0), chosen
+        return logits, weights * (1.0 if scale is None else scale), chosen
     if "routed_scaling_factor" in settings:  # DeepSeek-V2
         logits = hidden.float() @ router.weight.float().T
         return logits, logits.softmax(1).gather(1, chosen) * router.routed_scaling_factor, chosen
+    if "expert_selection_fn" in settings:  # Cohere: among the chosen alone
+        logits = hidden @ router.weight.T
+        weights = logits.gather(1, chosen)
+        if router.expert_selection_fn == "softmax":
+            return logits, weights.float().softmax(1).to(hidden.dtype), chosen
+        weights = weights.sigmoid()
+        return logits, weights / weights.sum(1, keepdim=True) if router.norm_topk_prob else weights, chosen
     if "bias" in dict(router.named_parameters(recurse=False)):  # gpt-oss: a softmax over the chosen alone
         logits = hidden @ router.weight.T + router.bias
         return logits, logits.gather(1, chosen).softmax(1), chosen

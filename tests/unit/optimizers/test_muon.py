@@ -89,6 +89,8 @@ REST = (
     "router.weight",
     "alpha_p",
     "alpha_n",
+    "norm1.weight",
+    "norm2.weight",
 )
 
 
