@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch._dynamo.config
 from torch import Tensor
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, on_compile_end, on_compile_start
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,8 +52,13 @@ class _Watch:
 
     def __init__(self) -> None:
         self.graphs, self.seconds, self.started = 0, 0.0, 0.0
-        on_compile_start(self._start)
-        on_compile_end(self._end)
+
+    def listen(self) -> "_Watch":
+        """Is told of compilations from here on; again after `torch.compiler.reset`, which forgets who is told."""
+        if self._start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._start)
+            callback_handler.register_end_callback(self._end)
+        return self
 
     def _start(self, event: CallbackArgs) -> None:
         self.started = time.perf_counter()
@@ -63,8 +68,12 @@ class _Watch:
         self.graphs += event.callback_trigger is CallbackTrigger.DYNAMO
 
 
-@functools.cache
 def _prepare() -> _Watch:
+    return _prepare_once().listen()
+
+
+@functools.cache
+def _prepare_once() -> _Watch:
     """Prepares this process for compilation: no silent fallback, a cache that outlives the machine's start, a watch."""
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automodel_rl" / "inductor"
