@@ -100,9 +100,9 @@ class ModelConfig(Section):
     """Precision in which the model computes. Master weights are float32, or float64 if this is float64."""
 
     fp8: Float8 | None = None
-    """Compute the linear layers of decoder layers in fp8, with scales for each row or for each tensor, which is faster
-    and less accurate. Experts, embedding and head stay in bfloat16. It needs a GPU with fp8, such as H100; null: no
-    fp8."""
+    """Compute the linear layers of decoder layers in fp8, which is faster and less accurate. rowwise: scales for each
+    row, the gradients of weights in bfloat16. tensorwise: scales for each tensor. Experts, embedding and head stay in
+    bfloat16. It needs a GPU with fp8, such as H100; null: no fp8."""
 
     attention: Attention = "auto"
     """Attention kernel. fa3: FlashAttention-3, for Hopper GPUs. te: TransformerEngine. varlen: torch's varlen_attn. All
