@@ -79,6 +79,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "hyperclovax": {**DENSE, **MULTIPLIED, "attention_multiplier": 0.2},
     "olmo3": {**WIDE, **WINDOWED},
     "cohere2_moe": {**DENSE, **CHOSEN, **WINDOWED, "num_experts": 8, "logit_scale": 0.25},
+    "ernie4_5_moe": {
+        **DENSE,
+        "moe_k": 2,
+        "moe_num_experts": 4,
+        "moe_intermediate_size": 16,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 99,
+    },
     "exaone_moe": {
         **DENSE,
         **CHOSEN,
@@ -90,6 +98,16 @@ SIZES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 16,
     },
+    "granitemoe": {**WIDE, **MULTIPLIED, **CHOSEN, "attention_multiplier": 0.2, "num_local_experts": 4},
+    "granitemoeshared": {
+        **WIDE,
+        **MULTIPLIED,
+        **CHOSEN,
+        "attention_multiplier": 0.2,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 16,
+    },
+    "hunyuan_v1_moe": {**DENSE, "num_experts": 4, "moe_topk": [2, 2]},
     "hy_v3": {**DENSE, **CHOSEN, "num_experts": 8, "num_shared_experts": 1, "moe_intermediate_size": 16},
     "mimo_v2_flash": {**DENSE, **CHOSEN, **WINDOWED, "n_routed_experts": 8, "moe_intermediate_size": 16},
     "apertus": DENSE,
@@ -138,7 +156,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """By `model_type`."""
 
-BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+BY_LAYER = ("layer_types", "moe_topk", "mlp_layer_types", "no_rope_layers")
 
 
 def of_layers(sizes: dict[str, Any], num_layers: int) -> dict[str, Any]:

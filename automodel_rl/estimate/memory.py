@@ -29,6 +29,7 @@ from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
+from automodel_rl.support.description import experts_per_token
 
 
 @dataclass(frozen=True)
@@ -239,5 +240,5 @@ def _active(size: ParameterSize, config: PretrainedConfig) -> float:
     if size.name.startswith("model.embed_tokens"):
         return 0.0
     if ".experts." in size.name:
-        return size.gathered * config.num_experts_per_tok / size.shape[0]
+        return size.gathered * experts_per_token(config) / size.shape[0]
     return float(size.gathered)

@@ -18,7 +18,7 @@ from automodel_rl.parallel.layout import Layout
 from automodel_rl.support.families import Family
 
 RouterOutput = tuple[Tensor, Tensor, Tensor]
-"""Logits of all experts, and weights and ids of the chosen ones, of each token."""
+"""Logits of all experts, and weights and ids of the chosen ones, of each token. Granite's routers give the reverse."""
 
 LOAD_METRIC = "moe/load_max"
 """Metric: the largest load of an expert relative to the mean load, averaged over layers; 1 is even."""
@@ -31,19 +31,29 @@ def routers_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
         layers: decoder layers by number.
         family: the model's family, which says which module is the router.
     """
-    return {number: getattr(block, family.router) for number, block in _mixtures_of(layers).items()}
+    return {number: getattr(block, family.router) for number, block in _mixtures_of(layers, family).items()}
 
 
 def biases_of(layers: dict[int, Any], family: Family) -> dict[int, Tensor]:
     """The biases with which routers choose experts, float [E], by the layer's number; empty if routers have none."""
     if not family.router_bias:
         return {}
-    return {number: block.get_buffer(family.router_bias) for number, block in _mixtures_of(layers).items()}
+    return {number: block.get_buffer(family.router_bias) for number, block in _mixtures_of(layers, family).items()}
 
 
-def _mixtures_of(layers: dict[int, Any]) -> dict[int, Any]:
-    blocks = {number: layer.mlp for number, layer in layers.items()}
+def _mixtures_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
+    blocks = {number: getattr(layer, family.block) for number, layer in layers.items()}
     return {number: block for number, block in blocks.items() if "experts" in dict(block.named_children())}
+
+
+def is_reversed(output: RouterOutput) -> bool:
+    """Whether a router gives ids first and logits last."""
+    return not output[0].is_floating_point()
+
+
+def in_order(output: RouterOutput) -> RouterOutput:
+    """Logits, weights and ids, whichever way round the router gives them."""
+    return (output[2], output[1], output[0]) if is_reversed(output) else output
 
 
 def router_shape(num_layers: int, routers: dict[int, Any]) -> RouterShape | None:
@@ -84,7 +94,8 @@ class RouterWatch:
         """
         for number, watched in self._watched.items():
             router = self.routers[number]
-            watched.start_step(router.num_experts, router.weight.device, self.config.aux_loss / max(num_tokens, 1))
+            device = next(router.parameters()).device
+            watched.start_step(router.num_experts, device, self.config.aux_loss / max(num_tokens, 1))
 
     @property
     def loads(self) -> dict[int, Tensor]:
@@ -126,20 +137,20 @@ class Watched:
         """Counts the load of experts and adds the auxiliary loss.
 
         Args:
-            output: what the router gives for a microbatch: logits, and weights and ids of the chosen experts.
+            output: what the router gives for a microbatch.
 
         Returns:
             The same, with the loss in the gradient of the weights.
         """
         microbatch = self.scope.microbatch
         assert microbatch is not None, "a router runs outside of a layer that notes its microbatch"
-        logits, weights, chosen = output
+        logits, weights, chosen = in_order(output)
         load = _load(chosen, microbatch.is_real, logits.shape[-1])
         self.load.add_(load * self.scope.is_first)
         if self.has_loss:
             loss = _load_balancing(logits, load, microbatch.is_real) * self.factor
             weights = _AddLoss.apply(weights, loss)
-        return logits, weights, chosen
+        return (chosen, weights, logits) if is_reversed(output) else (logits, weights, chosen)
 
 
 def global_loads(watches: list[RouterWatch], layout: Layout) -> dict[int, Tensor]:

@@ -71,5 +71,19 @@ def build_empty_model(
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
     if config.model_type not in VISION_FAMILIES:
+        _make_uniform(model, dtype, FAMILIES[config.model_type].router_bias)
         return EmptyModel(config, model, None)
     return EmptyModel(config, *split_modules(model, language_config(config)))
+
+
+def _make_uniform(model: nn.Module, dtype: torch.dtype, router_bias: str) -> None:
+    """Gives all parameters one dtype, as FSDP wants it, and makes buffers of the biases of routers that are parameters:
+    no optimizer trains them, and every rank needs them whole."""
+    for name, parameter in list(model.named_parameters()):
+        if router_bias and name.endswith(f".{router_bias}"):
+            owner, _, own_name = name.rpartition(".")
+            module = model.get_submodule(owner)
+            delattr(module, own_name)
+            module.register_buffer(own_name, torch.zeros(parameter.shape))
+        elif parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)

@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from automodel_rl.support.description import layer_windows
+from automodel_rl.support.description import experts_per_token, layer_windows
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 FLOP/s by a word of the device's name (vendors' data sheets, without sparsity)."""
@@ -36,12 +36,11 @@ class StepFlops:
 
 def active_weights(model: PreTrainedModel, trained: bool) -> float:
     """Number of matrix weights that one token meets: the trained ones only, or the frozen ones only."""
-    values = model.config.to_dict()
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or name.endswith("embed_tokens.weight") or parameter.requires_grad != trained:
             continue
-        share = values["num_experts_per_tok"] / len(parameter) if ".experts." in name else 1.0
+        share = experts_per_token(model.config) / len(parameter) if ".experts." in name else 1.0
         total += share * parameter.numel()
     head = model.lm_head.weight
     if head is model.model.embed_tokens.weight and head.requires_grad == trained:

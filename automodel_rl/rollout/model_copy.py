@@ -14,7 +14,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import persistent_tensors
 from automodel_rl.lora.layers import add_adapters, install_adapters, is_adapter
-from automodel_rl.mixture.routers import routers_of
+from automodel_rl.mixture.routers import RouterOutput, in_order, routers_of
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.families import FAMILIES
@@ -94,8 +94,8 @@ class RouteRecorder:
         routers = routers_of(numbered_layers(model), FAMILIES[model.config.model_type])
         return cls(routers) if routers else None
 
-    def _note(self, _: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
-        self._chosen.append(output[2])
+    def _note(self, _: nn.Module, __: Any, output: RouterOutput) -> None:
+        self._chosen.append(in_order(output)[2])
 
     def take(self, num_sequences: int) -> np.ndarray:
         """The experts chosen in the last forward, over `num_sequences` sequences of n tokens.

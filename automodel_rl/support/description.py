@@ -112,6 +112,12 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     return language
 
 
+def experts_per_token(config: PretrainedConfig) -> int:
+    """Number of experts that a token goes to; the most of all layers if they differ."""
+    chosen = config.num_experts_per_tok
+    return max(chosen) if isinstance(chosen, list) else chosen
+
+
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
     """Number of keys that a query sees in each layer; None for all."""
     values = config.to_dict()
@@ -150,5 +156,5 @@ def _noise(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _num_experts(values: dict[str, Any]) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((values[name] for name in names if values.get(name)), 0)

@@ -44,9 +44,10 @@ class Family:
     Attributes:
         experts: names of separate experts in files; None if files hold the same tensors as the model.
         is_moe: whether it has a mixture of experts.
+        block: name of a layer's mixture.
         router: name of the router beside the experts.
         router_bias: name, below the layer's mixture, of the bias with which a router chooses experts. It is trained by
-            load (DeepSeek-V3, arXiv:2412.19437). Empty if there is none. Such routers score experts with sigmoids.
+            load (DeepSeek-V3, arXiv:2412.19437). Empty if there is none.
         has_sinks: whether attention has a learned sink for each head.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         scales_embedding: whether the embedding module multiplies what it looks up.
@@ -66,6 +67,7 @@ class Family:
 
     experts: ExpertNames | None = None
     is_moe: bool = False
+    block: str = "mlp"
     router: str = "gate"
     router_bias: str = ""
     has_sinks: bool = False
@@ -88,6 +90,19 @@ class Family:
 _NEMO = "nemo_automodel.components.models"
 _SOFTMAX_MIXTURE = Family(ExpertNames(), is_moe=True, splits_over_tp=False)
 _BIASED_MIXTURE = replace(_SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
+_GRANITE_MIXTURE = Family(
+    is_moe=True,
+    block="block_sparse_moe",
+    router="router",
+    embedding_factor="embedding_multiplier",
+    logit_divisor="logits_scaling",
+    splits_over_tp=False,
+    renamed=(
+        (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
+        (r"\.experts\.down_proj$", ".output_linear.weight"),
+        (r"\.router\.weight$", ".router.layer.weight"),
+    ),
+)
 _MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
 FAMILIES = {
@@ -130,8 +145,16 @@ FAMILIES = {
     "dots1": _BIASED_MIXTURE,
     "exaone_moe": replace(_BIASED_MIXTURE, renamed=((r"\.mlp\.gate\.e_score", ".mlp.e_score"),)),
     "flex_olmo": _SOFTMAX_MIXTURE,
+    "ernie4_5_moe": replace(
+        _BIASED_MIXTURE,
+        router_bias="gate.moe_statics.e_score_correction_bias",
+        renamed=((r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),),
+    ),
     "glm4_moe": _BIASED_MIXTURE,
     "glm4_moe_lite": _BIASED_MIXTURE,
+    "granitemoe": _GRANITE_MIXTURE,
+    "granitemoeshared": _GRANITE_MIXTURE,
+    "hunyuan_v1_moe": replace(_SOFTMAX_MIXTURE, computes_in_fp32=True),
     "hy_v3": replace(
         _BIASED_MIXTURE,
         router_bias="e_score_correction_bias",

@@ -10,6 +10,7 @@ import math
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.memory import MemoryModel
+from automodel_rl.support.description import experts_per_token
 from automodel_rl.tools.plan.devices import Device
 
 EFFICIENCY = {"dense": 0.52, "mixture": 0.32}
@@ -69,7 +70,7 @@ def _of_layers(
         width = (values.get("head_dim") or config.hidden_size // config.num_attention_heads) * heads
         seconds += (passes + 1) * 2 * own_tokens * width * model.compute / _link(parallel, "cp", device)
     if parallel.ep > 1:  # tokens go to their experts and back
-        chosen = config.num_experts_per_tok
+        chosen = experts_per_token(config)
         seconds += 2 * passes * chosen * hidden * (parallel.ep - 1) / parallel.ep / _link(parallel, "ep", device)
     return layers * seconds
 

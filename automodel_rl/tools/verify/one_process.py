@@ -21,6 +21,7 @@ from transformers import (
 from automodel_rl.batch import Routes, TokenSequence
 from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
+from automodel_rl.mixture.routers import RouterOutput, in_order, is_reversed
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
 from automodel_rl.support.families import FAMILIES, VISION_FAMILIES, Family
 
@@ -66,9 +67,20 @@ def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Ten
     Returns:
         Logits, weights of the chosen experts, and the chosen experts.
     """
-    hidden, route = hidden.reshape(-1, router.weight.shape[1]), route.to(live.device)
+    hidden, route = hidden.reshape(-1, hidden.shape[-1]), route.to(live.device)
     chosen = torch.where(route < 0, live, route)
     settings = vars(router)
+    if family.router == "router" and "bias" not in dict(router.named_parameters()):  # Granite: over the chosen alone
+        logits = (hidden @ router.weight.T).float()
+        return logits, logits.gather(1, chosen).softmax(1).to(hidden.dtype), chosen
+    if "wg" in dict(router.named_children()):  # Hunyuan
+        logits = hidden.to(router.wg.weight.dtype) @ router.wg.weight.T
+        weights = logits.float().softmax(1).gather(1, chosen)
+        return logits, (weights / weights.sum(1, keepdim=True)).to(logits.dtype), chosen
+    if "norm_min" in settings:  # ERNIE: without the bias, which only affects the choice
+        logits = hidden.float() @ router.weight.float().T
+        weights = logits.softmax(1).gather(1, chosen)
+        return logits, (weights / weights.sum(1, keepdim=True).clamp(min=router.norm_min)).to(hidden.dtype), chosen
     if family.router_bias:  # sigmoids, as in DeepSeek-V3, without the bias, which only affects the choice
         scale = settings.get("routed_scaling_factor", settings.get("router_scaling_factor"))
         wide = hidden.dtype if scale is None else torch.float32
@@ -175,18 +187,19 @@ class OneProcess:
         family = FAMILIES[config["model_type"]]
         if family.is_moe:
             for number, layer in enumerate(self.model.model.layers):
-                self._follow_routes(number, layer.mlp, family)
+                self._follow_routes(number, getattr(layer, family.block), family)
 
     def _follow_routes(self, number: int, block: Any, family: Family) -> None:
         router = dict(block.named_children()).get(family.router)
         if router is None or "experts" not in dict(block.named_children()):  # a dense layer
             return
 
-        def hook(module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def hook(module: Any, inputs: tuple[Tensor, ...], output: RouterOutput) -> RouterOutput:
+            ordered = in_order(output)
             if self.routes is not None:
-                output = routed(family, module, inputs[0], output[2], self.routes.of(number).long())
-            self.routed.setdefault(number, []).append((output[0], output[2]))
-            return output
+                ordered = routed(family, module, inputs[0], ordered[2], self.routes.of(number).long())
+            self.routed.setdefault(number, []).append((ordered[0], ordered[2]))
+            return ordered[::-1] if is_reversed(output) else ordered
 
         router.register_forward_hook(hook)
 

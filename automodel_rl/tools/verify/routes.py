@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from automodel_rl.batch import RouterShape, Routes, TokenSequence
 from automodel_rl.batch.routes import MISSING
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
+from automodel_rl.mixture.routers import RouterOutput, in_order
 from automodel_rl.model.handle import ModelHandle
 
 NUM_ROUTES = 97
@@ -51,8 +52,8 @@ class RouteCheck:
             for number, router in extras.router_watch.routers.items():
                 router.register_forward_hook(functools.partial(self._compare, number, extras.microbatch_scope))
 
-    def _compare(self, number: int, scope: MicrobatchScope, _: nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
-        microbatch, chosen = scope.microbatch, output[2].cpu()
+    def _compare(self, number: int, scope: MicrobatchScope, _: nn.Module, __: Any, output: RouterOutput) -> None:
+        microbatch, chosen = scope.microbatch, in_order(output)[2].cpu()
         assert microbatch is not None
         assert self.shape is not None
         if not microbatch.is_real.any():  # an empty microbatch

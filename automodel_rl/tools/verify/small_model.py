@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from automodel_rl.config import ParallelConfig
-from automodel_rl.support.description import language_config
+from automodel_rl.support.description import experts_per_token, language_config
 from automodel_rl.support.families import VISION_FAMILIES
 
 HEAD_DIM = 8
@@ -70,9 +70,9 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
         key: size for key, size in small.items() if values.get(key) is not None and key not in kept_sizes
     }
     changed |= _rotary(values)
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if values.get(key):
-            changed[key] = _num_experts(values, key, parallel)
+            changed[key] = _num_experts(config, key, parallel)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     kept = {key: value for key, value in values.items() if key not in ("model_type", "architectures", "dtype")}
     return AutoConfig.for_model(config.model_type, **{**kept, **changed, **ids})
@@ -130,10 +130,11 @@ def shrink_vision(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -
     return type(config).from_dict({**kept, **ids, **changed})
 
 
-def _num_experts(values: dict, key: str, parallel: ParallelConfig) -> int:
+def _num_experts(config: PretrainedConfig, key: str, parallel: ParallelConfig) -> int:
     """A number of experts that is enough for the routing and divisible by ep and by the groups of experts."""
+    values = config.to_dict()
     unit = math.lcm(parallel.ep, (values.get("n_group") or 1) * 2)
-    needed = max(MOST_EXPERTS, 2 * values["num_experts_per_tok"] * (values.get("n_group") or 1))
+    needed = max(MOST_EXPERTS, 2 * experts_per_token(config) * (values.get("n_group") or 1))
     return min(values[key], -(-needed // unit) * unit)
 
 
