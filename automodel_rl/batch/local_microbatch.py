@@ -71,11 +71,13 @@ class LocalMicrobatch:
     Attributes:
         input_ids, position_ids, targets: int64 [t]; pads have token 0 and no target.
         is_real: False for pads and for the tokens of an empty microbatch, bool [t].
+        is_routed: `is_real` of the tokens that the rank's routers see: of all or, under sequence parallelism, of the
+            rank's share, bool [t] or [t / tp].
         calls: the arguments of each attention call.
         restore: the place of every token of the microbatch in the tokens of all ranks, rank 0's first, int64 [T]; None
             if this rank has the microbatch's tokens in their order, without pads.
         num_tokens: t.
-        routes: the experts that the tokens must go to, `MISSING` for pads; None if the routers choose.
+        routes: the experts that the tokens of `is_routed` must go to, `MISSING` for pads; None if the routers choose.
         images: the image tokens among the rank's tokens.
         rotary_positions: positions in time, height and width, int64 [3, t], for a model with M-RoPE; pads have 0.
         logprob_gradient: the derivative of the loss by the log-probability of every target, float64 [t], if it is known
@@ -87,6 +89,7 @@ class LocalMicrobatch:
     position_ids: Tensor
     targets: Tensor
     is_real: Tensor
+    is_routed: Tensor
     calls: tuple[AttentionCall, ...]
     restore: Tensor | None
     num_tokens: int
@@ -96,6 +99,13 @@ class LocalMicrobatch:
     logprob_gradient: Tensor | None = None
     index: int = 0
 
+    def between_blocks(self, tp: int, tp_rank: int) -> "LocalMicrobatch":
+        """The microbatch of a rank that has its share of the tokens between blocks, as under sequence parallelism."""
+        share = self.num_tokens // tp
+        start, stop = tp_rank * share, (tp_rank + 1) * share
+        routes = None if self.routes is None else replace(self.routes, experts=self.routes.experts[start:stop])
+        return replace(self, is_routed=self.is_real[start:stop], routes=routes, images=self.images.within(start, stop))
+
     def to(self, device: torch.device) -> "LocalMicrobatch":
         """The same microbatch on `device`."""
         return replace(
@@ -104,6 +114,7 @@ class LocalMicrobatch:
             position_ids=move(self.position_ids, device),
             targets=move(self.targets, device),
             is_real=move(self.is_real, device),
+            is_routed=move(self.is_routed, device),
             calls=tuple(call.to(device) for call in self.calls),
             restore=None if self.restore is None else move(self.restore, device),
             routes=None if self.routes is None else replace(self.routes, experts=move(self.routes.experts, device)),
@@ -152,12 +163,14 @@ def local_microbatch(
     source = np.cumsum([0, *lengths])[segment] + offset
     is_token = offset < np.array(lengths)[segment]
     real = torch.from_numpy(is_token[own])
+    counted = real & (not microbatch.is_empty)
     places = torch.from_numpy(np.where(is_token, source, 0)[own])
     return LocalMicrobatch(
         input_ids=torch.where(real, microbatch.input_ids[places], 0),
         position_ids=torch.from_numpy(offset[own]),
         targets=torch.where(real, microbatch.targets[places], IGNORED_TARGET),
-        is_real=real & (not microbatch.is_empty),
+        is_real=counted,
+        is_routed=counted,
         calls=_calls(padded, chunk, own, gathered, cp, cp_rank),
         restore=None if cp == 1 and not missing else torch.from_numpy(gathered[is_token]),
         num_tokens=len(own),

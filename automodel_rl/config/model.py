@@ -58,8 +58,8 @@ class MoEConfig(Section):
 
     aux_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the load-balancing loss (Fedus et al., arXiv:2101.03961, eq. 4). The loss is computed over each
-    microbatch of each rank, so it depends on how sequences are packed. With 0, results depend neither on the layout nor
-    on packing."""
+    microbatch, so it depends on how sequences are packed. With 0, results depend neither on the layout nor on
+    packing."""
 
     bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
     """Amount by which the bias of each expert changes after every optimizer step, for routers of DeepSeek's kind: up

@@ -72,6 +72,11 @@ class ParallelConfig(Section):
         return self.dp_shard * self.cp
 
     @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that share one copy of a stage's experts."""
+        return self.fsdp_size * self.tp
+
+    @property
     def num_stages(self) -> int:
         """Number of pipeline stages, over all ranks."""
         return self.pp * self.virtual_stages

@@ -75,7 +75,8 @@ def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> Pretrain
     changed: dict[str, Any] = {}
     if parallel.tp > 1:
         changed["head_dim"] = values.get("head_dim") or config.hidden_size // config.num_attention_heads
-        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        of_experts = FAMILIES[config.model_type].is_moe and not values.get("moe_intermediate_size")
+        for key in ("num_attention_heads", "num_key_value_heads", *(() if of_experts else ("intermediate_size",))):
             changed[key] = values[key] // parallel.tp
     return type(config).from_dict({**values, **changed})
 

@@ -127,7 +127,7 @@ class MemoryModel:
         gathered = self.parameters / (parallel.pp * parallel.tp * parallel.ep)
         trained = sum(size.gathered for size in self._whole if size.is_trained) / self.parameters * gathered
         moments = 0.0 if memory.offload_optimizer else trained * max(self._num_moments.values(), default=0)
-        shards = (gathered + moments) / parallel.fsdp_size * parallel.ep
+        shards = (gathered + moments) / parallel.expert_ranks * parallel.ep
         return gathered * self.compute + shards * self.master + trained * self.master
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.lora.layers import add_adapters
-from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
+from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
 from automodel_rl.support.families import FAMILIES
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -76,12 +76,12 @@ def empty_model(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
 def parameter_sizes(model: Any, parallel: ParallelConfig) -> Iterator[ParameterSize]:
     """The size of every parameter on one rank. In a pipeline, a tied head counts as a parameter of its own."""
     tied = model.config.tie_word_embeddings
-    plan = model.config.base_model_tp_plan or {}
+    plan = FAMILIES[model.config.model_type].whole_tp_plan(model.config.base_model_tp_plan)
     for name, parameter in model.named_parameters(remove_duplicate=not (tied and parallel.pp > 1)):
         shape, fsdp = list(parameter.shape), parallel.fsdp_size
         if ".experts." in name:
             shape[0] //= parallel.ep
-            fsdp //= parallel.ep
+            fsdp = parallel.expert_ranks // parallel.ep if parallel.ep > 1 else fsdp
         elif parallel.tp > 1:
             dim = _split_dim(name, plan)
             if dim is not None:
@@ -95,12 +95,13 @@ def _split_dim(name: str, plan: dict[str, str]) -> int | None:
     module, _, kind = name.rpartition(".")
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         return 0
-    return split_dim(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", module.removeprefix("model."))), kind)
+    dims = (split_dim(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", n.removeprefix("model."))), kind) for n in (module, name))
+    return next((dim for dim in dims if dim is not None), None)
 
 
 def split_dim(style: str | None, kind: str) -> int | None:
-    """The dim along which a linear layer's weight or bias is cut; None if it is not."""
-    if style == COLUMNS:
+    """The dim along which a module's weight or bias is cut; None if it is not."""
+    if style in (COLUMNS, BY_HEADS, WIDE_NORM):
         return 0
     return 1 if style == ROWS and kind == "weight" else None
 

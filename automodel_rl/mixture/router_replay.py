@@ -58,7 +58,7 @@ class RouterReplay:
         if (number, microbatch.index) in self._noted:  # a recomputation is not counted again
             return
         differs = (live[:, :, None] != target[:, None]).all(2).any(1)
-        self._noted[number, microbatch.index] = differs, is_known[:, 0], microbatch.is_real
+        self._noted[number, microbatch.index] = differs, is_known[:, 0], microbatch.is_routed
 
     def differing(self) -> dict[int, Tensor]:
         """Counts by layer, float32 [2], of training since the last call: tokens with a route that the router would have

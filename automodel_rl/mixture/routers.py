@@ -5,6 +5,7 @@ and empty microbatches do not count. A token that follows a route (mixture/route
 sends it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from automodel_rl.batch import RouterShape
 from automodel_rl.config.model import MoEConfig
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
+from automodel_rl.parallel.collectives import all_reduce
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.support.families import Family
 
@@ -77,12 +79,20 @@ class RouterWatch:
         family: the model's family.
         scope: shows which microbatch a layer computes.
         config: the weight of the auxiliary loss and the rate of the bias.
+        sharing: the groups of ranks that share a microbatch: those of cp, of tp, both or none.
     """
 
-    def __init__(self, layers: dict[int, Any], family: Family, scope: MicrobatchScope, config: MoEConfig):
+    def __init__(
+        self,
+        layers: dict[int, Any],
+        family: Family,
+        scope: MicrobatchScope,
+        config: MoEConfig,
+        sharing: Sequence[dist.ProcessGroup],
+    ):
         self.layers, self.family, self.config = layers, family, config
         self.routers = routers_of(layers, family)
-        self._watched = {number: Watched(scope, bool(config.aux_loss)) for number in self.routers}
+        self._watched = {number: Watched(scope, bool(config.aux_loss), sharing) for number in self.routers}
         for number, router in self.routers.items():
             router.watched = self._watched[number]
 
@@ -122,8 +132,8 @@ class Watched:
         factor: factor of the auxiliary loss, which is computed as a sum over tokens, float64 [].
     """
 
-    def __init__(self, scope: MicrobatchScope, has_loss: bool):
-        self.scope, self.has_loss = scope, has_loss
+    def __init__(self, scope: MicrobatchScope, has_loss: bool, sharing: Sequence[dist.ProcessGroup]):
+        self.scope, self.has_loss, self.sharing = scope, has_loss, sharing
         self.load = self.factor = torch.zeros(())
 
     def start_step(self, num_experts: int, device: torch.device, factor: float) -> None:
@@ -145,10 +155,12 @@ class Watched:
         microbatch = self.scope.microbatch
         assert microbatch is not None, "a router runs outside of a layer that notes its microbatch"
         logits, weights, chosen = in_order(output)
-        load = _load(chosen, microbatch.is_real, logits.shape[-1])
+        load = _load(chosen, microbatch.is_routed, logits.shape[-1])
         self.load.add_(load * self.scope.is_first)
         if self.has_loss:
-            loss = _load_balancing(logits, load, microbatch.is_real) * self.factor
+            for group in self.sharing:
+                load = all_reduce(load, group)
+            loss = _load_balancing(logits, load, microbatch.is_routed) * self.factor
             weights = _AddLoss.apply(weights, loss)
         return (chosen, weights, logits) if is_reversed(output) else (logits, weights, chosen)
 
@@ -187,9 +199,14 @@ def _load(chosen: Tensor, is_real: Tensor, num_experts: int) -> Tensor:
 
 
 def _load_balancing(logits: Tensor, load: Tensor, is_real: Tensor) -> Tensor:
-    """The auxiliary loss of a layer for one microbatch, times the number of its real tokens.
+    """This rank's summand of the auxiliary loss of a layer for one microbatch, times the number of its real tokens.
 
     The loss is E * the sum over experts of (share of the choices * mean probability).
+
+    Args:
+        logits: scores of this rank's tokens, [t, E].
+        load: number of the whole microbatch's choices of each expert, [E].
+        is_real: which of this rank's tokens count, bool [t].
     """
     real = is_real.float()[:, None]
     accurate = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,7 +1,7 @@
 """Lays out a part without storage over ranks. This is the order in which forwards are replaced and wrapped:
 
-1. tensor parallelism cuts weights and sets the forwards of linear layers and embedding (parallel/tensor_parallel.py)
-2. expert parallelism cuts experts; their forward is ours by name (mixture/experts.py)
+1. expert parallelism cuts experts; their forward is ours by name (mixture/experts.py)
+2. tensor parallelism cuts weights and sets the forwards of linear layers and embedding (parallel/tensor_parallel.py)
 3. adapters set the forwards of their linear layers (lora/layers.py), or these become fp8 layers (model/float8.py)
 4. the part and its head get a forward over microbatches (model/part_forward.py), norms a fused one
    (model/fused_norm.py)
@@ -81,12 +81,12 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     compiled = memory.compile is True  # `auto` has been decided by ModelHandle.from_pretrained
     how = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
     partial: list[tuple[nn.Module, str]] = []
-    if layout.parallel.tp > 1:
-        plan = part.config.base_model_tp_plan
-        partial = split_part(part, plan, layout.mesh["tp"], how, family.scales_embedding)
     experts = experts_of(part)
     for module in experts:
         _split_experts(module, layout)
+    if layout.parallel.tp > 1:
+        plan = family.whole_tp_plan(part.config.base_model_tp_plan)
+        partial = split_part(part, plan, layout.mesh["tp"], how, family.scales_embedding)
     install_adapters(part)
     if model.fp8 is not None:
         install_float8(layers_of(part), model.fp8)
@@ -105,7 +105,8 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         # A compiler fuses written-out norms with what is around them.
         install_fused_norms(part, layers_of(part) if compiled else [], layout.device, compute)
     scope = MicrobatchScope()
-    watch = RouterWatch(numbered_layers(part), family, scope, model.moe)
+    sharing = [group for group in (layout.cp_group, layout.tp_group) if group is not None]
+    watch = RouterWatch(numbered_layers(part), family, scope, model.moe, sharing)
     routers = watch.routers
     num_experts = max((router.num_experts for router in routers.values()), default=0)
     replay = RouterReplay(routers, num_experts, scope)

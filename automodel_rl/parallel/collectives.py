@@ -51,7 +51,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(gradients[0], ctx.group), None
+        return all_reduce(gradients[0], ctx.group), None
 
 
 class SumFromTP(torch.autograd.Function):
@@ -59,7 +59,7 @@ class SumFromTP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        return _all_reduce(tensor, group)
+        return all_reduce(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -124,7 +124,8 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return operators.reduce_scatter(tensor, 0, group.size(), group.group_name)
 
 
-def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
+def all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    """The sum over ranks. It has no backward."""
     return operators.all_reduce(tensor, group.group_name)
 
 

@@ -26,7 +26,7 @@ DENSE_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 """Axes of the mesh of most parameters. `fsdp` is dp_shard x cp: context-parallel ranks shard weights, too."""
 
 EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
-"""Axes of the mesh of expert weights, over the same ranks: ep_shard x ep is fsdp."""
+"""Axes of the mesh of expert weights, over the same ranks: ep_shard x ep is fsdp x tp."""
 
 MESSAGES = ("activation", "gradient")
 """Kinds of messages between pipeline stages."""
@@ -197,7 +197,7 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
     alone = [[rank] for rank in guests]
     outer = (parallel.pp, parallel.dp_replicate)
     dense = (*outer, parallel.fsdp_size, parallel.tp)
-    experts = (*outer, parallel.fsdp_size // parallel.ep, parallel.ep)
+    experts = (*outer, parallel.expert_ranks // parallel.ep, parallel.ep)
     places = torch.tensor(members).reshape(parallel.pp, parallel.num_data_ranks, parallel.cp, parallel.tp)
     by_data = places.permute(0, 2, 3, 1).flatten(0, 2).tolist()
     by_stage = places.permute(1, 2, 3, 0).flatten(0, 2).tolist()

@@ -5,10 +5,11 @@ It follows Megatron-LM (Shoeybi et al., arXiv:1909.08053) and, for sequence para
 FSDP, checkpoints and exports. The computation is on plain local tensors, with the collectives written out.
 """
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,18 @@ from automodel_rl.parallel.collectives import AllGatherCP, CopyToTP, ScatterSum,
 from automodel_rl.parallel.sharding import local_tensor, shard_parameter
 
 COLUMNS, ROWS, REPLICATED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""Styles of transformers' plans that this package follows. REPLICATED: the same weight on all ranks, which use it for
+different heads."""
+
+BY_HEADS = "by_heads"
+"""A norm, or a parameter such as sinks, whose first dim has an entry for each head."""
+
+WIDE_NORM = "wide_norm"
+"""An RMSNorm over all heads of a token."""
+
+FUSED, FUSED_HEADS = "fused_columns", "fused_heads"
+"""Linear layers whose outputs are two, or queries, keys and values. Every rank keeps the whole weight, because files
+hold it as one tensor, and uses its rows of each section."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ def split_part(
 
     Args:
         part: a causal language model or a part of one.
-        plan: transformers' `base_model_tp_plan`: pattern of a module's name below `model` -> how it is split.
+        plan: pattern of a module's or parameter's name below `model` -> how it is split.
         mesh: the mesh of the tp ranks.
         how: how blocks are entered and left.
         scales_embedding: whether the embedding multiplies by its `embed_scale`.
@@ -103,23 +116,58 @@ def split_linears(
     Returns:
         Parameters, as (module, name), for which each rank's gradient is only a summand.
     """
+    assert how.group is not None
     partial: list[tuple[nn.Module, str]] = []
-    blocks: dict[int, nn.Module] = {}
+    whole: set[nn.Parameter] = set()
+    blocks: dict[int, tuple[str, nn.Module]] = {}
     for name, module in list(part.named_modules()):
         style = style_of(name)
+        forward: Any = None
+        if style in (COLUMNS, FUSED, FUSED_HEADS):
+            block = part.get_submodule(name.rpartition(".")[0])
+            blocks[id(block)] = name, block
         if style == COLUMNS:
             _shard(module, mesh, dim=0, bias_dim=0)
-            module.forward = MethodType(_columns_forward, module)
-            block = part.get_submodule(name.rpartition(".")[0])
-            blocks[id(block)] = block
+            forward = _columns_forward
         elif style == ROWS:
             _shard(module, mesh, dim=1, bias_dim=None)
-            module.forward = MethodType(_rows_forward(how), module)
-        elif style == REPLICATED and not how.sequence_parallel:
-            partial += [(module, key) for key, _ in module.named_parameters(recurse=False)]
-    for block in blocks.values():
+            forward = _rows_forward(how)
+            whole.update(parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
+        elif style in (FUSED, FUSED_HEADS):
+            sections = _halves(module) if style == FUSED else _sections_of_heads(block, mesh.size())
+            forward = _sections_forward(how.group, sections)
+        elif style == BY_HEADS:
+            _shard(module, mesh, dim=0, bias_dim=None)
+            forward = _own_weight_forward
+        elif style == WIDE_NORM:
+            _shard(module, mesh, dim=0, bias_dim=None)
+            forward = _wide_norm_forward(how.group)
+        if forward is not None:
+            module.forward = MethodType(forward, module)
+        if style in (REPLICATED, FUSED, FUSED_HEADS) and not how.sequence_parallel:
+            partial += [(module, key) for key, _ in module.named_parameters()]
+    for name, _ in list(part.named_parameters()):
+        if style_of(name) == BY_HEADS:
+            owner, _, key = name.rpartition(".")
+            shard_parameter(part.get_submodule(owner), key, mesh, dim=0)
+    for name, block in blocks.values():
+        if not how.sequence_parallel:
+            _check_styles(name, block, whole | {module.get_parameter(key) for module, key in partial})
         block.register_forward_pre_hook(_enter(how), with_kwargs=True)
     return partial
+
+
+def _check_styles(name: str, block: nn.Module, known: set[nn.Parameter]) -> None:
+    """Every parameter of a split block is split or known to be whole: a forgotten one would get a part of its gradient.
+
+    Raises:
+        RuntimeError: one is not.
+    """
+    for key, parameter in block.named_parameters():
+        if not isinstance(parameter, DTensor) and parameter not in known:
+            raise RuntimeError(
+                f"the block of {name} is split over tp, and no plan says how {key} is: add it to the plan"
+            )
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, dim: int, bias_dim: int | None) -> None:
@@ -146,6 +194,52 @@ def _rows_forward(how: TensorParallel) -> Any:
     def forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
         output = how.leave(F.linear(hidden, local_tensor(linear.weight)))
         return output if linear.bias is None else output + linear.bias
+
+    return forward
+
+
+def _halves(linear: nn.Module) -> tuple[int, ...]:
+    rows = linear.get_parameter("weight").shape[0]
+    return (rows // 2, rows // 2)
+
+
+def _sections_of_heads(attention: Any, tp: int) -> tuple[int, ...]:
+    """Rows of queries, keys and values. The block itself is told how many heads a rank has, for it cuts by them."""
+    queries, keys = (
+        count * attention.head_dim for count in (attention.config.num_attention_heads, attention.num_key_value_heads)
+    )
+    attention.config = copy.copy(attention.config)
+    attention.config.num_attention_heads //= tp
+    attention.num_key_value_heads //= tp
+    return (queries, keys, keys)
+
+
+def _sections_forward(group: dist.ProcessGroup, sections: tuple[int, ...]) -> Any:
+    """This rank's rows of each section of a linear layer that is whole on every rank."""
+
+    def own(whole: Tensor) -> Tensor:
+        return torch.cat([section.chunk(group.size())[group.rank()] for section in whole.split(sections)])
+
+    def forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, own(linear.weight), None if linear.bias is None else own(linear.bias))
+
+    return forward
+
+
+def _own_weight_forward(norm: Any, hidden: Tensor) -> Tensor:
+    """The norm's own forward with this rank's weights."""
+    return type(norm).forward(SimpleNamespace(**{**vars(norm), "weight": local_tensor(norm.weight)}), hidden)
+
+
+def _wide_norm_forward(group: dist.ProcessGroup) -> Any:
+    """RMSNorm over columns that are split: squares are summed over the ranks, in fp32 as in transformers."""
+
+    def forward(norm: Any, hidden: Tensor) -> Tensor:
+        wide = hidden.to(torch.float32)
+        squares = SumFromTP.apply(wide.pow(2).sum(-1, keepdim=True), group)
+        mean = CopyToTP.apply(squares, group) / (hidden.shape[-1] * group.size())
+        wide = wide * torch.rsqrt(mean + norm.variance_epsilon)
+        return (local_tensor(norm.weight) * wide).to(hidden.dtype)
 
     return forward
 

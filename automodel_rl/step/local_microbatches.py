@@ -42,10 +42,8 @@ def local_microbatches(
         gradient = None if logprob_gradient is None else logprob_gradient(microbatch, number)
         part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, positions, gradient)
         if embeddings:
-            tokens = dataclasses.replace(part.images, embeddings=embeddings[number])
-            if sequence_parallel:  # between blocks a rank has its share of the tokens
-                share = part.num_tokens // layout.parallel.tp
-                tokens = tokens.within(layout.tp_rank * share, (layout.tp_rank + 1) * share)
-            part = dataclasses.replace(part, images=tokens)
+            part = dataclasses.replace(part, images=dataclasses.replace(part.images, embeddings=embeddings[number]))
+        if sequence_parallel:
+            part = part.between_blocks(layout.parallel.tp, layout.tp_rank)
         parts.append(dataclasses.replace(part, index=number).to(layout.device))
     return parts

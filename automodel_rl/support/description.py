@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +21,11 @@ class ModelDescription:
 
     Attributes:
         family: its `model_type`.
-        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: the model's sizes.
+        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: the model's sizes. If layers differ in key-value
+            heads, their greatest common divisor.
         head_dim, value_dim: dims of an attention head's queries and keys, and of its values.
         num_experts: number of experts in a layer; 0 for a dense model.
+        shared_expert_size: columns of the experts that all tokens share; 0 if there are none.
         noise: the config's entries above 0 that make training random.
         rope_types: the kinds of scaling of rotary embeddings, over all layers.
         has_softcap: whether attention scores go through a soft cap.
@@ -46,6 +49,7 @@ class ModelDescription:
     head_dim: int = 1
     value_dim: int = 1
     num_experts: int = 0
+    shared_expert_size: int = 0
     has_softcap: bool = False
     has_windows: bool = False
     is_bidirectional: bool = False
@@ -82,12 +86,15 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         noise=_noise(values),
         rope_types=tuple(kind.get("rope_type") or "default" for kind in _rotary_kinds(values)),
         num_heads=config.num_attention_heads,
-        num_kv_heads=values.get("num_key_value_heads") or config.num_attention_heads,
+        num_kv_heads=math.gcd(
+            values.get("num_key_value_heads") or config.num_attention_heads, values.get("swa_num_key_value_heads") or 0
+        ),
         vocab_size=config.vocab_size,
         mlp_size=values.get("intermediate_size") or 0,
         head_dim=_head_dim(values),
         value_dim=values.get("v_head_dim") or _head_dim(values),
         num_experts=_num_experts(values),
+        shared_expert_size=_shared_expert_size(values),
         has_softcap=values.get("attn_logit_softcapping") is not None,
         has_windows=any(layer_windows(config)),
         is_bidirectional=bool(values.get("use_bidirectional_attention")),
@@ -158,3 +165,8 @@ def _noise(values: dict[str, Any]) -> dict[str, float]:
 def _num_experts(values: dict[str, Any]) -> int:
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((values[name] for name in names if values.get(name)), 0)
+
+
+def _shared_expert_size(values: dict[str, Any]) -> int:
+    count = values.get("n_shared_experts") or values.get("num_shared_experts") or values.get("moe_num_shared_experts")
+    return values.get("shared_expert_intermediate_size") or (count or 0) * (values.get("moe_intermediate_size") or 0)

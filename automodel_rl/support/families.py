@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, FUSED, FUSED_HEADS, REPLICATED, ROWS, WIDE_NORM
+
+TPPlan = tuple[tuple[str, str], ...]
+"""Names, and how tensor parallelism splits what they name."""
+
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -34,7 +39,7 @@ class VisionNames:
     projector: str
     in_files: tuple[tuple[str, str], ...]
     has_rotary_grid: bool = False
-    tp_plan: tuple[tuple[str, str], ...] = ()
+    tp_plan: TPPlan = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Family:
         logit_factor, logit_divisor: the same for what multiplies and what divides logits.
         has_plain_norms: whether RMSNorm is weight * x / rms(x), and not Gemma's (1 + weight).
         computes_in_fp32: whether parts of it compute in fp32 whatever the dtype, so that float64 is not exact.
-        splits_over_tp: whether tensor parallelism can split its layers.
+        tp_plan: how tensor parallelism splits modules or parameters of a layer, by their names below it, where
+            transformers' own plan for the model says nothing or says what this package does not do.
         nemo_class: module and name of nemo_automodel's own class, if this package can run it.
         vision: the names of its encoder, if it has one. All other facts are then those of its language model's family.
         is_part: whether it is the language model of such a family, and no model of its own.
@@ -78,7 +84,7 @@ class Family:
     logit_divisor: str = ""
     has_plain_norms: bool = True
     computes_in_fp32: bool = False
-    splits_over_tp: bool = True
+    tp_plan: TPPlan = ()
     nemo_class: tuple[str, str] | None = None
     vision: VisionNames | None = None
     is_part: bool = False
@@ -86,9 +92,56 @@ class Family:
     tell_tale: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
 
+    def is_exact(self, tp: int) -> bool:
+        """Whether a float64 model of the family computes in float64, or rounds to fp32 as transformers does.
+
+        Args:
+            tp: number of ranks that split each layer. Norms over split columns round another sum, and norms before
+                split ones of latent attention get each rank's part of their gradient in fp32.
+        """
+        rounded = WIDE_NORM in dict(self.tp_plan).values() or ("self_attn.kv_a_layernorm", REPLICATED) in self.tp_plan
+        return not self.computes_in_fp32 and (tp == 1 or not rounded)
+
+    def whole_tp_plan(self, base: dict[str, str] | None) -> dict[str, str]:
+        """How all modules split, by patterns of names below `model`.
+
+        Args:
+            base: transformers' `base_model_tp_plan`, if the config has one.
+        """
+        return {**(base or {}), **{f"layers.*.{name}": style for name, style in self.tp_plan}}
+
 
 _NEMO = "nemo_automodel.components.models"
-_SOFTMAX_MIXTURE = Family(ExpertNames(), is_moe=True, splits_over_tp=False)
+_ATTENTION = (
+    *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
+    ("self_attn.o_proj", ROWS),
+)
+_LATENT_ATTENTION = (
+    *((f"self_attn.{name}", COLUMNS) for name in ("q_proj", "q_b_proj", "kv_b_proj")),
+    *((f"self_attn.{name}", REPLICATED) for name in ("q_a_proj", "q_a_layernorm")),
+    *((f"self_attn.{name}", REPLICATED) for name in ("kv_a_proj_with_mqa", "kv_a_layernorm")),
+    ("self_attn.o_proj", ROWS),
+)
+_SINKS = (("self_attn.sinks", BY_HEADS),)
+_NORMS_OF_HEADS = (("self_attn.q_norm", REPLICATED), ("self_attn.k_norm", REPLICATED))
+_WIDE_NORMS = (*_ATTENTION, ("self_attn.q_norm", WIDE_NORM), ("self_attn.k_norm", WIDE_NORM))
+_FUSED_MLP = (("mlp.gate_up_proj", FUSED), ("mlp.down_proj", ROWS))
+_HUNYUAN = (
+    *_ATTENTION,
+    ("self_attn.query_layernorm", REPLICATED),
+    ("self_attn.key_layernorm", REPLICATED),
+    ("mlp.gate_proj", COLUMNS),
+    ("mlp.up_proj", COLUMNS),
+    ("mlp.down_proj", ROWS),
+)
+_SHARED_EXPERTS: TPPlan = tuple(
+    (f"mlp.{shared}.{name}_proj", style)
+    for shared in ("shared_expert", "shared_experts", "shared_mlp")
+    for name, style in (("gate", COLUMNS), ("up", COLUMNS), ("down", ROWS))
+)
+"""Experts that all tokens share are split; those that tokens choose are not, and neither are routers."""
+
+_SOFTMAX_MIXTURE = Family(ExpertNames(), is_moe=True, tp_plan=_SHARED_EXPERTS)
 _BIASED_MIXTURE = replace(_SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
 _GRANITE_MIXTURE = Family(
     is_moe=True,
@@ -96,7 +149,7 @@ _GRANITE_MIXTURE = Family(
     router="router",
     embedding_factor="embedding_multiplier",
     logit_divisor="logits_scaling",
-    splits_over_tp=False,
+    tp_plan=_ATTENTION,
     renamed=(
         (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
         (r"\.experts\.down_proj$", ".output_linear.weight"),
@@ -116,45 +169,49 @@ FAMILIES = {
     ),
     "mixtral": replace(_SOFTMAX_MIXTURE, experts=_MIXTRAL_NAMES),
     "qwen3_moe": _SOFTMAX_MIXTURE,
-    "deepseek_v3": _BIASED_MIXTURE,
-    "gpt_oss": Family(is_moe=True, router="router", has_sinks=True, splits_over_tp=False),
-    "apertus": Family(splits_over_tp=False),
+    "deepseek_v3": replace(_BIASED_MIXTURE, tp_plan=_LATENT_ATTENTION),
+    "gpt_oss": Family(is_moe=True, router="router", has_sinks=True, tp_plan=(*_ATTENTION, *_SINKS)),
+    "apertus": Family(tp_plan=(("mlp.act_fn", REPLICATED),)),
     "arcee": Family(),
-    "cohere": Family(logit_factor="logit_scale", computes_in_fp32=True, splits_over_tp=False),
+    "cohere": Family(
+        logit_factor="logit_scale",
+        computes_in_fp32=True,
+        tp_plan=(("self_attn.q_norm", BY_HEADS), ("self_attn.k_norm", BY_HEADS)),
+    ),
     "cohere2": Family(logit_factor="logit_scale", computes_in_fp32=True),
     "ernie4_5": Family(),
     "exaone4": Family(),
     "gemma": Family(scales_embedding=True, has_plain_norms=False, computes_in_fp32=True),
-    "glm": Family(splits_over_tp=False),
-    "glm4": Family(splits_over_tp=False),
+    "glm": Family(tp_plan=_FUSED_MLP),
+    "glm4": Family(tp_plan=_FUSED_MLP),
     "granite": Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling"),
     "helium": Family(computes_in_fp32=True),
-    "hunyuan_v1_dense": Family(splits_over_tp=False),
+    "hunyuan_v1_dense": Family(tp_plan=_HUNYUAN),
     "hyperclovax": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),
     "ministral": Family(),
     "ministral3": Family(),
-    "olmo2": Family(splits_over_tp=False),
-    "olmo3": Family(rotary_by_layer_type=True, splits_over_tp=False),
-    "phi3": Family(splits_over_tp=False),
+    "olmo2": Family(tp_plan=_WIDE_NORMS),
+    "olmo3": Family(rotary_by_layer_type=True, tp_plan=_WIDE_NORMS),
+    "phi3": Family(tp_plan=(("self_attn.qkv_proj", FUSED_HEADS), ("self_attn.o_proj", ROWS), *_FUSED_MLP)),
     "seed_oss": Family(),
     "smollm3": Family(),
     "starcoder2": Family(),
-    "youtu": Family(splits_over_tp=False),
+    "youtu": Family(tp_plan=_LATENT_ATTENTION),
     "cohere2_moe": replace(_SOFTMAX_MIXTURE, logit_factor="logit_scale", computes_in_fp32=True),
-    "deepseek_v2": replace(_SOFTMAX_MIXTURE, computes_in_fp32=True),
+    "deepseek_v2": replace(_SOFTMAX_MIXTURE, computes_in_fp32=True, tp_plan=_LATENT_ATTENTION),
     "dots1": _BIASED_MIXTURE,
     "exaone_moe": replace(_BIASED_MIXTURE, renamed=((r"\.mlp\.gate\.e_score", ".mlp.e_score"),)),
-    "flex_olmo": _SOFTMAX_MIXTURE,
+    "flex_olmo": replace(_SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
     "ernie4_5_moe": replace(
         _BIASED_MIXTURE,
         router_bias="gate.moe_statics.e_score_correction_bias",
         renamed=((r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),),
     ),
-    "glm4_moe": _BIASED_MIXTURE,
-    "glm4_moe_lite": _BIASED_MIXTURE,
+    "glm4_moe": replace(_BIASED_MIXTURE, tp_plan=_NORMS_OF_HEADS),
+    "glm4_moe_lite": replace(_BIASED_MIXTURE, tp_plan=(*_LATENT_ATTENTION, *_SHARED_EXPERTS)),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
-    "hunyuan_v1_moe": replace(_SOFTMAX_MIXTURE, computes_in_fp32=True),
+    "hunyuan_v1_moe": replace(_SOFTMAX_MIXTURE, computes_in_fp32=True, tp_plan=(*_HUNYUAN, *_SHARED_EXPERTS)),
     "hy_v3": replace(
         _BIASED_MIXTURE,
         router_bias="e_score_correction_bias",
@@ -168,10 +225,13 @@ FAMILIES = {
         _BIASED_MIXTURE,
         has_sinks=True,
         rotary_by_layer_type=True,
+        tp_plan=_SINKS,
         renamed=((r"\.self_attn\.sinks", ".self_attn.attention_sink_bias"),),
     ),
-    "minimax_m2": replace(_BIASED_MIXTURE, experts=_MIXTRAL_NAMES, router_bias="e_score_correction_bias"),
-    "olmoe": _SOFTMAX_MIXTURE,
+    "minimax_m2": replace(
+        _BIASED_MIXTURE, experts=_MIXTRAL_NAMES, router_bias="e_score_correction_bias", tp_plan=_WIDE_NORMS
+    ),
+    "olmoe": replace(_SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
     "qwen2_moe": _SOFTMAX_MIXTURE,
     "solar_open": _BIASED_MIXTURE,
     "qwen2_5_vl_text": Family(is_part=True),
@@ -184,8 +244,8 @@ FAMILIES = {
                 ("", "language_model."),
             ),
             tp_plan=(
-                *((name, "colwise") for name in ("q_proj", "k_proj", "v_proj", "fc1")),
-                *((name, "rowwise") for name in ("out_proj", "fc2")),
+                *((name, COLUMNS) for name in ("q_proj", "k_proj", "v_proj", "fc1")),
+                *((name, ROWS) for name in ("out_proj", "fc2")),
             ),
         )
     ),

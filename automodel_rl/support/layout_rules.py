@@ -2,11 +2,8 @@
 
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, refuse_schedule
 from automodel_rl.parallel.pipeline.split import refuse_split
-from automodel_rl.support.families import TEXT_FAMILIES
 from automodel_rl.support.model_rules import MIXTURE, MOE_FAMILIES
 from automodel_rl.support.rule import Combination, Example, Rule
-
-TP_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.splits_over_tp)
 
 _SPLIT_BACKWARD = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.virtual_stages": 2}
 
@@ -97,16 +94,12 @@ def _tensor(asked: Combination) -> str | None:
     tp, description = asked.parallel.tp, asked.description
     if tp == 1:
         return None
-    if not asked.family.splits_over_tp:
-        return (
-            f"parallel.tp={tp}: the layers of a {description.family!r} model cannot be split over tp: "
-            "use tp=1, with ep, pp or cp"
-        )
     sizes = {
         "attention heads": description.num_heads,
         "key-value heads": description.num_kv_heads,
         "tokens in the vocabulary": description.vocab_size,
         "columns in the MLP": description.mlp_size,
+        "columns in the shared experts": description.shared_expert_size,
     }
     for what, size in sizes.items():
         if size % tp:
@@ -116,10 +109,9 @@ def _tensor(asked: Combination) -> str | None:
 
 TENSOR_PARALLEL = Rule(
     "tensor parallel (tp)",
-    f"{', '.join(TP_FAMILIES)}; tp divides heads, KV heads, MLP and vocabulary",
+    "every family; tp divides heads, KV heads, MLP, shared experts and vocabulary",
     _tensor,
     (
-        Example("parallel.tp=2: the layers of a 'qwen3_moe' model cannot be split", {"parallel.tp": 2}, MIXTURE),
         *(
             Example(f"parallel.tp=2 must divide the 7 {what}", {key: 7}, {"parallel.tp": 2})
             for key, what in (
@@ -127,6 +119,7 @@ TENSOR_PARALLEL = Rule(
                 ("description.num_kv_heads", "key-value heads"),
                 ("description.vocab_size", "tokens in the vocabulary"),
                 ("description.mlp_size", "columns in the MLP"),
+                ("description.shared_expert_size", "columns in the shared experts"),
             )
         ),
     ),
@@ -215,10 +208,16 @@ def _experts(asked: Combination) -> str | None:
         return None
     if not asked.family.is_moe:
         return f"parallel.ep={ep}: a {description.family!r} model has no experts: use ep=1"
-    if asked.parallel.fsdp_size % ep:
+    ranks = asked.parallel.expert_ranks
+    if ranks % ep:
         return (
-            f"parallel.ep={ep} must divide parallel.dp_shard x parallel.cp = {asked.parallel.fsdp_size}, the ranks "
+            f"parallel.ep={ep} must divide parallel.dp_shard x parallel.cp x parallel.tp = {ranks}, the ranks "
             "that share the experts: change one of them"
+        )
+    if asked.parallel.tp > 1 and not asked.parallel.sequence_parallel:
+        return (
+            f"parallel.ep={ep} with parallel.tp={asked.parallel.tp} needs parallel.sequence_parallel=true, so that "
+            "each rank sends its own tokens: set it, or use ep=1"
         )
     if description.num_experts % ep:
         return f"parallel.ep={ep} must divide the model's {description.num_experts} experts: use another ep"
@@ -227,11 +226,16 @@ def _experts(asked: Combination) -> str | None:
 
 EXPERT_PARALLEL = Rule(
     "expert parallel (ep)",
-    f"{', '.join(MOE_FAMILIES)}; ep divides experts and dp_shard x cp",
+    f"{', '.join(MOE_FAMILIES)}; ep divides experts and dp_shard x cp x tp",
     _experts,
     (
         Example("parallel.ep=2: a 'qwen3' model has no experts", {"parallel.ep": 2}, {"parallel.dp_shard": 2}),
-        Example("parallel.ep=2 must divide parallel.dp_shard x parallel.cp = 1", {"parallel.ep": 2}, MIXTURE),
+        Example("parallel.ep=2 must divide parallel.dp_shard x parallel.cp x", {"parallel.ep": 2}, MIXTURE),
+        Example(
+            "parallel.ep=2 with parallel.tp=2 needs parallel.sequence_parallel=true",
+            {"parallel.ep": 2},
+            {**MIXTURE, "parallel.tp": 2},
+        ),
         Example("parallel.ep=4 must divide the model's 6 experts", {"parallel.ep": 4}, {**MIXTURE, "parallel.cp": 4}),
     ),
 )

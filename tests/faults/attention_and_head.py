@@ -29,6 +29,33 @@ def _without(name: str) -> Any:
     return mock.patch.dict(BACKENDS, {"eager": leaving_out})
 
 
+def _sinks_without_gradient() -> Any:
+    from automodel_rl.model.attention import BACKENDS, eager
+
+    def detached(q: Tensor, k: Tensor, v: Tensor, call: Any, parameters: Any) -> Tensor:
+        sinks = None if parameters.sinks is None else parameters.sinks.detach()
+        return eager(q, k, v, call, dataclasses.replace(parameters, sinks=sinks))
+
+    return mock.patch.dict(BACKENDS, {"eager": detached})
+
+
+def _plain_rotary_embeddings() -> Any:
+    from automodel_rl.hf.read import read_config
+
+    def plain(folder: Any) -> Any:
+        config = read_config(folder)
+        config.rope_parameters = {**config.rope_parameters, "rope_type": "default"}
+        return config
+
+    return patch("model.handle.read_config", plain)
+
+
+def _norm_of_own_columns() -> Any:
+    from automodel_rl.parallel.tensor_parallel import _own_weight_forward
+
+    return patch("parallel.tensor_parallel._wide_norm_forward", lambda _: _own_weight_forward)
+
+
 def _family_without(fact: str) -> Any:
     from automodel_rl.support.families import FAMILIES
 
@@ -103,6 +130,9 @@ FAULTS: dict[str, Fault] = {
     "a factor of embeddings left out": Fault(lambda: _family_without("embedding_factor"), Verified("granite")),
     "a factor of logits left out": Fault(lambda: _family_without("logit_divisor"), Verified("granite")),
     "sinks left out": Fault(lambda: _without("sinks"), Verified("gpt_oss")),
+    "sinks without a gradient": Fault(_sinks_without_gradient, Verified("gpt_oss")),
+    "the kind of rotary embeddings ignored": Fault(_plain_rotary_embeddings, Verified("ministral3")),
+    "a norm over the columns of this tp rank": Fault(_norm_of_own_columns, Verified("olmo2", {"tp": 2})),
     "cp tokens restored in another order": Fault(_tokens_restored_wrongly, Verified("qwen3", {"cp": 2})),
     "gradients of keys of this cp rank alone": Fault(_keys_of_own_rank, Verified("qwen3", {"cp": 2})),
     "chunks of the head after the first are the first": Fault(_first_chunk_again, Verified("qwen3")),

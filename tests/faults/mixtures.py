@@ -96,7 +96,37 @@ def _live_weights_of_routers() -> Any:
     return mock.patch.object(Selection, "__torch_function__", live)
 
 
+def _routes_of_the_first_share() -> Any:
+    """Under sequence parallelism all ranks follow the routes of the first one's tokens."""
+    from automodel_rl.batch import LocalMicrobatch
+
+    between = LocalMicrobatch.between_blocks
+
+    def first(microbatch: LocalMicrobatch, tp: int, tp_rank: int) -> LocalMicrobatch:
+        return dataclasses.replace(between(microbatch, tp, tp_rank), routes=between(microbatch, tp, 0).routes)
+
+    return mock.patch.object(LocalMicrobatch, "between_blocks", first)
+
+
+def _gate_and_up_swapped() -> Any:
+    from automodel_rl.support.families import FAMILIES, ExpertNames
+
+    swapped = dataclasses.replace(FAMILIES["qwen3_moe"], experts=ExpertNames(gate="up_proj", up="gate_proj"))
+    return mock.patch.dict(FAMILIES, qwen3_moe=swapped)
+
+
+def _bias_in_the_weights() -> Any:
+    from automodel_rl.mixture.router_forward import _forward
+
+    def biased(router: Any, *args: Any) -> Any:
+        logits, weights, chosen = _forward(router, *args)
+        return logits, weights + router.e_score_correction_bias[chosen].to(weights.dtype), chosen
+
+    return patch("mixture.router_forward._forward", biased)
+
+
 REPLAY = {"replay": True}
+SP = {"tp": 2, "sequence_parallel": True}
 
 FAULTS: dict[str, Fault] = {
     "experts' results in the order of experts": Fault(
@@ -108,6 +138,13 @@ FAULTS: dict[str, Fault] = {
         _no_gradient_from_other_ranks, Verified("qwen3_moe", {"dp_shard": 2, "ep": 2})
     ),
     "auxiliary loss left out": Fault(_no_auxiliary_loss, Verified("qwen3_moe", case={"aux_loss": 0.1})),
+    "auxiliary loss by the load of this rank's tokens": Fault(
+        lambda: patch("mixture.routers.all_reduce", lambda load, _: load),
+        Verified("qwen3_moe", SP, case={"aux_loss": 0.1}),
+    ),
+    "gate and up of experts swapped": Fault(_gate_and_up_swapped, Verified("qwen3_moe")),
+    "a router's bias in the weights": Fault(_bias_in_the_weights, Verified("deepseek_v3")),
+    "routes of another tp rank's tokens": Fault(_routes_of_the_first_share, Verified("qwen3_moe", SP, case=REPLAY)),
     "empty microbatches count as load of experts": Fault(
         _empty_microbatches_load,
         "distributed/mixture/test_routers.py::test_load_and_auxiliary_loss_are_those_of_the_formula",

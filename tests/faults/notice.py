@@ -45,9 +45,10 @@ def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> lis
     from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
     from automodel_rl.tools.verify.comparison import Case, compare
 
-    in_fp32 = caught_by.components is None and FAMILIES[caught_by.family].computes_in_fp32
+    parallel = ParallelConfig(**caught_by.sizes)
+    in_fp32 = caught_by.components is None and not FAMILIES[caught_by.family].is_exact(parallel.tp)
     components = None if caught_by.components is None else ComponentsConfig.model_validate(caught_by.components)
-    case = Case(ParallelConfig(**caught_by.sizes), components=components, **caught_by.case)
+    case = Case(parallel, components=components, **caught_by.case)
     with planted(fault):
         found = compare(case, folder, folder)
     return [row.kind for row in judge(found, FLOAT32 if in_fp32 else FLOAT64) if not row.is_equal]

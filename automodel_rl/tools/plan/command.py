@@ -156,7 +156,7 @@ def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: 
         "mesh (pp, dp_replicate, fsdp, tp) = "
         f"({parallel.pp}, {parallel.dp_replicate}, {parallel.fsdp_size}, {parallel.tp})"
         + (
-            f", experts (ep_shard, ep) = ({parallel.fsdp_size // parallel.ep}, {parallel.ep})"
+            f", experts (ep_shard, ep) = ({parallel.expert_ranks // parallel.ep}, {parallel.ep})"
             if parallel.ep > 1
             else ""
         ),

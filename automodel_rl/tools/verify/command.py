@@ -75,7 +75,7 @@ def verify(config: RunConfig, as_json: bool) -> None:
     full = read_supported_config(config)
     description = describe_model(full)
     join_process_group(ranks_to_verify(config))
-    dtype, tolerances = precision(config.model, description.family)
+    dtype, tolerances = precision(config.model, description.family, config.parallel.tp)
     is_first = dist.get_rank() == 0
     with tempfile.TemporaryDirectory(prefix="automodel_rl_verify_") as own_folder:
         folder = Path(_from_first_rank(own_folder))
@@ -127,12 +127,6 @@ def case_of(
         left_out.append("model.lora")
     if config.optimizer.groups:
         left_out.append("optimizer.groups")
-    aux_loss = model.moe.aux_loss
-    if (
-        aux_loss and parallel.cp > 1
-    ):  # each cp rank takes it over its part of a microbatch, and one process has no such parts
-        left_out.append("model.moe.aux_loss")
-        aux_loss = 0.0
     if model.moe.bias_update_rate:
         left_out.append("model.moe.bias_update_rate")
     if not isinstance(config, SFTConfig) or config.loss_function is not None:
@@ -148,7 +142,7 @@ def case_of(
         replay=isinstance(config, GRPOConfig) and config.router_replay.enabled,
         components=config.components,
         frozen=model.frozen,
-        aux_loss=aux_loss,
+        aux_loss=model.moe.aux_loss,
         optimizer=config.optimizer.name,
         muon=config.optimizer.muon,
     )
@@ -175,11 +169,11 @@ def _of_bf16(config: RunConfig, full: PretrainedConfig) -> list[str]:
     return left_out
 
 
-def precision(model: ModelConfig, family: str) -> tuple[Dtype, Tolerances]:
+def precision(model: ModelConfig, family: str, tp: int) -> tuple[Dtype, Tolerances]:
     """The dtype in which a model is compared, and the tolerances."""
     if model.implementation == "nemo_automodel":
         return "float32", FLOAT32
-    return "float64", FLOAT32 if FAMILIES[family].computes_in_fp32 else FLOAT64
+    return "float64", FLOAT64 if FAMILIES[family].is_exact(tp) else FLOAT32
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ class Case:
         replay: whether tokens of a mixture follow routes.
         components: meshes for the components of a vision-language model, in place of `parallel`.
         frozen: what `model.frozen` names, which is not trained.
-        aux_loss: weight of a mixture's load-balancing loss. Only without cp, under which each rank takes it over its
-            part of a microbatch.
+        aux_loss: weight of a mixture's load-balancing loss.
         optimizer: the optimizer's name.
         muon: the settings of Muon.
     """

@@ -37,6 +37,6 @@ def _with_fewer_data_ranks(parallel: ParallelConfig) -> ParallelConfig | None:
     for name, size in (("dp_replicate", parallel.dp_replicate), ("dp_shard", parallel.dp_shard)):
         for fewer in range(size - 1, 1, -1):
             smaller = parallel.model_copy(update={name: fewer})
-            if smaller.fsdp_size % parallel.ep == 0:
+            if smaller.expert_ranks % parallel.ep == 0:
                 return smaller
     return None

@@ -48,6 +48,7 @@ class RouteCheck:
 
     def __init__(self, handle: ModelHandle):
         self.shape, self.num_wrong, self.num_right = handle.router_shape, 0, 0
+        self.place = handle.layout.tp_rank if handle.layout.parallel.sequence_parallel else 0
         for extras in handle.extras:
             for number, router in extras.router_watch.routers.items():
                 router.register_forward_hook(functools.partial(self._compare, number, extras.microbatch_scope))
@@ -58,9 +59,10 @@ class RouteCheck:
         assert self.shape is not None
         if not microbatch.is_real.any():  # an empty microbatch
             return
-        wanted = route_of(microbatch.input_ids, microbatch.position_ids, number, self.shape)
+        own = slice(self.place * len(chosen), (self.place + 1) * len(chosen))
+        wanted = route_of(microbatch.input_ids[own], microbatch.position_ids[own], number, self.shape)
         known = (
-            microbatch.is_real.cpu() & (wanted[:, 0] != MISSING) & (microbatch.targets.cpu() >= 0)
+            microbatch.is_routed.cpu() & (wanted[:, 0] != MISSING) & (microbatch.targets[own].cpu() >= 0)
         )  # the last token has no route
         right = (chosen == wanted).all(1)[known]
         self.num_wrong += int((~right).sum())

@@ -69,14 +69,26 @@ def move_biases(folder: Path, parallel: ParallelConfig) -> tuple[dict, dict, dic
     return before, after, dict(watch.loads), output.metrics[LOAD_METRIC]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2"])
-def test_biases_move_against_the_load_alike_on_all_ranks(ranks: RankPool, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("deepseek_v3", {"dp_shard": 2, "ep": 2}),
+        ("minimax_m2", {"tp": 2, "sequence_parallel": True, "ep": 2}),
+        ("ernie4_5_moe", {"dp_shard": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_biases_move_against_the_load_alike_on_all_ranks(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict
+) -> None:
     save_tiny_model(tmp_path, family, num_layers=2)
-    results = ranks(2).run(move_biases, tmp_path, ParallelConfig(dp_shard=2, ep=2))
+    results = ranks(2).run(move_biases, tmp_path, ParallelConfig(**sizes))
     for before, after, _, metric in results:
         for layer, bias in before.items():
             load = sum(loads[layer] for _, _, loads, _ in results)
-            torch.testing.assert_close(after[layer] - bias, 0.01 * (load.mean() - load).sign().to(bias.dtype))
+            torch.testing.assert_close(
+                after[layer] - bias, (0.01 * (load.mean() - load).sign().to(bias.dtype)).view_as(bias)
+            )
             assert (load != load.mean()).any()
         assert before
         assert metric == results[0][3] >= 1

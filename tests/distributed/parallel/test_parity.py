@@ -19,6 +19,7 @@ from tests.tiny import save_tiny_model
 
 QUICK = pytest.mark.quick
 SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
+SP = {"sequence_parallel": True}
 
 
 def differences(ranks: RankPool, folder: Path, case: Case) -> Differences:
@@ -31,8 +32,9 @@ def assert_equal(found: Differences, tolerances: Tolerances) -> None:
 
 
 def check(ranks: RankPool, folder: Path, family: str, microbatches: tuple[int, ...] = (3, 2), **sizes: object) -> None:
-    tolerances = FLOAT32 if FAMILIES[family].computes_in_fp32 else FLOAT64
-    assert_equal(differences(ranks, folder, Case(ParallelConfig(**sizes), microbatches)), tolerances)
+    parallel = ParallelConfig(**sizes)
+    tolerances = FLOAT64 if FAMILIES[family].is_exact(parallel.tp) else FLOAT32
+    assert_equal(differences(ranks, folder, Case(parallel, microbatches)), tolerances)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -56,9 +58,18 @@ def test_every_other_family_equals_one_process(ranks: RankPool, tmp_path: Path, 
         ("phi3", {"pp": 2}),
         ("minimax_m2", {"pp": 2}),
         ("smollm3", {"tp": 2}),
-        ("starcoder2", {"tp": 2, "sequence_parallel": True}),
+        ("starcoder2", {"tp": 2, **SP}),
         ("qwen2_moe", {"cp": 2, "ep": 2}),
         ("glm4_moe", {"dp_shard": 2, "ep": 2}),
+        ("apertus", {"tp": 2}),
+        ("cohere", {"tp": 2, **SP}),
+        ("glm4", {"tp": 2, **SP}),
+        ("olmo2", {"tp": 2}),
+        ("phi3", {"tp": 2}),
+        ("gpt_oss", {"tp": 2}),
+        ("deepseek_v3", {"tp": 2}),
+        ("hunyuan_v1_moe", {"tp": 2, **SP}),
+        ("deepseek_v2", {"tp": 2, **SP, "ep": 2}),
     ],
     ids=str,
 )
@@ -115,7 +126,6 @@ def test_four_stages_of_7_6_8_and_6_layers_equal_one_process(ranks: RankPool, tm
     check(ranks, tmp_path, "qwen3", (5, 2), pp=4, layers_per_stage=(7, 6, 8, 6))
 
 
-SP = {"sequence_parallel": True}
 LAYOUTS = [
     pytest.param({"dp_shard": 2}, marks=QUICK),
     {"dp_shard": 2, "dp_replicate": 2},
@@ -141,6 +151,8 @@ def test_layouts_of_a_dense_model_equal_one_process(ranks: RankPool, tmp_path: P
         {"cp": 2, "ep": 2},
         {"pp": 2, "dp_shard": 2, "ep": 2},
         {"dp_shard": 2, "cp": 2, "ep": 4},
+        {"dp_shard": 2, "tp": 2, **SP, "ep": 4},
+        {"cp": 2, "tp": 2, **SP, "ep": 2},
     ],
     ids=str,
 )
@@ -149,15 +161,31 @@ def test_layouts_of_a_mixture_equal_one_process(ranks: RankPool, tmp_path: Path,
     check(ranks, tmp_path, "qwen3_moe", **sizes)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v2", "minimax_m2", "gpt_oss"])
+VIRTUAL = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3_moe", {"cp": 2, "ep": 2}),
+        ("mixtral", {"tp": 2, **SP, "ep": 2}),
+        ("deepseek_v3", {"tp": 2, **SP}),
+        ("deepseek_v2", {"cp": 2, "ep": 2}),
+        ("minimax_m2", {"cp": 2, "ep": 2}),
+        ("gpt_oss", {"cp": 2, "ep": 2}),
+        ("granitemoeshared", {"dp_shard": 2, "ep": 2}),
+        ("ernie4_5_moe", {"cp": 2}),
+    ],
+    ids=str,
+)
 def test_families_of_mixtures_that_follow_routes_equal_one_process(
-    ranks: RankPool, tmp_path: Path, family: str
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict
 ) -> None:
     save_tiny_model(tmp_path, family)
-    parallel = ParallelConfig(pp=2, cp=2, ep=2, schedule="Interleaved1F1B", virtual_stages=2)
+    parallel = ParallelConfig(**VIRTUAL, **sizes)
     recomputed = MemoryConfig(activation_checkpointing="full")
     found = differences(ranks, tmp_path, Case(parallel, (3, 2), memory=recomputed, replay=True))
-    assert_equal(found, FLOAT32 if FAMILIES[family].computes_in_fp32 else FLOAT64)
+    assert_equal(found, FLOAT64 if FAMILIES[family].is_exact(parallel.tp) else FLOAT32)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -176,8 +204,18 @@ def test_a_first_step_in_float32_is_near_one_process(ranks: RankPool, tmp_path: 
     assert found.first["gradient norm"] < 1e-5, found
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("sizes", [{}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3_moe", {}),
+        ("gpt_oss", {}),
+        ("mixtral", {"cp": 2}),
+        ("qwen3_moe", {"tp": 2}),
+        ("granitemoe", {"tp": 2, **SP, "ep": 2}),
+        ("mixtral", {"pp": 2, "dp_shard": 2, "ep": 2}),
+    ],
+    ids=str,
+)
 def test_the_auxiliary_loss_of_mixtures_equals_one_process(
     ranks: RankPool, tmp_path: Path, sizes: dict, family: str
 ) -> None:
