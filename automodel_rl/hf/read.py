@@ -1,6 +1,8 @@
 """A Hugging Face checkpoint on disk: checking it, and reading this rank's shards of it."""
 
 import contextlib
+import functools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +16,7 @@ from automodel_rl.config import RunConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.names import Piece, pieces
+from automodel_rl.hf.quantized import Opened, PlainTensor, stored_tensors
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
@@ -89,32 +92,40 @@ class Checkpoint:
 
     def __init__(self, files: ModelFiles, family: str, pickled: Sequence[str] = ()):
         self.files, self.folder, self.family = files, files.folder, family
-        self._files: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in weight_files(self.folder, pickled):
+        plain: dict[str, PlainTensor] = {}
+        self._files = weight_files(self.folder, pickled)
+        for file in self._files:
             with open_tensors(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    self._files[name] = file
-                    self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                    part = tensors.get_slice(name)
+                    plain[name] = PlainTensor(name, file, tuple(part.get_shape()), part.get_dtype())
+        self._tensors = stored_tensors(plain, _block_of_fp8(self.folder))
         for other, known in FAMILIES.items():
-            if known.names_in_files_of == family and any(name.startswith(known.tell_tale) for name in self._files):
+            if known.names_in_files_of == family and any(name.startswith(known.tell_tale) for name in plain):
                 self.family = other
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors."""
-        return [*self._files]
+        return [*self._tensors]
 
     def read(self, name: str) -> Tensor:
         """A whole tensor, on the host."""
-        with open_tensors(self._files[name]) as tensors:
-            return tensors.get_tensor(name)
+        stored = self._tensors[name]
+        with self._opened() as opened:
+            return stored.read(opened, tuple(slice(0, size) for size in stored.shape))
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Opened]:
+        """Opens files when they are first asked for, and closes them at the end."""
+        with contextlib.ExitStack() as stack:
+            yield functools.cache(lambda file: stack.enter_context(open_tensors(file)))
 
     def fingerprint(self) -> str:
         """A text that differs if the files of weights or adapters have changed. It is made of parts of them."""
         state = xxhash.xxh3_64()
         adapters = [] if self.files.adapters is None else [self.files.adapters.folder / ADAPTER_WEIGHTS]
-        for path in (*sorted(set(self._files.values())), *adapters):
+        for path in (*sorted(self._files), *adapters):
             size = path.stat().st_size
             state.update(f"{path.name} {size}".encode())
             with path.open("rb") as file:
@@ -137,31 +148,28 @@ class Checkpoint:
             for piece in pieces(name, tuple(tensor.shape), self.family):
                 self._check_piece(piece, type(model).__name__)
         head, embedding = (next(pieces(name, (1, 1), self.family)).name for name in (TIED_HEAD, EMBEDDING))
-        if is_tied and head in self._files:
-            with open_tensors(self._files[head]) as heads, open_tensors(self._files[embedding]) as embeddings:
-                same = torch.equal(heads.get_tensor(head), embeddings.get_tensor(embedding))
-            if not same:
-                raise InputError(
-                    f"{self.folder}: config.json ties {head} to {embedding} but the weights differ: "
-                    "set tie_word_embeddings to false in config.json, or remove the head from the weights"
-                )
+        if is_tied and head in self._tensors and not torch.equal(self.read(head), self.read(embedding)):
+            raise InputError(
+                f"{self.folder}: config.json ties {head} to {embedding} but the weights differ: "
+                "set tie_word_embeddings to false in config.json, or remove the head from the weights"
+            )
 
     def _check_piece(self, piece: Piece, needed_by: str) -> None:
-        if piece.name not in self._shapes:
+        if piece.name not in self._tensors:
             raise InputError(f"{self.folder}: the checkpoint has no tensor {piece.name}, which {needed_by} needs")
-        if self._shapes[piece.name] != piece.shape:
+        found = self._tensors[piece.name].shape
+        if found != piece.shape:
             raise InputError(
-                f"{self.folder}: {piece.name} has shape {self._shapes[piece.name]} in the weights but {piece.shape} "
-                "by config.json"
+                f"{self.folder}: {piece.name} has shape {found} in the weights but {piece.shape} by config.json"
             )
 
     def fill(self, part: Any, device: torch.device) -> None:
-        """Gives a part storage on `device` and fills it. Only this rank's shard of each tensor is read."""
+        """Gives a part storage on `device` and fills it. Only this rank's shard of each tensor is read, as plain
+        values."""
         for parameter in part.parameters():
             give_storage(parameter, device)
         part.to(device)  # for buffers, and so that FSDP notices the new storage
-        with contextlib.ExitStack() as stack, torch.no_grad():
-            opened = {file: stack.enter_context(open_tensors(file)) for file in set(self._files.values())}
+        with self._opened() as opened, torch.no_grad():
             for name, tensor in persistent_tensors(part):
                 if is_adapter(name) and self.files.adapters is None:
                     initialise(name, tensor)
@@ -172,12 +180,17 @@ class Checkpoint:
                 for piece in pieces(stored, tuple(tensor.shape), self.family):
                     overlap = piece.overlap(box) if box else ((), ())
                     if overlap is not None:
-                        source = opened[self._files[piece.name]]
-                        values = source.get_slice(piece.name)[overlap[0]] if box else source.get_tensor(piece.name)
-                        local[overlap[1]].copy_(values)
+                        local[overlap[1]].copy_(self._tensors[piece.name].read(opened, overlap[0]))
             if self.files.adapters is not None:
                 for name, tensor in part.named_parameters():
                     self.files.adapters.fill(name, tensor)
+
+
+def _block_of_fp8(folder: Path) -> tuple[int, int] | None:
+    """Rows and columns of a block that shares a scale, as config.json says; None if it does not."""
+    values = json.loads((folder / "config.json").read_text())
+    block = (values.get("quantization_config") or {}).get("weight_block_size")
+    return None if block is None else (block[0], block[1])
 
 
 def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

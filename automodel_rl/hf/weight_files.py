@@ -106,5 +106,8 @@ class _PickledSlice:
     def get_shape(self) -> list[int]:
         return [*self._tensor.shape]
 
+    def get_dtype(self) -> str:
+        return str(self._tensor.dtype)
+
     def __getitem__(self, box: Any) -> Tensor:
         return self._tensor[box]

@@ -24,6 +24,8 @@ KEPT_FILES = (
     "chat_template.json",
 )
 
+QUANTIZATION = "quantization_config"
+
 FILE_BYTES = 4 * 2**30
 """Largest size of a weight file."""
 
@@ -96,7 +98,10 @@ def write_description(
         tokenizer: the tokenizer to save along, if given.
         source: folder of the checkpoint that the model came from; its generation settings and image processor are kept.
     """
-    config.save_pretrained(folder)
+    exported = type(config).from_dict(config.to_dict())
+    if QUANTIZATION in exported.to_dict():  # the weights that are written are plain
+        delattr(exported, QUANTIZATION)
+    exported.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     for name in KEPT_FILES:

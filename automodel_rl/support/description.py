@@ -31,7 +31,7 @@ class ModelDescription:
         has_softcap: whether attention scores go through a soft cap.
         has_windows: whether some layers have sliding windows.
         is_bidirectional: whether attention is not causal.
-        is_quantized: whether the checkpoint's weights are quantized.
+        quantization: the method by which the checkpoint's weights are quantized; empty if they are plain.
         context: length of the longest sequence in tokens; None if the config does not say.
         vision: the `model_type` of the whole model, if it is a vision-language model; else None.
         encoder: the `model_type` of the encoder; empty without one.
@@ -53,7 +53,7 @@ class ModelDescription:
     has_softcap: bool = False
     has_windows: bool = False
     is_bidirectional: bool = False
-    is_quantized: bool = False
+    quantization: str = ""
     context: int | None = None
     vision: str | None = None
     encoder: str = ""
@@ -98,7 +98,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         has_softcap=values.get("attn_logit_softcapping") is not None,
         has_windows=any(layer_windows(config)),
         is_bidirectional=bool(values.get("use_bidirectional_attention")),
-        is_quantized=values.get("quantization_config") is not None,
+        quantization=_quantization(values),
         context=_context(values),
     )
 
@@ -170,3 +170,10 @@ def _num_experts(values: dict[str, Any]) -> int:
 def _shared_expert_size(values: dict[str, Any]) -> int:
     count = values.get("n_shared_experts") or values.get("num_shared_experts") or values.get("moe_num_shared_experts")
     return values.get("shared_expert_intermediate_size") or (count or 0) * (values.get("moe_intermediate_size") or 0)
+
+
+def _quantization(values: dict[str, Any]) -> str:
+    settings = values.get("quantization_config") or {}
+    method = settings.get("quant_method", "unnamed" if settings else "")
+    # compressed-tensors has many kinds; this one is fp8 with scales.
+    return "fp8" if method == "compressed-tensors" and settings.get("format") == "float-quantized" else method

@@ -77,19 +77,22 @@ NEMO = Rule(
 
 
 def _quantized(asked: Combination) -> str | None:
-    if not asked.description.is_quantized:
+    method = asked.description.quantization
+    if method in ("", *QUANTIZATIONS):
         return None
     return (
-        "model.path: config.json has a quantization_config, and only plain weights can be trained: convert the "
-        "checkpoint to bfloat16 and remove it"
+        f"model.path: the weights are quantized by {method!r}, and only {', '.join(QUANTIZATIONS)} can be read: "
+        "convert the checkpoint to bfloat16 and remove quantization_config from config.json"
     )
 
 
+QUANTIZATIONS = ("fp8", "mxfp4")
+
 QUANTIZED = Rule(
     "quantized checkpoints",
-    "no",
+    f"{', '.join(QUANTIZATIONS)}: read as plain weights, trained and exported in model.dtype; vLLM needs a plain copy",
     _quantized,
-    (Example("model.path: config.json has a quantization_config", {"description.is_quantized": True}),),
+    (Example("model.path: the weights are quantized by 'awq', and only", {"description.quantization": "awq"}),),
 )
 
 

@@ -29,6 +29,30 @@ ROUTER_REPLAY = Rule(
 )
 
 
+def _quantized_rollout(asked: Combination) -> str | None:
+    run, method = asked.run, asked.description.quantization
+    if not isinstance(run, GRPOConfig) or run.rollout.generator != "vllm" or run.rollout.vllm.servers or not method:
+        return None
+    return (
+        f"rollout.generator=vllm: it would keep the {method} weights of model.path, and a weight sync sends plain "
+        "ones: make a plain copy with automodel-rl export and name it as model.path"
+    )
+
+
+QUANTIZED_ROLLOUT = Rule(
+    "vLLM (grpo)",
+    "every supported model with plain weights",
+    _quantized_rollout,
+    (
+        Example(
+            "rollout.generator=vllm: it would keep the mxfp4 weights of model.path",
+            {"description.quantization": "mxfp4"},
+            {**_GRPO, "rollout.generator": "vllm"},
+        ),
+    ),
+)
+
+
 def _rollout_length(asked: Combination) -> str | None:
     run, context = asked.run, asked.description.context
     if not isinstance(run, GRPOConfig) or context is None:

@@ -34,6 +34,7 @@ RULES = (
     model_rules.ROUTERS,
     run_rules.ROUTER_REPLAY,
     layout_rules.EXPERT_PARALLEL,
+    run_rules.QUANTIZED_ROLLOUT,
     run_rules.ROLLOUT_LENGTH,
     lora_rules.ADAPTERS_ALONE,
 )

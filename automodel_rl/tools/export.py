@@ -27,16 +27,17 @@ from automodel_rl.lora.layers import ADAPTER, ADAPTER_NAMES, is_adapter, merged
 from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters
 from automodel_rl.model.parallelise import dtypes_of
-from automodel_rl.support.description import language_config
+from automodel_rl.support.description import describe_model, language_config
 
 
 def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), *, merge: bool = False) -> None:
-    """Writes the folder that a run would write as `final/` after the checkpoint's step.
+    """Writes the folder that a run would write as `final/` after the checkpoint's step, or a model with plain weights.
 
     Memory holds one tensor of the model at a time, and the contents of one file; with `merge` also all adapters.
 
     Args:
-        checkpoint: a `step_N` folder, or with `merge` a folder of adapters. It need not be trusted.
+        checkpoint: a `step_N` folder, with `merge` a folder of adapters, or the folder of a model with quantized
+            weights. It need not be trusted.
         out: the folder to write, which must not exist.
         overrides: overrides of the run's config, as on the command line, such as the new place of its model.
         merge: write a whole model, with its adapters merged in.
@@ -48,6 +49,9 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), *, merge:
         raise InputError(f"{out}: exists already; export makes its own folder, so name a new one")
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _export_adapters(checkpoint, out, overrides, merge)
+        return
+    if (checkpoint / "config.json").is_file():
+        _export_plain(checkpoint, out, overrides, merge)
         return
     marker = read_marker(checkpoint)
     check_files(checkpoint, marker, marker.files)
@@ -107,6 +111,25 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], merge: b
 
     _publish(out, write)
     print(f"{out}: {files.name} with the adapters of {folder} merged in")
+
+
+def _export_plain(folder: Path, out: Path, overrides: Sequence[str], merge: bool) -> None:
+    """Writes a model with quantized weights in bfloat16."""
+    config = read_config(folder)
+    method = describe_model(config).quantization
+    if not method:
+        raise InputError(f"{folder}: is a model with plain weights already: name a step_N folder of a run")
+    if overrides or merge:
+        raise InputError(f"{folder}: is a model with {method} weights: export takes no more arguments for it")
+    tokenizer = load_tokenizer(folder, language_config(config).vocab_size)
+    weights = Checkpoint(find_model(ModelConfig(path=str(folder))), config.model_type)
+
+    def write(unfinished: Path) -> None:
+        write_weights(unfinished, merged_tensors(weights, {}, 1.0, torch.bfloat16))
+        write_description(unfinished, _in_dtype(config, torch.bfloat16), tokenizer, folder)
+
+    _publish(out, write)
+    print(f"{out}: {folder} with plain weights")
 
 
 def _publish(out: Path, write: Callable[[Path], None]) -> None:
