@@ -154,6 +154,20 @@ class Checkpoint:
                 "set tie_word_embeddings to false in config.json, or remove the head from the weights"
             )
 
+    def unused(self, models: Sequence[Any]) -> list[str]:
+        """Names of tensors that no part of the whole model has, such as layers that predict further tokens (MTP).
+
+        Args:
+            models: all parts of the model.
+        """
+        used = {
+            piece.name
+            for model in models
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            for piece in pieces(name, tuple(tensor.shape), self.family)
+        }
+        return sorted(self._tensors.keys() - used)
+
     def _check_piece(self, piece: Piece, needed_by: str) -> None:
         if piece.name not in self._tensors:
             raise InputError(f"{self.folder}: the checkpoint has no tensor {piece.name}, which {needed_by} needs")

@@ -81,6 +81,7 @@ class ModelHandle:
         flops: gives the FLOPs of a sequence in a training step by its length; those of the encoder do not count.
         router_shape: the shape of the whole model's routes; None for a dense model.
         extras: what a step needs of each part of the language model, in the order of `stages`.
+        unused_tensors: names of tensors of the checkpoint that the model does not have, such as its MTP layers.
         has_changed: whether training or a checkpoint has changed the weights since they were loaded.
         tied: the two copies of a tied embedding that a pipeline has split; None for other models and layouts.
 
@@ -113,6 +114,7 @@ class ModelHandle:
         is_cut = self.whole_config.tie_word_embeddings and self.layout.parallel.pp > 1
         self.tied = tied_embedding(language, self.layout) if is_cut else None
         self._readers: list[Callable[[], None]] = []
+        self.unused_tensors: list[str] = []
         self.has_changed = False
 
     @classmethod
@@ -157,6 +159,7 @@ class ModelHandle:
         checkpoint = Checkpoint(files, config.model_type, model.pickled_weights)
         for part in empty.parts:
             checkpoint.check(part)
+        unused = checkpoint.unused(empty.parts)
         lora = None if model.lora is None else add_adapters(empty.language, model.lora)
         if files.adapters is not None:
             files.adapters.check(empty.language)
@@ -164,7 +167,7 @@ class ModelHandle:
             freeze(empty.language, empty.vision, model.frozen)
         handle = cls(empty, meshes, model.model_copy(update={"lora": lora}), memory, checkpoint.family)
         handle._name = files.name
-        handle._checkpoint = checkpoint
+        handle._checkpoint, handle.unused_tensors = checkpoint, unused
         for part in handle.parts:
             checkpoint.fill(part, device)
         handle._check_finite()

@@ -36,6 +36,11 @@ def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTok
     read_supported_config(config)
     chat = open_chat_tokenizer(config)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
+    if handle.unused_tensors:
+        _say_phase(
+            f"{len(handle.unused_tensors)} tensors of the checkpoint, such as {handle.unused_tensors[0]}, belong to no "
+            "part of the model: they are not trained, and exports leave them out"
+        )
     torch.manual_seed(config.seed + dist.get_rank())
     config, reason = with_microbatch_size(config, handle)
     if reason is not None:

@@ -42,6 +42,14 @@ def test_an_intact_checkpoint_passes(folder: Path) -> None:
     check(folder)
 
 
+def test_tensors_that_no_part_of_the_model_has_are_known(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "mtp.norm.weight": torch.ones(4)}, folder / "model.safetensors", {"format": "pt"})
+    config = read_config(folder)
+    empty = build_empty_model(config, "transformers", torch.float32, "automodel_rl_sdpa", untie=False)
+    assert Checkpoint(files_of(folder), config.model_type).unused(empty.parts) == ["mtp.norm.weight"]
+
+
 def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"no weights: expected model.safetensors"):
@@ -95,7 +103,9 @@ def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -
     save_tiny_model(tmp_path, family, num_layers=2)
     config = read_config(tmp_path)
     model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False).language
-    Checkpoint(files_of(tmp_path), family).fill(model, torch.device("cpu"))
+    checkpoint = Checkpoint(files_of(tmp_path), family)
+    assert checkpoint.unused([model]) == []
+    checkpoint.fill(model, torch.device("cpu"))
     expected = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float64, attn_implementation="eager"
     ).state_dict()
