@@ -56,6 +56,15 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+
 SIZES: dict[str, dict[str, Any]] = {
     "llama": DENSE,
     "mistral": {**DENSE, "sliding_window": WINDOW},
@@ -110,6 +119,22 @@ SIZES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {**DENSE, "num_experts": 4, "moe_topk": [2, 2]},
     "hy_v3": {**DENSE, **CHOSEN, "num_experts": 8, "num_shared_experts": 1, "moe_intermediate_size": 16},
     "mimo_v2_flash": {**DENSE, **CHOSEN, **WINDOWED, "n_routed_experts": 8, "moe_intermediate_size": 16},
+    "qwen3_next": {
+        **MOE,
+        **LINEAR,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "qwen3_5_text": {**DENSE, **LINEAR, "rope_parameters": MROPE},
+    "qwen3_5_moe_text": {
+        **MOE,
+        **LINEAR,
+        "rope_parameters": MROPE,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
     "apertus": DENSE,
     "arcee": DENSE,
     "ernie4_5": {**DENSE, "use_bias": True},

@@ -77,6 +77,8 @@ class LocalMicrobatch:
         restore: the place of every token of the microbatch in the tokens of all ranks, rank 0's first, int64 [T]; None
             if this rank has the microbatch's tokens in their order, without pads.
         num_tokens: t.
+        lengths: tokens of every sequence of the microbatch, over all ranks and without pads; on the host.
+        offsets: the place of each token in its sequence, sequence by sequence, int64 [T].
         routes: the experts that the tokens of `is_routed` must go to, `MISSING` for pads; None if the routers choose.
         images: the image tokens among the rank's tokens.
         rotary_positions: positions in time, height and width, int64 [3, t], for a model with M-RoPE; pads have 0.
@@ -93,6 +95,8 @@ class LocalMicrobatch:
     calls: tuple[AttentionCall, ...]
     restore: Tensor | None
     num_tokens: int
+    lengths: tuple[int, ...]
+    offsets: Tensor
     routes: Routes | None = None
     images: ImageTokens = NO_IMAGES
     rotary_positions: Tensor | None = None
@@ -117,6 +121,7 @@ class LocalMicrobatch:
             is_routed=move(self.is_routed, device),
             calls=tuple(call.to(device) for call in self.calls),
             restore=None if self.restore is None else move(self.restore, device),
+            offsets=move(self.offsets, device),
             routes=None if self.routes is None else replace(self.routes, experts=move(self.routes.experts, device)),
             images=self.images.to(device),
             rotary_positions=None if self.rotary_positions is None else move(self.rotary_positions, device),
@@ -174,6 +179,8 @@ def local_microbatch(
         calls=_calls(padded, chunk, own, gathered, cp, cp_rank),
         restore=None if cp == 1 and not missing else torch.from_numpy(gathered[is_token]),
         num_tokens=len(own),
+        lengths=tuple(microbatch.lengths),
+        offsets=torch.from_numpy(offset[is_token]),
         routes=None if microbatch.routes is None else microbatch.routes.take(places, real),
         images=_images(microbatch, places, real),
         rotary_positions=None if rotary_positions is None else rotary_positions[:, places] * real,

@@ -12,6 +12,7 @@ from automodel_rl.compat.nemo import nemo_model
 from automodel_rl.config.model import Implementation
 from automodel_rl.mixture.experts import EXPERTS, register_experts
 from automodel_rl.model.attention import register_attention
+from automodel_rl.model.linear_attention import set_decays_apart
 from automodel_rl.model.vision import VisionPart, split_modules
 from automodel_rl.support.description import language_config
 from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
@@ -71,6 +72,7 @@ def build_empty_model(
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
     if config.model_type not in VISION_FAMILIES:
+        set_decays_apart(model)
         _make_uniform(model, dtype, FAMILIES[config.model_type].router_bias)
         return EmptyModel(config, model, None)
     return EmptyModel(config, *split_modules(model, language_config(config)))

@@ -31,11 +31,16 @@ from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.float8 import install_float8
 from automodel_rl.model.fused_norm import install_fused_norms
+from automodel_rl.model.linear_attention import (
+    choose_rule,
+    install_linear_attention,
+    linear_attention_of,
+)
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
-from automodel_rl.support.families import FAMILIES
+from automodel_rl.support.families import FAMILIES, Family
 
 
 def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
@@ -44,10 +49,16 @@ def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
     return compute, torch.promote_types(compute, torch.float32)
 
 
-def mixed_precision(model: ModelConfig) -> MixedPrecisionPolicy:
-    """How FSDP treats weights and gradients; inputs have the right dtype already."""
+def mixed_precision(model: ModelConfig, least: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
+    """How FSDP treats weights and gradients; inputs have the right dtype already.
+
+    Args:
+        model: the model's config.
+        least: the dtype in which weights are gathered if the model's is narrower.
+    """
     compute, master = dtypes_of(model)
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
+    used = torch.promote_types(compute, least)
+    return MixedPrecisionPolicy(param_dtype=used, reduce_dtype=master, cast_forward_inputs=False)
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,8 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     if layout.parallel.tp > 1:
         plan = family.whole_tp_plan(part.config.base_model_tp_plan)
         partial = split_part(part, plan, layout.mesh["tp"], how, family.scales_embedding)
+    if linear_attention_of(part):
+        install_linear_attention(part, how, choose_rule(layout.device, compute))
     install_adapters(part)
     if model.fp8 is not None:
         install_float8(layers_of(part), model.fp8)
@@ -95,6 +108,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         how,
         layout.cp_group,
         family.rotary_by_layer_type,
+        family.rotary_axes,
         values.get("final_logit_softcapping"),
         compiled=compiled,
         embedding_factor=values.get(family.embedding_factor, 1.0),
@@ -120,9 +134,18 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
             compile_layers(layers_of(part))
         scope.follow(mixtures)  # a recomputation must note the microbatch, too
         checkpoint_layers(layers_of(part), memory.activation_checkpointing)
-    own_units = experts if layout.parallel.ep > 1 else []
-    wrap_fsdp(part, layers_of(part), own_units, layout.fsdp_mesh, layout.expert_fsdp_mesh, mixed_precision(model))
+    policy, accurate = mixed_precision(model), mixed_precision(model, least=torch.float32)
+    units = [(module, layout.fsdp_mesh, accurate) for module in _fp32_modules(part, family)]
+    if layout.parallel.ep > 1:
+        units += [(module, layout.expert_fsdp_mesh, policy) for module in experts]
+    wrap_fsdp(part, layers_of(part), units, layout.fsdp_mesh, policy)
     return Extras(scope, replay, watch, partial)
+
+
+def _fp32_modules(part: Any, family: Family) -> list[nn.Module]:
+    """The modules of a part's layers whose weights stay in fp32."""
+    modules = (dict(layer.named_modules()).get(name) for layer in layers_of(part) for name in family.fp32_modules)
+    return [module for module in modules if module is not None]
 
 
 def _split_experts(module: Any, layout: Layout) -> None:

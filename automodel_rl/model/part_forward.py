@@ -27,6 +27,7 @@ class ForwardContext:
         tp: makes hidden states between blocks whole.
         cp_group: the ranks that share a microbatch; None without context parallelism.
         rotary_by_layer_type: whether rotary embeddings differ between kinds of layers.
+        rotary_axes: number of axes of rotary positions.
         softcap: the soft cap of the final logits; None for no cap.
         compiled: whether layers are compiled, and with them the head.
         embedding_factor, logit_factor: what the model multiplies embeddings and logits with.
@@ -35,6 +36,7 @@ class ForwardContext:
     tp: TensorParallel
     cp_group: dist.ProcessGroup | None = None
     rotary_by_layer_type: bool = False
+    rotary_axes: int = 1
     softcap: float | None = None
     compiled: bool = False
     embedding_factor: float = 1.0
@@ -90,6 +92,8 @@ def part_forward(
             hidden = microbatch.images.put_into(hidden)
     positions = microbatch.position_ids[None]
     turned_by = positions if microbatch.rotary_positions is None else microbatch.rotary_positions[:, None]
+    if context.rotary_axes > 1 and microbatch.rotary_positions is None:  # text has one position on all axes
+        turned_by = positions.expand(context.rotary_axes, 1, -1)
     rotary: dict[str | None, Any] = {}
     for number, layer in numbered_layers(part).items():
         kind = part.config.layer_types[number] if context.rotary_by_layer_type else None

@@ -151,7 +151,7 @@ def parallelise_encoder(part: VisionPart, layout: Layout, model: ModelConfig, me
     install_fused_norms(part, [], layout.device, compute)
     layers = encoder_layers(part)
     checkpoint_layers(layers, memory.activation_checkpointing)
-    wrap_fsdp(part, layers, [], layout.fsdp_mesh, layout.fsdp_mesh, mixed_precision(model))
+    wrap_fsdp(part, layers, [], layout.fsdp_mesh, mixed_precision(model))
 
 
 def encoder_layers(part: VisionPart) -> list[Any]:

@@ -185,18 +185,24 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) ->
 def wrap_fsdp(
     part: nn.Module,
     layers: Iterable[nn.Module],
-    experts: Iterable[nn.Module],
+    units: Iterable[tuple[nn.Module, DeviceMesh, MixedPrecisionPolicy]],
     mesh: DeviceMesh,
-    expert_mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    """Makes FSDP units of experts (where they have a mesh of their own), layers and the rest of a part.
+    """Makes FSDP units of modules inside of layers, of layers, and of the rest of a part.
 
     Weights stay gathered over the microbatches of a step: one all-gather a step instead of one for each microbatch.
     Gradients are summed, not averaged: losses are divided by global counts before the backward.
+
+    Args:
+        part: the part.
+        layers: its layers.
+        units: modules inside of layers that have a mesh or a precision of their own.
+        mesh: the mesh of all else.
+        policy: the precision of all else.
     """
-    for module in experts:
-        fully_shard(module, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=False)
+    for module, own_mesh, own_policy in units:
+        fully_shard(module, mesh=own_mesh, mp_policy=own_policy, reshard_after_forward=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -32,9 +32,9 @@ BY_HEADS = "by_heads"
 WIDE_NORM = "wide_norm"
 """An RMSNorm over all heads of a token."""
 
-FUSED, FUSED_HEADS = "fused_columns", "fused_heads"
-"""Linear layers whose outputs are two, or queries, keys and values. Every rank keeps the whole weight, because files
-hold it as one tensor, and uses its rows of each section."""
+FUSED, FUSED_HEADS, FUSED_STATES = "fused_columns", "fused_heads", "fused_states"
+"""Linear layers whose outputs are two, or queries, keys and values of attention or of linear attention. Every rank
+keeps the whole weight, because files hold it as one tensor, and uses its rows of each section."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def split_linears(
     for name, module in list(part.named_modules()):
         style = style_of(name)
         forward: Any = None
-        if style in (COLUMNS, FUSED, FUSED_HEADS):
+        if style in (COLUMNS, *SECTIONS):
             block = part.get_submodule(name.rpartition(".")[0])
             blocks[id(block)] = name, block
         if style == COLUMNS:
@@ -133,9 +133,8 @@ def split_linears(
             _shard(module, mesh, dim=1, bias_dim=None)
             forward = _rows_forward(how)
             whole.update(parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
-        elif style in (FUSED, FUSED_HEADS):
-            sections = _halves(module) if style == FUSED else _sections_of_heads(block, mesh.size())
-            forward = _sections_forward(how.group, sections)
+        elif style in SECTIONS:
+            forward = _sections_forward(how.group, SECTIONS[style](module, block, mesh.size()))
         elif style == BY_HEADS:
             _shard(module, mesh, dim=0, bias_dim=None)
             forward = _own_weight_forward
@@ -144,7 +143,7 @@ def split_linears(
             forward = _wide_norm_forward(how.group)
         if forward is not None:
             module.forward = MethodType(forward, module)
-        if style in (REPLICATED, FUSED, FUSED_HEADS) and not how.sequence_parallel:
+        if style in (REPLICATED, *SECTIONS) and not how.sequence_parallel:
             partial += [(module, key) for key, _ in module.named_parameters()]
     for name, _ in list(part.named_parameters()):
         if style_of(name) == BY_HEADS:
@@ -198,12 +197,16 @@ def _rows_forward(how: TensorParallel) -> Any:
     return forward
 
 
-def _halves(linear: nn.Module) -> tuple[int, ...]:
-    rows = linear.get_parameter("weight").shape[0]
-    return (rows // 2, rows // 2)
+def _halves(linear: Any, _: nn.Module, __: int) -> tuple[int, ...]:
+    return (len(linear.weight) // 2,) * 2
 
 
-def _sections_of_heads(attention: Any, tp: int) -> tuple[int, ...]:
+def _sections_of_states(_: nn.Module, linear_attention: Any, __: int) -> tuple[int, ...]:
+    """Rows of queries, keys and values of linear attention."""
+    return (linear_attention.key_dim, linear_attention.key_dim, linear_attention.value_dim)
+
+
+def _sections_of_heads(_: nn.Module, attention: Any, tp: int) -> tuple[int, ...]:
     """Rows of queries, keys and values. The block itself is told how many heads a rank has, for it cuts by them."""
     queries, keys = (
         count * attention.head_dim for count in (attention.config.num_attention_heads, attention.num_key_value_heads)
@@ -214,14 +217,19 @@ def _sections_of_heads(attention: Any, tp: int) -> tuple[int, ...]:
     return (queries, keys, keys)
 
 
+SECTIONS = {FUSED: _halves, FUSED_HEADS: _sections_of_heads, FUSED_STATES: _sections_of_states}
+"""Number of rows of each section, by style."""
+
+
+def own_rows(whole: Tensor, sections: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of each section of a tensor that is whole on every rank."""
+    return torch.cat([section.chunk(group.size())[group.rank()] for section in whole.split(sections)])
+
+
 def _sections_forward(group: dist.ProcessGroup, sections: tuple[int, ...]) -> Any:
-    """This rank's rows of each section of a linear layer that is whole on every rank."""
-
-    def own(whole: Tensor) -> Tensor:
-        return torch.cat([section.chunk(group.size())[group.rank()] for section in whole.split(sections)])
-
     def forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, own(linear.weight), None if linear.bias is None else own(linear.bias))
+        bias = None if linear.bias is None else own_rows(linear.bias, sections, group)
+        return F.linear(hidden, own_rows(linear.weight, sections, group), bias)
 
     return forward
 

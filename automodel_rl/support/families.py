@@ -1,8 +1,18 @@
 """Facts that differ between model families and are not in their configs. This is the only place that names families."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, FUSED, FUSED_HEADS, REPLICATED, ROWS, WIDE_NORM
+from automodel_rl.parallel.tensor_parallel import (
+    BY_HEADS,
+    COLUMNS,
+    FUSED,
+    FUSED_HEADS,
+    FUSED_STATES,
+    REPLICATED,
+    ROWS,
+    WIDE_NORM,
+)
 
 TPPlan = tuple[tuple[str, str], ...]
 """Names, and how tensor parallelism splits what they name."""
@@ -55,6 +65,8 @@ class Family:
             load (DeepSeek-V3, arXiv:2412.19437). Empty if there is none.
         has_sinks: whether attention has a learned sink for each head.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
+        rotary_axes: number of axes of rotary positions, 3 for a language model that can read images (M-RoPE).
+        fp32_modules: names, below a layer, of modules whose weights stay in fp32.
         scales_embedding: whether the embedding module multiplies what it looks up.
         embedding_factor: key of the config with what the model multiplies embeddings with; empty if there is none.
         logit_factor, logit_divisor: the same for what multiplies and what divides logits.
@@ -78,6 +90,8 @@ class Family:
     router_bias: str = ""
     has_sinks: bool = False
     rotary_by_layer_type: bool = False
+    rotary_axes: int = 1
+    fp32_modules: tuple[str, ...] = ()
     scales_embedding: bool = False
     embedding_factor: str = ""
     logit_factor: str = ""
@@ -156,6 +170,20 @@ _GRANITE_MIXTURE = Family(
         (r"\.router\.weight$", ".router.layer.weight"),
     ),
 )
+_DELTA_NET: dict[str, Any] = {
+    "has_plain_norms": False,
+    "computes_in_fp32": True,
+    "fp32_modules": ("linear_attn.decay",),
+    "renamed": ((r"\.linear_attn\.decay\.", ".linear_attn."),),
+}
+_DELTA_NET_PLAN = (
+    *((f"linear_attn.in_proj_{name}", COLUMNS) for name in ("qkvz", "ba", "z", "b", "a")),
+    ("linear_attn.in_proj_qkv", FUSED_STATES),
+    *((f"linear_attn.decay.{name}", BY_HEADS) for name in ("A_log", "dt_bias")),
+    ("linear_attn.conv1d", REPLICATED),
+    ("linear_attn.norm", REPLICATED),
+    ("linear_attn.out_proj", ROWS),
+)
 _MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
 FAMILIES = {
@@ -205,13 +233,16 @@ FAMILIES = {
     "ernie4_5_moe": replace(
         _BIASED_MIXTURE,
         router_bias="gate.moe_statics.e_score_correction_bias",
+        fp32_modules=("mlp.gate",),
         renamed=((r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),),
     ),
     "glm4_moe": replace(_BIASED_MIXTURE, tp_plan=_NORMS_OF_HEADS),
     "glm4_moe_lite": replace(_BIASED_MIXTURE, tp_plan=(*_LATENT_ATTENTION, *_SHARED_EXPERTS)),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
-    "hunyuan_v1_moe": replace(_SOFTMAX_MIXTURE, computes_in_fp32=True, tp_plan=(*_HUNYUAN, *_SHARED_EXPERTS)),
+    "hunyuan_v1_moe": replace(
+        _SOFTMAX_MIXTURE, computes_in_fp32=True, fp32_modules=("mlp.gate",), tp_plan=(*_HUNYUAN, *_SHARED_EXPERTS)
+    ),
     "hy_v3": replace(
         _BIASED_MIXTURE,
         router_bias="e_score_correction_bias",
@@ -234,6 +265,11 @@ FAMILIES = {
     "olmoe": replace(_SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
     "qwen2_moe": _SOFTMAX_MIXTURE,
     "solar_open": _BIASED_MIXTURE,
+    "qwen3_next": replace(_SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *_SHARED_EXPERTS)),
+    "qwen3_5_text": Family(**_DELTA_NET, tp_plan=_DELTA_NET_PLAN, rotary_axes=3),
+    "qwen3_5_moe_text": replace(
+        _SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *_SHARED_EXPERTS), rotary_axes=3
+    ),
     "qwen2_5_vl_text": Family(is_part=True),
     "llava": Family(
         vision=VisionNames(

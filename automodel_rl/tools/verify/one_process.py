@@ -3,9 +3,12 @@
 It shares no code with the layout. The optimizers' reference steps are written separately, too.
 """
 
+import inspect
+import re
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -52,6 +55,30 @@ def written_out(
     if s_aux is not None:
         total = total + s_aux.exp()[None, :, None, None]
     return (weights / total @ value).transpose(1, 2), None
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule (arXiv:2412.06464, eq. 10) token by token in float64, in the signature of transformers'
+    function, which computes in fp32: queries and keys [1, n, heads, K], values [1, n, heads, V], logs of decays and
+    rates [1, n, heads] to outputs and the last state."""
+    q, k, v, decay, rate = (tensor.double().squeeze(0) for tensor in (query, key, value, g, beta))
+    q, k = (tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6) for tensor in (q, k))
+    state, outputs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), []
+    for n in range(len(q)):
+        state = state * decay[n].exp()[:, None, None]
+        missing = v[n] - torch.einsum("hkv,hk->hv", state, k[n])
+        state = state + torch.einsum("hk,hv->hkv", k[n], missing * rate[n][:, None])
+        outputs.append(torch.einsum("hkv,hk->hv", state, q[n]) / q.shape[-1] ** 0.5)
+    return torch.stack(outputs)[None].to(query.dtype), state[None]
+
+
+def compute_rule_in_float64(layer: Any) -> None:
+    """Gives a linear-attention layer of transformers its own forward with `delta_rule` in it."""
+    plain = inspect.unwrap(type(layer).forward)
+    names = {**plain.__globals__, "torch_chunk_gated_delta_rule": delta_rule}
+    layer.forward = MethodType(FunctionType(plain.__code__, names, argdefs=plain.__defaults__), layer)
 
 
 def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,6 +205,9 @@ class OneProcess:
         model = kind.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
+        for name, module in model.named_modules():
+            if name.endswith(".linear_attn"):
+                compute_rule_in_float64(module)
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
         self.optimizers = OPTIMIZERS[training.optimizer].reference(self.model, training.config)
@@ -298,4 +328,9 @@ class OneProcess:
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Parameters with the names that the layout uses: the language model is named as if it were the whole model."""
         named = self.model.named_parameters(remove_duplicate=False)
-        return [(name.replace("model.language_model.", "model.", 1), parameter) for name, parameter in named]
+        return [(_name_in_layout(name), parameter) for name, parameter in named]
+
+
+def _name_in_layout(name: str) -> str:
+    name = name.replace("model.language_model.", "model.", 1)
+    return re.sub(r"(\.linear_attn)\.(A_log|dt_bias)$", r"\1.decay.\2", name)
