@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -21,9 +21,20 @@ from automodel_rl.config import ParallelConfig
 from automodel_rl.estimate.parameter_sizes import causal_model
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
+from automodel_rl.model.linear_attention import install_linear_attention, linear_attention_of, set_decays_apart
+from automodel_rl.parallel.tensor_parallel import TensorParallel
 from automodel_rl.support.families import FAMILIES
 
 STAND_IN = "automodel_rl_plan"
+HEADS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "swa_num_key_value_heads",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+"""Keys of configs with numbers that tensor parallelism divides."""
+
 META = torch.device("meta")
 
 
@@ -51,12 +62,20 @@ def layer_activations(
     """The bytes that one layer needs for `num_tokens` tokens on one rank."""
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, parallel.cp))
     ALL_EXPERTS_FUNCTIONS.register(STAND_IN, _experts)
-    module, rotary_dim = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, dtype)
+    module, rotary = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, dtype, num_tokens)
+    tokens = torch.empty(num_tokens, dtype=torch.int64, device=META)
+    microbatch = SimpleNamespace(restore=None, offsets=tokens, lengths=(num_tokens,), num_tokens=num_tokens)
     checkpoint_layers([module], mode)
     hidden = torch.empty(1, num_tokens, config.hidden_size, dtype=dtype, device=META, requires_grad=True)
-    rotary = torch.empty(1, num_tokens, rotary_dim, dtype=dtype, device=META)
     with LiveBytes() as live:
-        output = module(hidden, attention_mask=None, position_ids=None, position_embeddings=(rotary, rotary))
+        output = module(
+            hidden,
+            attention_mask=None,
+            position_ids=None,
+            position_embeddings=rotary,
+            microbatch=microbatch,
+            cp_group=None,
+        )
         output = output[0] if isinstance(output, tuple) else output
         kept = live.now
         live.most = live.now
@@ -65,7 +84,8 @@ def layer_activations(
     between = 3 * num_tokens * config.hidden_size * dtype.itemsize if mode == "none" else 0
     spared = between * (parallel.tp - 1) // parallel.tp if parallel.sequence_parallel else 0
     # Recomputation makes the stand-in's output again, but keeps the kernel's.
-    attended = num_tokens * module.self_attn.o_proj.in_features * dtype.itemsize if mode == "selective" else 0
+    mixer = module.linear_attn.out_proj if linear_attention_of(module) else module.self_attn.o_proj
+    attended = num_tokens * mixer.in_features * dtype.itemsize if mode == "selective" else 0
     return LayerActivations(kept - spared + attended, live.most - kept)
 
 
@@ -76,13 +96,15 @@ def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> Pretrain
     if parallel.tp > 1:
         changed["head_dim"] = values.get("head_dim") or config.hidden_size // config.num_attention_heads
         of_experts = FAMILIES[config.model_type].is_moe and not values.get("moe_intermediate_size")
-        for key in ("num_attention_heads", "num_key_value_heads", *(() if of_experts else ("intermediate_size",))):
-            changed[key] = values[key] // parallel.tp
+        split = [*HEADS, *(() if of_experts else ("intermediate_size",))]
+        changed |= {key: values[key] // parallel.tp for key in split if values.get(key)}
     return type(config).from_dict({**values, **changed})
 
 
-def _one_layer(config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype) -> tuple[Any, int]:
-    """The layer on the meta device, with stand-ins, and the width of its rotary embedding."""
+def _one_layer(
+    config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype, num_tokens: int
+) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """The layer on the meta device, with stand-ins, and the rotary embedding of its tokens."""
     config = _first_layers(config, layer + 1)
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
@@ -90,11 +112,17 @@ def _one_layer(config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype
     for experts in (part for name, part in module.named_modules() if name.endswith("experts")):
         for name, weight in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, nn.Parameter(weight[: len(weight) // ep]))
-    if FAMILIES[config.model_type].has_plain_norms:
+    set_decays_apart(module)
+    install_linear_attention(module, TensorParallel(None, sequence_parallel=False), _rule)
+    family = FAMILIES[config.model_type]
+    if family.has_plain_norms:
         stand_in_norms(module)
-    values = config.to_dict()
-    rotary = values.get("qk_rope_head_dim") or values.get("head_dim")
-    return module, rotary or config.hidden_size // config.num_attention_heads
+    hidden = torch.empty(1, num_tokens, config.hidden_size, dtype=dtype, device=META)
+    positions = torch.empty(1, num_tokens, dtype=torch.int64, device=META)
+    if family.rotary_axes > 1:
+        positions = positions.expand(family.rotary_axes, 1, -1)
+    kind = [config.layer_types[layer]] if family.rotary_by_layer_type else []
+    return module, model.model.rotary_emb(hidden, positions, *kind)
 
 
 def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
@@ -183,6 +211,24 @@ def attention_stand_in(
 ) -> tuple[Tensor, None]:
     """Attention in transformers' signature, which keeps as much as a fused kernel does."""
     return _Attention.apply(query, key, value, cp), None
+
+
+class _Rule(torch.autograd.Function):
+    """Linear attention that keeps what it gets and what it gives."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        output = torch.empty_like(inputs[2])
+        ctx.save_for_backward(*inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:-1])
+
+
+def _rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    return _Rule.apply(q, k, v, decay, rates)
 
 
 def _experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

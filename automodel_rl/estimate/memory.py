@@ -29,7 +29,7 @@ from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
-from automodel_rl.support.description import experts_per_token
+from automodel_rl.support.description import LINEAR_ATTENTION, experts_per_token
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,11 @@ class MemoryModel:
 
     def _of_layer(self, layer: int, parallel: ParallelConfig, memory: MemoryConfig) -> LayerActivations:
         """A layer's memory. Layers of the same kind are measured once."""
-        first_mixture = self.config.to_dict().get("first_k_dense_replace") or 0
-        like = first_mixture if layer >= first_mixture else 0
+        values = self.config.to_dict()
+        first_mixture = values.get("first_k_dense_replace") or 0
+        types = values.get("layer_types") or [None] * (layer + 1)
+        kinds = [(number >= first_mixture, kind == LINEAR_ATTENTION) for number, kind in enumerate(types)]
+        like = kinds.index(kinds[layer])
         axes = ParallelConfig(
             cp=parallel.cp, tp=parallel.tp, ep=parallel.ep, sequence_parallel=parallel.sequence_parallel
         )

@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from automodel_rl.support.description import experts_per_token, layer_windows
+from automodel_rl.support.description import experts_per_token, layer_windows, num_linear_layers
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 FLOP/s by a word of the device's name (vendors' data sheets, without sparsity)."""
@@ -28,6 +28,9 @@ class StepFlops:
         qk_dim = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0) or head_dim
         self.per_pair = 6 * config.num_attention_heads * (qk_dim + (values.get("v_head_dim") or head_dim))
         self.windows = layer_windows(config)
+        if linear := num_linear_layers(config):  # each token updates every head's state and reads it
+            state = values["linear_num_value_heads"] * values["linear_key_head_dim"] * values["linear_value_head_dim"]
+            self.per_token += 3 * 4 * linear * state
 
     def __call__(self, length: int) -> float:
         """FLOPs of one sequence of `length` tokens."""

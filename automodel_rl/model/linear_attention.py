@@ -35,7 +35,7 @@ EPSILON = 1e-6
 """What is added to the squared norm of queries and keys."""
 
 WRONG_TRITON = (Version("3.4.0"), Version("3.7.1"))
-"""From the first of these versions up to the second, Triton compiles fla's kernels to wrong gradients
+"""Versions of Triton that compile fla's kernels to wrong gradients: from the first up to the second, which is right
 (flash-linear-attention, issue 640)."""
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
@@ -54,10 +54,9 @@ class Decay(nn.Module):
         self.A_log, self.dt_bias = A_log, dt_bias
 
     def forward(self, steps: Tensor) -> Tensor:
-        """Logs of the decays, [t, h] in fp32 or wider, from the layer's projection."""
-        wide = torch.promote_types(steps.dtype, torch.float32)
-        rate, bias = local_tensor(self.A_log).to(wide), local_tensor(self.dt_bias).to(wide)
-        return -rate.exp() * F.softplus(steps.to(wide) + bias)
+        """Logs of the decays, [t, h], from the layer's projection. Rounded to fp32 where transformers does so, also in
+        float64, for else no comparison with it would be exact."""
+        return -local_tensor(self.A_log).float().exp() * F.softplus(steps.float() + local_tensor(self.dt_bias))
 
 
 def set_decays_apart(model: nn.Module) -> None:
@@ -68,7 +67,7 @@ def set_decays_apart(model: nn.Module) -> None:
 
 
 def linear_attention_of(model: nn.Module) -> list[Any]:
-    return [module for name, module in model.named_modules() if name.endswith(".linear_attn")]
+    return [module for name, module in model.named_modules() if name.rpartition(".")[2] == "linear_attn"]
 
 
 def choose_rule(device: torch.device, dtype: torch.dtype) -> Rule:
@@ -115,7 +114,8 @@ def _forward(
 ) -> Tensor:
     """The layer's forward for [1, t, H]."""
     q, k, v, z, rates, steps = _projections(layer, hidden_states)
-    mixed = _mix(layer, q, k, v, layer.decay(steps), rates.sigmoid(), microbatch, cp_group)
+    parts = (q, k, v, layer.decay(steps)[..., None], rates.sigmoid()[..., None])
+    mixed = _mix(layer, parts, microbatch, cp_group)
     normed = layer.norm(mixed.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
     return layer.out_proj(normed.view(1, len(mixed), -1))
 
@@ -141,17 +141,16 @@ def _projections(layer: Any, hidden: Tensor) -> tuple[Tensor, ...]:
 
 @torch.compiler.disable  # loops over sequences, or kernels that are compiled already
 def _mix(
-    layer: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    rates: Tensor,
-    microbatch: LocalMicrobatch,
-    cp_group: dist.ProcessGroup | None,
+    layer: Any, parts: tuple[Tensor, ...], microbatch: LocalMicrobatch, cp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Convolution and rule over whole sequences, [t, h, V]."""
-    parts: tuple[Tensor, ...] = (q, k, v, decay[..., None], rates[..., None])
+    """Convolution and rule over whole sequences, [t, h, V].
+
+    Args:
+        layer: the layer.
+        parts: queries, keys and values, logs of decays and rates of this rank's tokens, each [t, heads, ...].
+        microbatch: this rank's tokens.
+        cp_group: the ranks that share a microbatch.
+    """
     weight = layer.conv1d.weight.squeeze(1)
     if layer.tp_group is not None:
         weight = own_rows(weight, layer.rows_of_conv, layer.tp_group)

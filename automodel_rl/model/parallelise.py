@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PretrainedConfig
 
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
@@ -103,18 +104,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     install_adapters(part)
     if model.fp8 is not None:
         install_float8(layers_of(part), model.fp8)
-    values = part.config.to_dict()
-    context = ForwardContext(
-        how,
-        layout.cp_group,
-        family.rotary_by_layer_type,
-        family.rotary_axes,
-        values.get("final_logit_softcapping"),
-        compiled=compiled,
-        embedding_factor=values.get(family.embedding_factor, 1.0),
-        logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
-    )
-    install_part_forward(part, context)
+    install_part_forward(part, _context(part.config, family, layout, how, compiled))
     if family.has_plain_norms:
         # A compiler fuses written-out norms with what is around them.
         install_fused_norms(part, layers_of(part) if compiled else [], layout.device, compute)
@@ -140,6 +130,22 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         units += [(module, layout.expert_fsdp_mesh, policy) for module in experts]
     wrap_fsdp(part, layers_of(part), units, layout.fsdp_mesh, policy)
     return Extras(scope, replay, watch, partial)
+
+
+def _context(
+    config: PretrainedConfig, family: Family, layout: Layout, how: TensorParallel, compiled: bool
+) -> ForwardContext:
+    values = config.to_dict()
+    return ForwardContext(
+        how,
+        layout.cp_group,
+        family.rotary_by_layer_type,
+        family.rotary_axes,
+        values.get("final_logit_softcapping"),
+        compiled=compiled,
+        embedding_factor=values.get(family.embedding_factor, 1.0),
+        logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
+    )
 
 
 def _fp32_modules(part: Any, family: Family) -> list[nn.Module]:

@@ -11,6 +11,9 @@ from transformers import PretrainedConfig
 
 from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
 
+LINEAR_ATTENTION = "linear_attention"
+"""The entry of a config's `layer_types` for layers without attention scores (Gated DeltaNet)."""
+
 NOISE = re.compile("dropout|pdrop|jitter")
 """Pattern of a config's keys that make training random."""
 
@@ -28,6 +31,7 @@ class ModelDescription:
         shared_expert_size: columns of the experts that all tokens share; 0 if there are none.
         noise: the config's entries above 0 that make training random.
         rope_types: the kinds of scaling of rotary embeddings, over all layers.
+        num_linear_heads: number of key heads in layers with linear attention; 0 if there are none.
         has_softcap: whether attention scores go through a soft cap.
         has_windows: whether some layers have sliding windows.
         is_bidirectional: whether attention is not causal.
@@ -50,6 +54,7 @@ class ModelDescription:
     value_dim: int = 1
     num_experts: int = 0
     shared_expert_size: int = 0
+    num_linear_heads: int = 0
     has_softcap: bool = False
     has_windows: bool = False
     is_bidirectional: bool = False
@@ -95,6 +100,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         value_dim=values.get("v_head_dim") or _head_dim(values),
         num_experts=_num_experts(values),
         shared_expert_size=_shared_expert_size(values),
+        num_linear_heads=values["linear_num_key_heads"] if num_linear_layers(config) else 0,
         has_softcap=values.get("attn_logit_softcapping") is not None,
         has_windows=any(layer_windows(config)),
         is_bidirectional=bool(values.get("use_bidirectional_attention")),
@@ -126,11 +132,16 @@ def experts_per_token(config: PretrainedConfig) -> int:
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """Number of keys that a query sees in each layer; None for all."""
+    """Number of keys that a query sees in each layer with attention; None for all."""
     values = config.to_dict()
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     kinds = values.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if kind == "sliding_attention" else None for kind in kinds if kind != LINEAR_ATTENTION]
+
+
+def num_linear_layers(config: PretrainedConfig) -> int:
+    """Number of layers with linear attention."""
+    return (config.to_dict().get("layer_types") or []).count(LINEAR_ATTENTION)
 
 
 def _context(values: dict[str, Any]) -> int | None:

@@ -138,8 +138,30 @@ SEQUENCE_PARALLEL = Rule(
     _sequence_parallel,
     (Example("parallel.sequence_parallel=true needs parallel.tp of at least 2", {"parallel.sequence_parallel": True}),),
 )
+
+
+def _linear_attention(asked: Combination) -> str | None:
+    heads, ranks = asked.description.num_linear_heads, asked.parallel.cp * asked.parallel.tp
+    if heads == 0 or heads % ranks == 0:
+        return None
+    return (
+        f"parallel.cp x parallel.tp = {ranks} must divide the {heads} key heads of linear attention, which these ranks "
+        "share: lower one of them"
+    )
+
+
 CONTEXT_PARALLEL = Rule(
-    "context parallel (cp)", "every model and schedule; every attention backend, but windows with te"
+    "context parallel (cp)",
+    "every model and schedule; every attention backend, but windows with te; cp x tp divides the key heads of linear "
+    "attention",
+    _linear_attention,
+    (
+        Example(
+            "parallel.cp x parallel.tp = 4 must divide the 6 key heads of linear attention",
+            {"description.num_linear_heads": 6},
+            {"parallel.cp": 4, "description.family": "qwen3_5_text"},
+        ),
+    ),
 )
 
 

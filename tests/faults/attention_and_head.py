@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch, Microbatch, local_microbatch
@@ -48,6 +49,25 @@ def _plain_rotary_embeddings() -> Any:
         return config
 
     return patch("model.handle.read_config", plain)
+
+
+def _states_that_leak() -> Any:
+    """Linear attention takes the sequences of a microbatch for one."""
+    from automodel_rl.model.linear_attention import chunked_rule
+
+    def leaking(*tensors: Any) -> Tensor:
+        return chunked_rule(*tensors[:-1], (len(tensors[0]),))
+
+    return patch("model.linear_attention.chunked_rule", leaking)
+
+
+def _convolutions_that_leak() -> Any:
+    from automodel_rl.model.linear_attention import _convolve
+
+    def leaking(inputs: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return _convolve(inputs, weight, torch.arange(len(offsets)))
+
+    return patch("model.linear_attention._convolve", leaking)
 
 
 def _norm_of_own_columns() -> Any:
@@ -133,6 +153,8 @@ FAULTS: dict[str, Fault] = {
     "sinks without a gradient": Fault(_sinks_without_gradient, Verified("gpt_oss")),
     "the kind of rotary embeddings ignored": Fault(_plain_rotary_embeddings, Verified("ministral3")),
     "a norm over the columns of this tp rank": Fault(_norm_of_own_columns, Verified("olmo2", {"tp": 2})),
+    "states of linear attention leak into the next sequence": Fault(_states_that_leak, Verified("qwen3_5_text")),
+    "convolutions leak into the next sequence": Fault(_convolutions_that_leak, Verified("qwen3_next")),
     "cp tokens restored in another order": Fault(_tokens_restored_wrongly, Verified("qwen3", {"cp": 2})),
     "gradients of keys of this cp rank alone": Fault(_keys_of_own_rank, Verified("qwen3", {"cp": 2})),
     "chunks of the head after the first are the first": Fault(_first_chunk_again, Verified("qwen3")),

@@ -1,10 +1,11 @@
 """What bfloat16 is for, and what stays in float32: master weights, moments, and sums of gradients."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_rl import Engine, Microbatch, ModelHandle, OptimizerConfig, ParallelConfig, Readout, sft_loss
 from automodel_rl.batch import pack_microbatch
@@ -85,3 +86,37 @@ def test_updates_that_bfloat16_would_lose_are_kept_in_float32(ranks: RankPool, t
         assert exported == {torch.bfloat16}
         # Weights of 0.1 are 5e-4 apart in bfloat16, and an update is 1e-5.
         assert 0.2 * STEPS * LR < moved < 1.2 * STEPS * LR
+
+
+def dtypes_in_use(folder: Path, names: tuple[str, ...]) -> dict[str, torch.dtype]:
+    """Dtypes in which modules use their weights during a step."""
+    handle, found = load(folder, ParallelConfig()), {}
+
+    def note(module: nn.Module, *_: Any) -> None:
+        found[type(module).__name__] = next(module.parameters()).dtype
+
+    for module in (module for part in handle.parts for name, module in part.named_modules() if name.endswith(names)):
+        module.register_forward_hook(note)
+    runner = StepRunner(handle)
+    counts = runner.global_batch(make_microbatches()).counts
+    runner.forward_backward(make_microbatches(), sft_loss, Readout(), counts)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3_5_text", ("linear_attn.decay", "linear_attn.norm")),
+        ("ernie4_5_moe", ("mlp.gate", "input_layernorm")),
+        ("hunyuan_v1_moe", ("mlp.gate", "input_layernorm")),
+    ],
+)
+def test_decays_and_some_routers_use_their_weights_in_float32(
+    ranks: RankPool, tmp_path: Path, family: str, names: tuple[str, ...]
+) -> None:
+    save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
+    (found,) = ranks(1).run(dtypes_in_use, tmp_path, names)
+    accurate = {kind for kind, dtype in found.items() if dtype == torch.float32}
+    assert len(found) == 2
+    assert len(accurate) == 1
+    assert not any("Norm" in kind for kind in accurate)
