@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 import automodel_rl
-from automodel_rl.config import ALGORITHMS, GRPOConfig, load_config
+from automodel_rl.config import ALGORITHMS, GRPOConfig, config_of_model, load_config
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.lifeline import hold_lifeline
@@ -162,16 +162,26 @@ def _watch(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    path, rest = _config_file("verify", arguments)
-    as_json, overrides = _take_flag("--json", rest)
-    config = load_config(path, overrides)
+    as_json, rest = _take_flag("--json", arguments)
+    like, rest = _take_option("--family-like", rest)
+    folder, rest = _take_option("--config", rest)
+    if folder is None:
+        if like is not None:
+            raise InputError(f"--family-like {like}: needs --config FOLDER, with the config.json of the new family")
+        path, overrides = _config_file("verify", rest)
+        config = load_config(path, overrides)
+    else:
+        config = config_of_model(folder, rest)
     num_ranks = ranks_to_verify(config)
     if not is_rank() and num_ranks > 1:
         return run_local_ranks([sys.executable, "-m", "automodel_rl", "verify", *arguments], num_ranks)
 
     def work() -> None:
         from automodel_rl.tools.verify.command import verify
+        from automodel_rl.tools.verify.new_family import try_family
 
+        if like is not None:
+            try_family(Path(config.model.path), like)
         verify(config, as_json)
 
     return guard(work)

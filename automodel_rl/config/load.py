@@ -74,6 +74,20 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
     return check_config(ALGORITHMS[given], values)
 
 
+def config_of_model(folder: str, overrides: typing.Sequence[str]) -> RunConfig:
+    """A config for `sft` of a model that has no config of its own, with overrides; there are no data behind it."""
+    values: dict[str, Any] = {
+        "model": {"path": folder},
+        "data": {"train": [{"path": "none"}]},
+        "batch": {"sequences": 1},
+        "length": {"steps": 1},
+        "output": "none",
+    }
+    for key, text in parse_overrides(overrides):
+        _assign(values, key, _parse_value(key, text))
+    return check_config(ALGORITHMS["sft"], values)
+
+
 def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
     """A checked config, made from plain values.
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from automodel_rl.lora.layers import initialise, is_adapter
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 from automodel_rl.support.description import describe_model
-from automodel_rl.support.families import FAMILIES
+from automodel_rl.support.families import COMPOSITES, FAMILIES
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 
@@ -36,7 +37,21 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The model config of a checkpoint.
+    """The config of the model that is trained: of a checkpoint in `COMPOSITES` that of the language model.
+
+    Raises:
+        InputError: config.json is not a model config.
+    """
+    whole = read_whole_config(folder)
+    if whole.model_type not in COMPOSITES:
+        return whole
+    text = whole.text_config
+    text.tie_word_embeddings = whole.tie_word_embeddings
+    return text
+
+
+def read_whole_config(folder: Path) -> PretrainedConfig:
+    """The config of a checkpoint, as it is in config.json.
 
     Raises:
         InputError: config.json is not a model config.
@@ -101,7 +116,7 @@ class Checkpoint:
                     plain[name] = PlainTensor(name, file, tuple(part.get_shape()), part.get_dtype())
         self._tensors = stored_tensors(plain, _block_of_fp8(self.folder))
         for other, known in FAMILIES.items():
-            if known.names_in_files_of == family and any(name.startswith(known.tell_tale) for name in plain):
+            if known.names_in_files_of == family and any(re.search(known.tell_tale, name) for name in plain):
                 self.family = other
 
     @property
@@ -114,6 +129,11 @@ class Checkpoint:
         stored = self._tensors[name]
         with self._opened() as opened:
             return stored.read(opened, tuple(slice(0, size) for size in stored.shape))
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether it holds more than the model that is trained, for exports to keep."""
+        return read_whole_config(self.folder).model_type in COMPOSITES
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Opened]:

@@ -16,7 +16,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.find import find_model
-from automodel_rl.hf.read import Checkpoint, read_config
+from automodel_rl.hf.read import Checkpoint, read_config, read_whole_config
 from automodel_rl.hf.sources import adapters_alone, gradient_sources, merged_sources
 from automodel_rl.hf.write import ComponentTensors, save_hf_checkpoint
 from automodel_rl.launch.process_group import join_process_group
@@ -260,13 +260,24 @@ class ModelHandle:
             origin = AdapterOrigin(self.model.lora, self._name, self.family)
             save_adapters(Path(path), self.named_parameters(), origin, tokenizer, self.layout)
             return
-        config = type(self.whole_config).from_dict(self.whole_config.to_dict())
-        config.dtype = self.dtype
         of_components = [
             ComponentTensors(component.name, component.layout, self._whole_tensors(component))
             for component in self.components
         ]
+        config = self.whole_config
+        if self._checkpoint is not None and self._checkpoint.is_composite:
+            config = read_whole_config(self.source)
+            of_components.append(ComponentTensors("rest", self.layout, self._copied_tensors()))
+        config = type(config).from_dict(config.to_dict())
+        config.dtype = self.dtype
         save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, self.layout.world_control)
+
+    def _copied_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of a composite checkpoint that are not trained, from one rank, in the compute dtype."""
+        assert self._checkpoint is not None
+        for name in self.unused_tensors if self.layout.writes_for_stage and self.layout.pp_rank == 0 else ():
+            tensor = self._checkpoint.read(name)
+            yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def let_read(self, hold: Callable[[], None]) -> None:
         """Lets something read the weights while the model computes.

@@ -79,7 +79,7 @@ class Family:
         is_part: whether it is the language model of such a family, and no model of its own.
         names_in_files_of: for an entry that only stands for other names in files, the family of these models; else
             None.
-        tell_tale: beginning of a name that only such files have.
+        tell_tale: pattern of a name that only such files have.
         renamed: patterns of names in the model and their text in files, for tensors with other names there.
     """
 
@@ -296,10 +296,32 @@ assert _LLAVA is not None
 FAMILIES["llava of transformers 4"] = Family(
     vision=replace(_LLAVA, in_files=(("model.vision_tower.", "vision_tower.vision_model."), *_LLAVA.in_files)),
     names_in_files_of="llava",
-    tell_tale="vision_tower.vision_model.",
+    tell_tale=r"^vision_tower\.vision_model\.",
 )
 
-TEXT_FAMILIES = {name: family for name, family in FAMILIES.items() if family.vision is None and not family.is_part}
+COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Vision-language models of which only the language model is trained, by the model_type of the whole and of that part.
+All other tensors are copied to exports as they are."""
+
+_IN_COMPOSITES = (r"^model\.", "model.language_model.")
+for _name in COMPOSITES.values():
+    FAMILIES[f"{_name} in a vision-language model"] = replace(
+        FAMILIES[_name],
+        names_in_files_of=_name,
+        tell_tale=r"^model\.language_model\.",
+        renamed=(*FAMILIES[_name].renamed, _IN_COMPOSITES),
+    )
+FAMILIES["qwen3_5_moe_text in a vision-language model, experts in one tensor"] = replace(
+    FAMILIES["qwen3_5_moe_text in a vision-language model"],
+    experts=None,
+    tell_tale=r"^model\.language_model\..*\.mlp\.experts\.gate_up_proj$",
+)
+
+TEXT_FAMILIES = {
+    name: family
+    for name, family in FAMILIES.items()
+    if family.vision is None and not family.is_part and family.names_in_files_of is None
+}
 VISION_FAMILIES = {
     name: family.vision
     for name, family in FAMILIES.items()

@@ -1,7 +1,7 @@
 """Rules of text models: family, implementation, checkpoint, attention, adapters and routers."""
 
 from automodel_rl.support.attention import ATTENTION
-from automodel_rl.support.families import TEXT_FAMILIES
+from automodel_rl.support.families import COMPOSITES, TEXT_FAMILIES
 from automodel_rl.support.rule import Combination, Example, Rule
 
 NEMO_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.nemo_class is not None)
@@ -33,7 +33,7 @@ def _family(asked: Combination) -> str | None:
 
 FAMILY = Rule(
     "transformers models",
-    ", ".join(TEXT_FAMILIES),
+    f"{', '.join(TEXT_FAMILIES)}; the language models in {', '.join(COMPOSITES)}",
     _family,
     (
         Example(

@@ -21,7 +21,7 @@ from automodel_rl.estimate.parameter_sizes import causal_model
 from automodel_rl.files import publish_folder
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.names import pieces, to_hf
-from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config
+from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config, read_whole_config
 from automodel_rl.hf.write import write_description, write_weights
 from automodel_rl.lora.layers import ADAPTER, ADAPTER_NAMES, is_adapter, merged
 from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
@@ -81,7 +81,8 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), *, merge:
         else:
             tensors = _model_tensors(reader, model, weights)
         write_weights(folder, tensors)
-        write_description(folder, _in_dtype(whole_config, dtypes_of(model)[0]), tokenizer, files.folder)
+        exported = read_whole_config(files.folder) if weights.is_composite else whole_config
+        write_description(folder, _in_dtype(exported, dtypes_of(model)[0]), tokenizer, files.folder)
 
     _publish(out, write)
     print(f"{out}: the model after step {marker.step}{', with its adapters merged in' if merge else ''}")
@@ -185,8 +186,8 @@ def merged_tensors(
 
 
 def _model_tensors(reader: SafetensorsReader, model: ModelConfig, source: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by their Hugging Face names: trained weights in the compute dtype, buffers in their own dtype, and frozen
-    weights from the source."""
+    """Tensors by their Hugging Face names: trained weights in the compute dtype, buffers in their own dtype, and from
+    the source what was not trained."""
     dtype = dtypes_of(model)[0]
     seen = set()
     for key in reader.shapes:
@@ -200,7 +201,7 @@ def _model_tensors(reader: SafetensorsReader, model: ModelConfig, source: Checkp
         for name, tensor in tensors:
             seen.add(name)
             yield name, tensor
-    for name in source.names if model.frozen else ():
+    for name in source.names if model.frozen or source.is_composite else ():
         if name not in seen and not name.endswith(TIED_HEAD):
             tensor = source.read(name)
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -56,10 +56,11 @@ COMMANDS: dict[str, Command] = {
         ("--out", "--gpus", "--device"),
     ),
     "verify": Command(
-        "CONFIG.yaml [--json] [--dotted.key value ...]",
+        "CONFIG.yaml | --config MODEL_FOLDER [--family-like NAME] [--json] [--dotted.key value ...]",
         "proves the config's layout: a small model of the same architecture on it against one process",
-        "",
-        ("--json",),
+        "--config takes a model instead, of which only config.json is read. --family-like tries a family that is not "
+        "in the table with the facts of one that is.",
+        ("--config", "--family-like", "--json"),
     ),
     "plan": Command(
         "CONFIG.yaml [--gpus N] [--device H200] [--device-gib G] [--json] [--dotted.key value ...]",

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from automodel_rl.config import RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.errors import InputError
-from automodel_rl.hf.read import read_supported_config
+from automodel_rl.hf.read import read_supported_config, read_whole_config
 from automodel_rl.import_path import import_function
 from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.losses import LossFn
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import check_trackers
+from automodel_rl.support.families import COMPOSITES
 from automodel_rl.trainers.microbatch_size import AnyRun, with_microbatch_size
 
 
@@ -37,9 +38,11 @@ def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTok
     chat = open_chat_tokenizer(config)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
     if handle.unused_tensors:
+        is_kept = read_whole_config(handle.source).model_type in COMPOSITES
         _say_phase(
             f"{len(handle.unused_tensors)} tensors of the checkpoint, such as {handle.unused_tensors[0]}, belong to no "
-            "part of the model: they are not trained, and exports leave them out"
+            f"part of the model: they are not trained, and exports {'keep' if is_kept else 'leave'} them "
+            f"{'as they are' if is_kept else 'out'}"
         )
     torch.manual_seed(config.seed + dist.get_rank())
     config, reason = with_microbatch_size(config, handle)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from automodel_rl.config import ParallelConfig, SFTConfig
 from automodel_rl.config.components import ComponentsConfig
@@ -187,8 +188,8 @@ def test_sound_layouts_are_equal(ranks: RankPool, tmp_path: Path, family: str, s
     assert set(ranks(config.parallel.world_size).run(verdict, config, None)) == {"equal"}
 
 
-def run_verify(file: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "automodel_rl", "verify", str(file), *arguments]
+def run_verify(*arguments: str | Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "automodel_rl", "verify", *map(str, arguments)]
     return run_command(command)
 
 
@@ -221,6 +222,23 @@ def test_the_command_starts_ranks_and_reports(tmp_path: Path) -> None:
     assert record["optimizer"] == "muon"
     assert record["not_compared"] == ["weights of the checkpoint", "model.dtype=float32"]
     assert {"loss", "gradient of self_attn.q_proj.weight", "exported tensors"} <= record["differences"].keys()
+
+
+def test_a_family_that_is_not_in_the_table_is_tried_with_the_facts_of_one_that_is(tmp_path: Path) -> None:
+    AutoConfig.for_model("olmo", num_hidden_layers=2).save_pretrained(tmp_path)
+    done = run_verify("--config", tmp_path, "--family-like", "llama", "--parallel.cp", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("verdict: equal to one process\n")
+    for arguments, message in (
+        (
+            ("--config", tmp_path, "--family-like", "lama"),
+            "--family-like lama: is not in the table: did you mean llama?",
+        ),
+        (("--config", tmp_path), "a 'olmo' model with implementation transformers is not supported"),
+    ):
+        done = run_verify(*arguments)
+        assert done.returncode == 2
+        assert message in done.stderr
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,27 @@
+"""A family that is not in the table yet, tried with the facts of one that is."""
+
+from pathlib import Path
+
+from automodel_rl.errors import InputError, closest
+from automodel_rl.hf.read import read_config
+from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
+
+
+def try_family(folder: Path, like: str) -> None:
+    """Puts a family into this process's table, with the facts of another.
+
+    Args:
+        folder: a folder with the family's config.json.
+        like: the `model_type` whose facts it gets.
+
+    Raises:
+        InputError: the family is in the table already, or the other one is not.
+    """
+    name = read_config(folder).model_type
+    if name in FAMILIES:
+        raise InputError(f"{folder}: the family {name!r} is in the table already: leave --family-like out")
+    if like not in TEXT_FAMILIES:
+        near = closest(like, TEXT_FAMILIES)
+        hint = f"did you mean {near}?" if near else f"use one of {', '.join(TEXT_FAMILIES)}"
+        raise InputError(f"--family-like {like}: is not in the table: {hint}")
+    FAMILIES[name] = TEXT_FAMILIES[name] = TEXT_FAMILIES[like]
