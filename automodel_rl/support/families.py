@@ -270,7 +270,7 @@ FAMILIES = {
     "qwen3_5_moe_text": replace(
         _SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *_SHARED_EXPERTS), rotary_axes=3
     ),
-    "qwen2_5_vl_text": Family(is_part=True),
+    "qwen2_5_vl_text": Family(is_part=True, rotary_axes=3),
     "llava": Family(
         vision=VisionNames(
             projector="multi_modal_projector",

@@ -88,11 +88,16 @@ def test_what_cannot_be_exported_is_one_line(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there").mkdir()
+    (tmp_path / "other").mkdir()
     save_tiny_model(tmp_path / "model", num_layers=1)
     for arguments, message in (
         ([], "export takes a checkpoint and a new folder"),
         ([str(tmp_path / "model"), str(tmp_path / "there")], "exists already; export makes its own folder"),
-        ([str(tmp_path / "model"), str(tmp_path / "out")], "so it is not a complete checkpoint"),
+        ([str(tmp_path / "other"), str(tmp_path / "out")], "so it is not a complete checkpoint"),
+        (
+            [str(tmp_path / "model"), str(tmp_path / "out")],
+            "is a model with plain weights already: name a step_N folder",
+        ),
     ):
         assert main(["export", *arguments]) == 2
         line = capsys.readouterr().err.splitlines()[-1]

@@ -89,6 +89,9 @@ REST = (
     "router.weight",
     "alpha_p",
     "alpha_n",
+    "A_log",
+    "dt_bias",
+    "conv1d.weight",
     "norm1.weight",
     "norm2.weight",
 )
