@@ -15,6 +15,9 @@ from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, Para
 from automodel_rl.config import WeightSyncConfig
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Message
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.layout import Layout
+from automodel_rl.parallel.sharding import local_box, local_tensor
 from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.support.families import FAMILIES
 from automodel_rl.weight_sync.collective import Collective
@@ -108,13 +111,22 @@ def train(handle: ModelHandle, engine: Engine, seed: int) -> None:
     engine.train_step(microbatches, sft_loss)
 
 
+def put_together(parameter: Tensor, layout: Layout) -> Tensor:
+    """The whole of a parameter from the pieces of all ranks of its stage. Not by DTensor's own `full_tensor`, which may
+    ask for a process group of an earlier test."""
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+    own = local_box(parameter), local_tensor(parameter.detach()).cpu()
+    for box, piece in gather_objects(own, layout.stage_control):
+        whole[box] = piece
+    return whole.to(layout.device)
+
+
 def own_tensors(handle: ModelHandle, dtype: torch.dtype) -> dict[str, Tensor]:
-    """This rank's stages by the checkpoint's names, gathered one by one by DTensor, and cast after that."""
+    """This rank's stages by the checkpoint's names, put together one by one, and cast after that."""
     names = FAMILIES[handle.config.model_type].experts
     whole: dict[str, Tensor] = {}
     for name, parameter in handle.named_parameters():
-        tensor = parameter.full_tensor() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
-        whole[name] = tensor.detach().to(dtype)
+        whole[name] = put_together(parameter, handle.layout).to(dtype)
     for part in handle.parts:
         stored = part.state_dict().keys()
         whole |= {name: buffer for name, buffer in part.named_buffers() if name in stored}

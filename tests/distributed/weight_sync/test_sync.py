@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.receiver import Receiver
@@ -14,6 +13,7 @@ from tests.distributed.weight_sync.generators import (
     empty_homes,
     make_transport,
     own_tensors,
+    put_together,
     sync_config,
     train,
     trained_model,
@@ -85,7 +85,7 @@ def sync_adapters(folder: Path, parallel: dict[str, Any], adapters: str) -> tupl
     """How far the generator's tensors are from what plain tensors give, and how many it got."""
     handle, _ = trained_model(folder, parallel, "float64", lora={"rank": 3, "alpha": 6.0})
     own = {name: parameter for part in handle.parts for name, parameter in part.named_parameters()}
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in own.items()}
+    whole = {name: put_together(parameter, handle.layout) for name, parameter in own.items()}
     expected = {}
     for name, tensor in whole.items():
         if adapters == "alone" and ".lora_" in name:
