@@ -6,7 +6,8 @@
 
 Float64 where the model computes in it, against plain transformers one sequence at a time, with other token counts on
 every rank. A cell shows the largest difference of loss, gradient norm, log-probabilities and gradients (relative) and
-of weights after three clipped AdamW steps, or why the layout is refused. With router replay a cell is equal only if
+of weights after three clipped AdamW steps, or why the layout is refused. Every cell also exports its model, and what
+transformers computes with the export must be equal. With router replay a cell is equal only if
 every choice of experts, in every pass, is the route's.
 """
 
@@ -80,6 +81,7 @@ def cells() -> Iterator[Cell]:
             if ("ep" in sizes) <= known.is_moe:
                 yield Cell(family, ParallelConfig(**sizes))
         yield Cell(family, ParallelConfig(tp=2, sequence_parallel=True))
+        yield Cell(family, ParallelConfig(pp=2, dp_shard=2, ep=2) if known.is_moe else ParallelConfig(pp=2, tp=2))
         if known.is_moe:
             yield Cell(family, ParallelConfig(tp=2, sequence_parallel=True, ep=2))
     yield Cell("qwen3_moe", ParallelConfig(pp=2, cp=2, ep=2, dp_shard=2))
@@ -149,7 +151,8 @@ def main() -> None:
             "# Layouts against one process\n\n"
             f"`make parity`, CPU and gloo, torch {version('torch')}, {datetime.date.today()}. Largest differences of\n"
             "loss / gradient norm / log-probabilities / gradients, relative, and of weights after three clipped AdamW\n"
-            "steps; float64, for models with fp32 inside those of the first step, and weights for information.\n\n"
+            "steps; float64, for models with fp32 inside those of the first step, and weights for information. Equal\n"
+            "also means that transformers computes the same with the exported model.\n\n"
             "| model | layout | verdict | differences |\n|---|---|---|---|\n"
         )
         OUTPUT.write_text(head + "\n".join(lines) + "\n")
