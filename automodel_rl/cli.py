@@ -113,12 +113,16 @@ def _take_minutes(arguments: list[str]) -> tuple[float | None, list[str]]:
 
 def _export(arguments: list[str]) -> int:
     merge, arguments = _take_flag("--merge", arguments)
+    per_expert, arguments = _take_flag("--per-expert", arguments)
+    if merge and per_expert:
+        raise InputError("--merge and --per-expert: a merged model has no adapters: leave one of them out")
     if len(arguments) < 2 or arguments[1].startswith("-"):
         raise InputError("export takes a checkpoint and a new folder: automodel-rl export RUN/checkpoints/step_100 OUT")
     hold_lifeline()
-    from automodel_rl.tools.export import export
+    from automodel_rl.tools.export import Adapters, export
 
-    export(Path(arguments[0]), Path(arguments[1]), arguments[2:], merge=merge)
+    adapters: Adapters = "merged" if merge else "per-expert" if per_expert else "peft"
+    export(Path(arguments[0]), Path(arguments[1]), arguments[2:], adapters)
     return EXIT_OK
 
 

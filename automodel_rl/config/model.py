@@ -14,7 +14,7 @@ Float8 = Literal["rowwise", "tensorwise"]
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on linear layers (Hu et al., arXiv:2106.09685); everything else is frozen.
+    """Low-rank adapters on linear layers and experts (Hu et al., arXiv:2106.09685); everything else is frozen.
 
     Example:
         >>> LoraConfig(rank=8, targets=("q_proj", "v_proj")).alpha
@@ -36,7 +36,7 @@ class LoraConfig(Section):
 
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter, or ends of their full names, such as 0.self_attn.q_proj.
-    all-linear: all but the head."""
+    all-linear: all but the head. experts: each expert of a mixture, which the other names do not mean."""
 
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole beside the adapters and saved with them, such as embed_tokens and
@@ -46,6 +46,11 @@ class LoraConfig(Section):
     def scale(self) -> float:
         """The factor of an adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether experts of a mixture are among the targets."""
+        return any("experts" in target.split(".") for target in self.targets)
 
 
 class MoEConfig(Section):

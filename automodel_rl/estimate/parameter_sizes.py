@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from automodel_rl.config import ModelConfig, ParallelConfig
-from automodel_rl.lora.layers import add_adapters
+from automodel_rl.lora.add import add_adapters
 from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
 from automodel_rl.support.families import FAMILIES
 

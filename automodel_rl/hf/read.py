@@ -217,7 +217,7 @@ class Checkpoint:
                         local[overlap[1]].copy_(self._tensors[piece.name].read(opened, overlap[0]))
             if self.files.adapters is not None:
                 for name, tensor in part.named_parameters():
-                    self.files.adapters.fill(name, tensor)
+                    self.files.adapters.fill(name, tensor, self.family)
 
 
 def _block_of_fp8(folder: Path) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """Sources of a Hugging Face checkpoint's tensors on a rank: adapters merged, adapters alone, or gradients."""
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.read import stored_buffers
+from automodel_rl.lora.experts import adapted_stacks, merge_stack
 from automodel_rl.lora.layers import adapted_weights, is_adapter, merge
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import local_tensor
@@ -26,13 +27,17 @@ def merged_sources(named: Named, parts: list[Any], dtype: torch.dtype, family: s
         family: the key of `FAMILIES` that says how tensors are named in files.
         layout: the component's layout.
     """
-    adapted = {weight: linear for part in parts for weight, linear in adapted_weights(part)}
-    downs = _whole_downs(adapted.values(), family, layout)
+    linears = {weight: linear for part in parts for weight, linear in adapted_weights(part)}
+    downs = _whole_downs(linears.values(), family, layout)
+    adapted: dict[Tensor, Callable[[], Tensor]] = {
+        weight: functools.partial(merge, linear, downs[linear]) for weight, linear in linears.items()
+    }
+    for part in parts:
+        adapted |= {weight: functools.partial(merge_stack, *place) for weight, place in adapted_stacks(part)}
     sources = []
     for name, parameter in named:
         if parameter in adapted:
-            linear = adapted[parameter]
-            sources.append(Source(name, parameter, dtype, functools.partial(merge, linear, downs[linear])))
+            sources.append(Source(name, parameter, dtype, adapted[parameter]))
         elif not is_adapter(name):
             sources.append(Source.of(name, parameter, dtype))
     buffers = [named_buffer for part in parts for named_buffer in stored_buffers(part)]

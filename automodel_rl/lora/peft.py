@@ -17,7 +17,16 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.files import complete_folder
+from automodel_rl.lora.experts import (
+    ADAPTERS,
+    EXPERTS,
+    STACKED,
+    adapted_weight,
+    adapted_weights_by_name,
+    merged_stack,
+)
 from automodel_rl.lora.layers import ADAPTER, merged
+from automodel_rl.lora.stacks import from_peft, to_peft
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import gather_whole, local_box, local_tensor
@@ -25,6 +34,8 @@ from automodel_rl.support.families import FAMILIES
 
 PEFT_PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+_OF_STACKS = tuple(f".{EXPERTS}.{ADAPTERS}.{name}" for name in STACKED)
 
 OTHER_KINDS = (
     "alora_invocation_tokens",
@@ -60,9 +71,11 @@ class AdapterFolder:
             values = json.loads((folder / CONFIG).read_text())
             kind, bias = values["peft_type"], values.get("bias", "none")
             self.base: str = values.get("base_model_name_or_path") or ""
+            self._target_parameters: list[str] = values.get("target_parameters") or []
+            self._rank: int = values["r"]
             targets = values.get("target_modules") or []
             self.config = LoraConfig(
-                rank=values["r"],
+                rank=self._rank,
                 alpha=values["lora_alpha"],
                 rslora=values.get("use_rslora", False),
                 targets=self._layers if isinstance(targets, str) else self._names(targets, values),
@@ -79,11 +92,12 @@ class AdapterFolder:
     def tensors(self) -> dict[str, Tensor]:
         """Adapters and modules to save, by the names that they have in the model; mapped from the file."""
         try:
-            return {name.removeprefix(PEFT_PREFIX): t for name, t in load_file(self.folder / WEIGHTS).items()}
+            named = {name.removeprefix(PEFT_PREFIX): t for name, t in load_file(self.folder / WEIGHTS).items()}
+            return from_peft(named, self._rank, self._target_parameters)
         except (OSError, SafetensorError) as error:
             raise InputError(f"{self.folder / WEIGHTS}: damaged or not there ({error}): copy it again") from None
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: Any) -> None:
         """Compares the tensors with a model's, by name and shape.
 
         Args:
@@ -93,14 +107,14 @@ class AdapterFolder:
             InputError: a tensor belongs to nothing in the model, or an adapter of the model has no tensor.
         """
         file, own = self.folder / WEIGHTS, dict(model.named_parameters())
+        is_transposed = FAMILIES[model.config.model_type].transposes_experts
         for name, tensor in self.tensors.items():
             adapted = ADAPTER.fullmatch(name)
             if name in own:
                 fits = tensor.shape == own[name].shape
             else:
-                weight = own.get(f"{adapted[1]}.weight") if adapted and self.merges else None
-                dim = 1 if ".lora_A." in name else 0
-                fits = weight is not None and tensor.ndim == weight.ndim == 2 and tensor.shape[dim] == weight.shape[dim]
+                weight = own.get(adapted_weight(adapted[1])) if adapted and self.merges else None
+                fits = weight is not None and _fits(name, tensor, weight, is_transposed)
             if not fits:
                 raise InputError(
                     f"{file}: {name} with shape {[*tensor.shape]} fits nothing in the model: use its own adapters"
@@ -110,30 +124,53 @@ class AdapterFolder:
             raise InputError(f"{file}: has no {min(lacks)}, which {CONFIG} asks for: copy both files again")
 
     @torch.no_grad()
-    def fill(self, name: str, parameter: Tensor) -> None:
+    def fill(self, name: str, parameter: Tensor, family: str) -> None:
         """Fills this rank's shard of an adapter or of a module to save, or merges an adapter into that of its weight.
 
         Args:
             name: the parameter's name. Nothing is done if the folder has nothing for it.
             parameter: the parameter, which holds the checkpoint's values if it is a weight of the checkpoint.
+            family: the model's family, a key of `FAMILIES`.
         """
-        box, local, layer = local_box(parameter), local_tensor(parameter), name.removesuffix(".weight")
-        down, up = self.tensors.get(f"{layer}.lora_A.weight"), self.tensors.get(f"{layer}.lora_B.weight")
+        box, local = local_box(parameter), local_tensor(parameter)
         if name in self.tensors:
             local.copy_(self.tensors[name][box])
-        elif self.merges and down is not None and up is not None:
-            local.copy_(merged(local.cpu(), down[:, box[1]], up[box[0]], self.config.scale))
+        elif self.merges and name in self._adapted:
+            layer = self._adapted[name]
+            down, up = self.tensors[f"{layer}.lora_A.weight"], self.tensors[f"{layer}.lora_B.weight"]
+            if down.ndim == 2:
+                local.copy_(merged(local.cpu(), down[:, box[1]], up[box[0]], self.config.scale))
+            else:
+                is_transposed = FAMILIES[family].transposes_experts
+                local.copy_(merged_stack(local.cpu(), down[box[0]], up[box[0]], self.config.scale, is_transposed))
+
+    @cached_property
+    def _adapted(self) -> dict[str, str]:
+        return adapted_weights_by_name(self.tensors)
 
     @property
     def _layers(self) -> tuple[str, ...]:
-        return tuple(sorted({match[1] for name in self.tensors if (match := ADAPTER.fullmatch(name))}))
+        return tuple(sorted(weight.removesuffix(".weight") for weight in self._adapted))
 
     def _names(self, targets: list[str], values: dict[str, Any]) -> tuple[str, ...]:
         """The targets by short name, or by full name if only some layers with these names have adapters."""
         weights = [name.removesuffix(".weight") for name in values.get("target_parameters") or []]
         if values.get("layers_to_transform") is not None or values.get("exclude_modules"):
             return self._layers
-        return tuple(sorted({*targets, *weights}))
+        names = {*targets, *weights}
+        of_experts = {name for name in names if name.rpartition(".")[2] in STACKED and EXPERTS in name.split(".")}
+        if {name.rpartition(".")[2] for name in of_experts} == {*STACKED} and len(of_experts) == len(STACKED):
+            names = names - of_experts | {EXPERTS}
+        return tuple(sorted(names))
+
+
+def _fits(name: str, adapter: Tensor, weight: Tensor, is_transposed: bool) -> bool:
+    """Whether an adapter belongs to a weight, by their shapes; for experts both are stacks."""
+    if adapter.ndim != weight.ndim:
+        return False
+    shape = weight.mT.shape if weight.ndim == 3 and is_transposed else weight.shape
+    dim = -1 if ".lora_A." in name else -2
+    return adapter.shape[:-2] == shape[:-2] and adapter.shape[dim] == shape[dim]
 
 
 def _first_line(error: Exception) -> str:
@@ -188,24 +225,28 @@ def write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrig
         tensors: all adapters and modules to save, by name.
         origin: the model that the adapters belong to.
     """
-    named = {f"{PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}
-    save_file(named, folder / WEIGHTS, {"format": "pt"})
-    layers = sorted({layer for name in tensors for layer in ADAPTER.findall(name)})
-    (folder / CONFIG).write_text(json.dumps(_peft_config(layers, origin), indent=2))
+    _write(folder, to_peft(tensors), origin, _peft_targets(_layers_of(tensors), origin))
 
 
-def _peft_config(layers: list[str], origin: AdapterOrigin) -> dict[str, Any]:
-    """The content of adapter_config.json.
+def write_single_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin) -> None:
+    """Writes adapters of layers and of experts one by one, as vLLM reads them.
 
-    PEFT applies an entry of `target_modules` to the fused experts if it ends with a name that an expert's weight has in
-    files, such as gate_proj. So dense layers and shared experts with such a name are listed in `target_parameters`.
+    Args:
+        folder: a folder that exists.
+        tensors: all adapters, by name.
+        origin: the model that the adapters belong to.
     """
-    experts = FAMILIES[origin.family].experts
-    of_experts = () if experts is None else (experts.gate, experts.up, experts.down)
-    by_weight = [layer for layer in layers if layer.rpartition(".")[2] in of_experts]
-    has_full_names = any("." in target for target in origin.config.targets)
-    by_name = {layer if has_full_names else layer.rpartition(".")[2] for layer in layers if layer not in by_weight}
-    return {
+    short = {layer.rpartition(".")[2] for layer in _layers_of(tensors)}
+    _write(folder, tensors, origin, {"target_modules": sorted(short)})
+
+
+def _layers_of(tensors: dict[str, Tensor]) -> list[str]:
+    return sorted({layer for name in tensors for layer in ADAPTER.findall(name)})
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin, targets: dict[str, list[str]]) -> None:
+    save_file({f"{PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": origin.base,
@@ -215,7 +256,27 @@ def _peft_config(layers: list[str], origin: AdapterOrigin) -> dict[str, Any]:
         "use_rslora": origin.config.rslora,
         "modules_to_save": [*origin.config.modules_to_save] or None,
         "bias": "none",
-        "target_modules": sorted(by_name),
-        "target_parameters": [f"{layer}.weight" for layer in by_weight],
         "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(values | targets, indent=2))
+
+
+def _peft_targets(layers: list[str], origin: AdapterOrigin) -> dict[str, list[str]]:
+    """What adapter_config.json says of the places of adapters.
+
+    PEFT applies an entry of `target_modules` to the fused experts if it ends with a name that an expert's weight has in
+    files, such as gate_proj. So dense layers and shared experts with such a name are listed in `target_parameters`.
+    """
+    experts = FAMILIES[origin.family].experts
+    of_experts = () if experts is None else (experts.gate, experts.up, experts.down)
+    stacks = [adapted_weight(layer) for layer in layers if layer.endswith(_OF_STACKS)]
+    dense = [layer for layer in layers if not layer.endswith(_OF_STACKS)]
+    by_weight = [layer for layer in dense if layer.rpartition(".")[2] in of_experts]
+    has_full_names = any(target.count(".") > target.startswith(f"{EXPERTS}.") for target in origin.config.targets)
+    by_name = {layer if has_full_names else layer.rpartition(".")[2] for layer in dense if layer not in by_weight}
+    if not has_full_names:
+        stacks = sorted({".".join(name.split(".")[-2:]) for name in stacks})
+    return {
+        "target_modules": sorted(by_name),
+        "target_parameters": [*(f"{layer}.weight" for layer in by_weight), *stacks],
     }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from automodel_rl.compat.modules import apply_gate
+from automodel_rl.lora.experts import adapter_of
 from automodel_rl.mixture.expert_exchange import ADDED, SumRows, TakeRows, send, send_back
 from automodel_rl.parallel.sharding import local_tensor
 
@@ -118,13 +119,20 @@ def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:
 
 def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) -> Tensor:
     weight = local_tensor(getattr(module, name))
-    weight = weight if module.is_transposed else weight.transpose(1, 2)  # [e, in, out]
-    if inputs.dtype == torch.bfloat16 and not any(size % 8 for size in weight.shape[1:]):
-        output = F.grouped_mm(inputs, weight, offs=counts_e.cumsum(0, dtype=torch.int32))
-    else:
-        stretches = inputs.split(counts_e.tolist())
-        output = torch.cat([stretch @ matrix for stretch, matrix in zip(stretches, weight, strict=True)])
+    output = _grouped_product(inputs, weight if module.is_transposed else weight.mT, counts_e)
+    adapter = adapter_of(module, name)
+    if adapter is not None:
+        low_sr = _grouped_product(inputs, local_tensor(adapter.lora_A.weight).mT, counts_e)
+        output = output + adapter.scale * _grouped_product(low_sr, local_tensor(adapter.lora_B.weight).mT, counts_e)
     if not module.has_bias:
         return output
     bias = local_tensor(getattr(module, f"{name}_bias"))
     return output + bias.repeat_interleave(counts_e, dim=0, output_size=len(inputs))
+
+
+def _grouped_product(inputs: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:
+    """Each expert's stretch of the slots times its own matrix; `weight` is [e, in, out]."""
+    if inputs.dtype == torch.bfloat16 and not any(size % 8 for size in weight.shape[1:]):
+        return F.grouped_mm(inputs, weight, offs=counts_e.cumsum(0, dtype=torch.int32))
+    stretches = inputs.split(counts_e.tolist())
+    return torch.cat([stretch @ matrix for stretch, matrix in zip(stretches, weight, strict=True)])

@@ -20,7 +20,7 @@ from automodel_rl.hf.read import Checkpoint, read_config, read_whole_config
 from automodel_rl.hf.sources import adapters_alone, gradient_sources, merged_sources
 from automodel_rl.hf.write import ComponentTensors, save_hf_checkpoint
 from automodel_rl.launch.process_group import join_process_group
-from automodel_rl.lora.layers import add_adapters
+from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.peft import AdapterOrigin, save_adapters
 from automodel_rl.mixture.routers import router_shape, routers_of
 from automodel_rl.model.attention import choose_attention

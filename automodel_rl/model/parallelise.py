@@ -160,5 +160,6 @@ def _split_experts(module: Any, layout: Layout) -> None:
     if layout.expert_mesh is not None:
         mesh = layout.expert_mesh["ep"]
         module.ep_group = mesh.get_group()
-        for name, _ in list(module.named_parameters(recurse=False)):
-            shard_parameter(module, name, mesh, dim=0)
+        for owner in list(module.modules()):  # also the adapters of experts
+            for name, _ in list(owner.named_parameters(recurse=False)):
+                shard_parameter(owner, name, mesh, dim=0)

@@ -125,8 +125,7 @@ def _matrix_names(part: nn.Module) -> set[str]:
         if isinstance(module, nn.Linear) and path != "lm_head" and len(module.weight) > 1:
             names.add(f"{path}.weight")
         elif path.endswith(".experts"):
-            own = module.named_parameters(recurse=False)
-            names |= {f"{path}.{name}" for name, parameter in own if parameter.ndim == 3}
+            names |= {f"{path}.{name}" for name, parameter in module.named_parameters() if parameter.ndim == 3}
     return names
 
 

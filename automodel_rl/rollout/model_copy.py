@@ -13,7 +13,9 @@ from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import persistent_tensors
-from automodel_rl.lora.layers import add_adapters, install_adapters, is_adapter
+from automodel_rl.lora.add import add_adapters
+from automodel_rl.lora.layers import install_adapters, is_adapter
+from automodel_rl.mixture.experts import EXPERTS, experts_of, register_experts
 from automodel_rl.mixture.routers import RouterOutput, in_order, routers_of
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.support.description import describe_model
@@ -58,10 +60,15 @@ def build_model(copy: ModelCopy) -> Any:
         with torch.device(copy.device):
             return AutoModelForCausalLM.from_config(config, dtype=copy.dtype, **kernels).eval()
     lora, base = copy.adapters
+    if lora.has_experts:
+        register_experts()
+        kernels["experts_implementation"] = EXPERTS  # the one that knows of adapters
     model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=copy.dtype, **kernels).eval()
     add_adapters(model, lora)
     model.to(copy.device)
     install_adapters(model)
+    for experts in experts_of(model):
+        experts.ep_group = None
     return model
 
 

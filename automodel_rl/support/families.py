@@ -63,6 +63,7 @@ class Family:
         router: name of the router beside the experts.
         router_bias: name, below the layer's mixture, of the bias with which a router chooses experts. It is trained by
             load (DeepSeek-V3, arXiv:2412.19437). Empty if there is none.
+        transposes_experts: whether the experts' stacked weights are [experts, inputs, outputs].
         has_sinks: whether attention has a learned sink for each head.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         rotary_axes: number of axes of rotary positions, 3 for a language model that can read images (M-RoPE).
@@ -88,6 +89,7 @@ class Family:
     block: str = "mlp"
     router: str = "gate"
     router_bias: str = ""
+    transposes_experts: bool = False
     has_sinks: bool = False
     rotary_by_layer_type: bool = False
     rotary_axes: int = 1
@@ -198,7 +200,9 @@ FAMILIES = {
     "mixtral": replace(_SOFTMAX_MIXTURE, experts=_MIXTRAL_NAMES),
     "qwen3_moe": _SOFTMAX_MIXTURE,
     "deepseek_v3": replace(_BIASED_MIXTURE, tp_plan=_LATENT_ATTENTION),
-    "gpt_oss": Family(is_moe=True, router="router", has_sinks=True, tp_plan=(*_ATTENTION, *_SINKS)),
+    "gpt_oss": Family(
+        is_moe=True, router="router", transposes_experts=True, has_sinks=True, tp_plan=(*_ATTENTION, *_SINKS)
+    ),
     "apertus": Family(tp_plan=(("mlp.act_fn", REPLICATED),)),
     "arcee": Family(),
     "cohere": Family(

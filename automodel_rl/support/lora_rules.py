@@ -18,6 +18,8 @@ def _lora(asked: Combination) -> str | None:
             "model.lora.targets: lm_head cannot have adapters, for log-probabilities read its weight: remove it, or "
             "train it whole with modules_to_save"
         )
+    if lora.dropout and lora.has_experts:
+        return f"model.lora.dropout={lora.dropout}: adapters of experts have none, and PEFT knows none: set it to 0"
     if lora.dropout and run is not None and not isinstance(run, SFTConfig):
         return (
             f"model.lora.dropout={lora.dropout}: dpo and grpo compare log-probabilities, which dropout would change at "
@@ -28,7 +30,7 @@ def _lora(asked: Combination) -> str | None:
 
 LORA = Rule(
     "LoRA",
-    "attention and MLP of transformers models; with pp, cp, ep, dp; dropout with sft",
+    "linear layers and experts of transformers models; with pp, cp, ep, dp; dropout with sft, but not on experts",
     _lora,
     (
         Example("model.lora: adapters need parallel.tp=1 and", {"parallel.tp": 2}, {"model.lora": {}}),
@@ -37,6 +39,11 @@ LORA = Rule(
             "model.lora.targets: lm_head cannot have adapters",
             {"model.lora": {"targets": ["q_proj", "lm_head"]}},
             {"model.lora": {"targets": ["q_proj"]}},
+        ),
+        Example(
+            "model.lora.dropout=0.1: adapters of experts have none",
+            {"model.lora": {"dropout": 0.1, "targets": ["experts"]}},
+            {"model.lora": {"targets": ["experts"]}},
         ),
         Example(
             "model.lora.dropout=0.1: dpo and grpo compare log-probabilities",

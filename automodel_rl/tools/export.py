@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -19,28 +20,36 @@ from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import causal_model
 from automodel_rl.files import publish_folder
+from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
 from automodel_rl.hf.find import find_model
-from automodel_rl.hf.names import pieces, to_hf
+from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config, read_whole_config
 from automodel_rl.hf.write import write_description, write_weights
-from automodel_rl.lora.layers import ADAPTER, ADAPTER_NAMES, is_adapter, merged
+from automodel_rl.lora.layers import is_adapter
 from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
-from automodel_rl.lora.peft import AdapterOrigin, write_adapters
+from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_adapters
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
+from automodel_rl.support.families import FAMILIES
+
+Adapters = Literal["peft", "merged", "per-expert"]
+"""What becomes of adapters: PEFT's files, part of a whole model, or files in which experts have them one by one."""
+
+FLAGS: dict[Adapters, str] = {"merged": "--merge", "per-expert": "--per-expert"}
+"""The command line's words for it."""
 
 
-def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), *, merge: bool = False) -> None:
+def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters: Adapters = "peft") -> None:
     """Writes the folder that a run would write as `final/` after the checkpoint's step, or a model with plain weights.
 
-    Memory holds one tensor of the model at a time, and the contents of one file; with `merge` also all adapters.
+    Memory holds one tensor of the model at a time, and the contents of one file; with adapters also all of these.
 
     Args:
-        checkpoint: a `step_N` folder, with `merge` a folder of adapters, or the folder of a model with quantized
-            weights. It need not be trusted.
+        checkpoint: a `step_N` folder, a folder of adapters, or the folder of a model with quantized weights. It need
+            not be trusted.
         out: the folder to write, which must not exist.
         overrides: overrides of the run's config, as on the command line, such as the new place of its model.
-        merge: write a whole model, with its adapters merged in.
+        adapters: what becomes of adapters; of a folder of adapters something else than they are.
 
     Raises:
         InputError: the checkpoint is not whole, its model is not found, or `out` exists or cannot be written.
@@ -48,10 +57,10 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), *, merge:
     if out.exists():
         raise InputError(f"{out}: exists already; export makes its own folder, so name a new one")
     if (checkpoint / ADAPTER_CONFIG).is_file():
-        _export_adapters(checkpoint, out, overrides, merge)
+        _export_adapters(checkpoint, out, overrides, adapters)
         return
     if (checkpoint / "config.json").is_file():
-        _export_plain(checkpoint, out, overrides, merge)
+        _export_plain(checkpoint, out, overrides, adapters)
         return
     marker = read_marker(checkpoint)
     check_files(checkpoint, marker, marker.files)
@@ -68,12 +77,15 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), *, merge:
         tokenizer.chat_template = (checkpoint / TEMPLATE).read_text()
     reader = SafetensorsReader(checkpoint / TENSORS)
     weights = Checkpoint(files, whole_config.model_type, model.pickled_weights)
-    if merge and model.lora is None:
-        raise InputError(f"{checkpoint}: has no adapters to merge: leave --merge out")
+    if adapters != "peft" and model.lora is None:
+        raise InputError(f"{checkpoint}: has no adapters: leave {FLAGS[adapters]} out")
+    if adapters == "per-expert":
+        _check_single(weights.family)
+    merge = adapters == "merged"
 
     def write(folder: Path) -> None:
         if model.lora is not None and not merge:
-            write_adapters(folder, _trained(reader), AdapterOrigin(model.lora, files.name, weights.family))
+            _write_adapters(folder, _trained(reader), AdapterOrigin(model.lora, files.name, weights.family), adapters)
             tokenizer.save_pretrained(folder)
             return
         if model.lora is not None:
@@ -88,11 +100,29 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), *, merge:
     print(f"{out}: the model after step {marker.step}{', with its adapters merged in' if merge else ''}")
 
 
-def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], merge: bool) -> None:
-    """Merges a folder of adapters into the checkpoint that they name, in that checkpoint's dtype."""
+def _write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin, adapters: Adapters) -> None:
+    if adapters == "per-expert":
+        write_single_adapters(folder, one_by_one(tensors, origin.family), origin)
+    else:
+        write_adapters(folder, tensors, origin)
+
+
+def _check_single(family: str) -> None:
+    if FAMILIES[family].experts is None:
+        raise InputError(
+            f"--per-expert: files of {family} models have no single experts, and vLLM reads PEFT's own files for them: "
+            "leave --per-expert out"
+        )
+
+
+def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Adapters) -> None:
+    """Merges a folder of adapters into the checkpoint that they name, in that checkpoint's dtype, or writes those of
+    experts one by one."""
     given = dict(parse_overrides(overrides))
-    if not merge:
-        raise InputError(f"{folder}: holds adapters as PEFT opens them: add --merge to write a whole model")
+    if kind == "peft":
+        raise InputError(
+            f"{folder}: holds adapters as PEFT opens them: add --merge to write a whole model, or --per-expert for vLLM"
+        )
     if given.keys() - {"model.path"}:
         raise InputError(f"--{min(given.keys() - {'model.path'})}: for a folder of adapters only --model.path is read")
     base = given.get("model.path")
@@ -105,22 +135,31 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], merge: b
     with torch.device("meta"):
         adapters.check(causal_model(language_config(config), dtype=dtype))
     weights = Checkpoint(files, config.model_type)
+    if kind == "per-expert":
+        _check_single(weights.family)
 
     def write(unfinished: Path) -> None:
+        if kind == "per-expert":
+            _write_adapters(
+                unfinished, adapters.tensors, AdapterOrigin(adapters.config, files.name, weights.family), kind
+            )
+            tokenizer.save_pretrained(unfinished)
+            return
         write_weights(unfinished, merged_tensors(weights, adapters.tensors, adapters.config.scale, dtype))
         write_description(unfinished, config, tokenizer, files.folder)
 
     _publish(out, write)
-    print(f"{out}: {files.name} with the adapters of {folder} merged in")
+    how = "merged in" if kind == "merged" else "one by one for each expert"
+    print(f"{out}: {files.name} with the adapters of {folder} {how}")
 
 
-def _export_plain(folder: Path, out: Path, overrides: Sequence[str], merge: bool) -> None:
+def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: Adapters) -> None:
     """Writes a model with quantized weights in bfloat16."""
     config = read_config(folder)
     method = describe_model(config).quantization
     if not method:
         raise InputError(f"{folder}: is a model with plain weights already: name a step_N folder of a run")
-    if overrides or merge:
+    if overrides or adapters != "peft":
         raise InputError(f"{folder}: is a model with {method} weights: export takes no more arguments for it")
     tokenizer = load_tokenizer(folder, language_config(config).vocab_size)
     weights = Checkpoint(find_model(ModelConfig(path=str(folder))), config.model_type)
@@ -168,8 +207,7 @@ def merged_tensors(
         scale: the factor of the adapters' output.
         dtype: the dtype of the result; buffers of other kinds keep theirs.
     """
-    layers = {f"{match[1]}.weight": match[1] for name in trained if (match := ADAPTER.fullmatch(name))}
-    adapted = {next(pieces(weight, (1, 1), source.family)).name: layer for weight, layer in layers.items()}
+    adapted = adapter_pieces(trained, source.family)
     saved = {
         piece: tensor
         for name, whole in trained.items()
@@ -179,8 +217,7 @@ def merged_tensors(
     for name in source.names:
         tensor = saved.pop(name) if name in saved else source.read(name)
         if name in adapted:
-            down, up = (trained[f"{adapted[name]}.{adapter}.weight"] for adapter in ADAPTER_NAMES)
-            tensor = merged(tensor, down, up, scale)
+            tensor = adapted[name].merged_into(tensor, scale)
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
     yield from ((name, tensor.to(dtype)) for name, tensor in saved.items())
 

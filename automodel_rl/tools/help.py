@@ -82,10 +82,11 @@ COMMANDS: dict[str, Command] = {
         ("--out",),
     ),
     "export": Command(
-        "CHECKPOINT OUT [--merge] [--dotted.key value ...]",
+        "CHECKPOINT OUT [--merge | --per-expert] [--dotted.key value ...]",
         "a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine",
-        "--merge writes a whole model in place of adapters; CHECKPOINT may then also be a folder of adapters.",
-        ("--merge", "--model.path"),
+        "--merge writes a whole model in place of adapters, --per-expert adapters of a mixture as vLLM reads them; "
+        "CHECKPOINT may then also be a folder of adapters.",
+        ("--merge", "--per-expert", "--model.path"),
     ),
     "verify-checkpoint": Command("CHECKPOINT", "says whether a checkpoint is whole: every file as it was written"),
     "quickstart": Command(

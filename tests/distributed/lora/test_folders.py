@@ -11,14 +11,18 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from automodel_rl.batch import pack_microbatch
+from automodel_rl.cli import main
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
+from automodel_rl.lora.experts import STACKED
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.optimizers import OPTIMIZERS
@@ -35,17 +39,20 @@ KINDS: dict[str, dict] = {
     "all linear, rslora": {"target_modules": "all-linear", "use_rslora": True},
     "some layers": {"target_modules": ["v_proj"], "layers_to_transform": [1, 2]},
     "a pattern": {"target_modules": r".*layers\.[02]\..*o_proj"},
-    "of experts": {"target_modules": ["k_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+    "of experts": {"target_modules": ["k_proj"], "target_parameters": [f"mlp.experts.{name}" for name in STACKED]},
+    "of half the experts": {"target_parameters": ["experts.gate_up_proj"], "target_modules": ["o_proj"]},
     "head and embedding whole": {"target_modules": ["k_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
 }
 """Configs of adapters that PEFT itself makes and writes."""
 
-DENSE = [kind for kind in KINDS if kind != "of experts"]
+DENSE = [kind for kind in KINDS if "experts" not in kind]
 
 
 def save_adapters_of_peft(folder: Path, family: str, kind: str) -> Path:
     """Saves a checkpoint and lively adapters for it; the folder of the adapters."""
     save_tiny_model(folder / "base", family)
+    words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[UNK]").save_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float64)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **KINDS[kind]))
     generator = torch.Generator().manual_seed(1)
@@ -80,6 +87,9 @@ def train_on(folder: Path, parallel: ParallelConfig) -> list[float]:
         *((kind, "qwen3", {"pp": 2} if number % 2 else {"dp_shard": 2}) for number, kind in enumerate(DENSE)),
         ("head and embedding whole", "qwen3", {"pp": 2}),
         ("two names", "llama", {"cp": 2}),
+        ("of experts", "qwen3_moe", {"dp_shard": 2, "ep": 2}),
+        ("of experts", "gpt_oss", {"pp": 2}),
+        ("of half the experts", "qwen3_moe", {"cp": 2, "ep": 2}),
     ],
 )
 def test_training_goes_on_as_with_peft(
@@ -114,6 +124,9 @@ def merged_logprobs(folder: Path, parallel: ParallelConfig) -> list[Tensor]:
     [
         *((kind, "qwen3", {"tp": 2}) for kind in DENSE),
         ("two names", "qwen3_moe", {"ep": 2, "dp_shard": 2}),
+        ("of experts", "qwen3_moe", {"ep": 2, "dp_shard": 2}),
+        ("of experts", "gpt_oss", {"dp_shard": 2}),
+        ("of half the experts", "gpt_oss", {"tp": 2}),
     ],
 )
 def test_merged_weights_are_those_of_peft(
@@ -127,10 +140,37 @@ def test_merged_weights_are_those_of_peft(
         expected = [reference.logprobs(sequence) for sequence in make_sequences(3, seed=0)]
     for actual, right in zip(max(parts, key=len), expected, strict=True):
         torch.testing.assert_close(actual, right, rtol=0, atol=1e-9)
-    export(tmp_path / "adapters", tmp_path / "merged", merge=True)
+    export(tmp_path / "adapters", tmp_path / "merged", adapters="merged")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
     for (name, own), right in zip(whole.named_parameters(), reference.model.parameters(), strict=True):
         torch.testing.assert_close(own, right, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")  # peft's own patterns
+def test_adapters_of_single_experts_are_written_for_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapters = save_adapters_of_peft(tmp_path, "mixtral", "of experts")
+    assert main(["export", str(adapters), str(tmp_path / "single"), "--per-expert"]) == 0
+    single = load_file(tmp_path / "single" / "adapter_model.safetensors")
+    stem = "base_model.model.model.layers.0.block_sparse_moe.experts.3."
+    assert {name: [*tensor.shape] for name, tensor in single.items() if name.startswith(stem)} == {
+        f"{stem}{name}.lora_{kind}.weight": shape
+        for name, (inputs, outputs) in {"w1": (32, 64), "w3": (32, 64), "w2": (64, 32)}.items()
+        for kind, shape in {"A": [4, inputs], "B": [outputs, 4]}.items()
+    }
+    config = json.loads((tmp_path / "single" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["k_proj", "w1", "w2", "w3"]
+    logprobs = []
+    for folder in (adapters, tmp_path / "single"):  # PEFT turns single experts into stacks when it opens them
+        reference = OneProcess(tmp_path / "base", torch.float64, Training(), torch.device("cpu"))
+        reference.model = PeftModel.from_pretrained(reference.model, folder)
+        with torch.no_grad():
+            logprobs.append(reference.logprobs(make_sequences(1, seed=0)[0]))
+    torch.testing.assert_close(*logprobs, rtol=0, atol=1e-12)
+    save_adapters_of_peft(tmp_path / "stacked", "gpt_oss", "of experts")
+    assert main(["export", str(tmp_path / "stacked" / "adapters"), str(tmp_path / "no"), "--per-expert"]) == 2
+    assert "files of gpt_oss models have no single experts" in capsys.readouterr().err
+    assert main(["export", str(adapters), str(tmp_path / "no"), "--per-expert", "--merge"]) == 2
+    assert not (tmp_path / "no").exists()
 
 
 def change(folder: Path, **values: object) -> dict:
@@ -174,9 +214,3 @@ def refusal(model: ModelConfig) -> str:
     with pytest.raises(InputError) as caught:
         ModelHandle.from_pretrained(model)
     return str(caught.value)
-
-
-def test_adapters_of_experts_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    save_adapters_of_peft(tmp_path, "qwen3_moe", "of experts")
-    model = ModelConfig(path=str(tmp_path / "adapters"), dtype="float64")
-    assert "fits nothing in the model" in ranks(1).run(refusal, model)[0]

@@ -75,6 +75,7 @@ def allocate(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerC
         ("qwen3", True, None, {"pp": 2}, ADAMW),
         ("qwen3", True, {"rank": 4}, {"pp": 2}, ADAMW),
         ("qwen3", True, {"rank": 4}, {"pp": 2}, MUON),
+        ("qwen3_moe", False, {"rank": 4, "targets": ["o_proj", "experts"]}, {"dp_shard": 2, "ep": 2}, MUON),
         ("qwen3", False, None, {"tp": 2, "dp_shard": 2}, ADAMW),
         ("qwen3", True, None, {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2, "cp": 2}, ADAMW),
         ("deepseek_v3", False, None, {"pp": 2, "cp": 2, "ep": 2}, ADAMW),

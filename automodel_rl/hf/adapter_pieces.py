@@ -1,0 +1,68 @@
+"""Adapters by the tensors of a checkpoint's files: to merge them there, or to write those of experts one by one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from automodel_rl.hf.names import pieces
+from automodel_rl.lora.experts import adapted_weights_by_name, merged_stack
+from automodel_rl.lora.layers import ADAPTER_NAMES, merged
+from automodel_rl.lora.stacks import OWN
+from automodel_rl.support.families import FAMILIES
+
+
+@dataclass(frozen=True)
+class AdapterPiece:
+    """The adapter of one tensor of a checkpoint.
+
+    Attributes:
+        down: its `lora_A`, [rank, inputs], or a stack of these for a stack of experts.
+        up: its `lora_B`, [outputs, rank], or a stack of these.
+        is_transposed: whether the tensor is a stack [experts, inputs, outputs].
+    """
+
+    down: Tensor
+    up: Tensor
+    is_transposed: bool = False
+
+    def merged_into(self, tensor: Tensor, scale: float) -> Tensor:
+        """The tensor with the adapter merged in, in fp32 or wider."""
+        if self.down.ndim == 3:
+            return merged_stack(tensor, self.down, self.up, scale, self.is_transposed)
+        return merged(tensor, self.down, self.up, scale)
+
+
+def adapter_pieces(adapters: Mapping[str, Tensor], family: str) -> dict[str, AdapterPiece]:
+    """The adapters by the names of the checkpoint's tensors that they belong to.
+
+    Args:
+        adapters: adapters by the model's names; other tensors are left out.
+        family: the key of `FAMILIES` that says how the checkpoint's tensors are named.
+    """
+    found = {}
+    for weight, layer in adapted_weights_by_name(adapters).items():
+        down, up = (adapters[f"{layer}.{kind}.weight"] for kind in ADAPTER_NAMES)
+        for piece in pieces(weight, (*up.shape[:-1], down.shape[-1]), family):
+            if piece.expert is not None:
+                found[piece.name] = AdapterPiece(down[piece.expert], up[piece.expert][piece.rows])
+            else:
+                found[piece.name] = AdapterPiece(down, up, FAMILIES[family].transposes_experts)
+    return found
+
+
+def one_by_one(adapters: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Adapters with those of experts one by one, as vLLM wants them: `experts.3.gate_proj.lora_A.weight`. Gate and up
+    have a copy each of the A that they share.
+
+    Args:
+        adapters: adapters by the model's names; what belongs to no experts stays.
+        family: a key of `FAMILIES` whose files have experts one by one.
+    """
+    of_experts = {name: tensor for name, tensor in adapters.items() if OWN.fullmatch(name)}
+    single = {name: tensor for name, tensor in adapters.items() if name not in of_experts}
+    for name, piece in adapter_pieces(of_experts, family).items():
+        layer = name.removesuffix(".weight")
+        single[f"{layer}.lora_A.weight"] = piece.down.clone()
+        single[f"{layer}.lora_B.weight"] = piece.up.clone()
+    return single

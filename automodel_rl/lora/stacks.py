@@ -1,0 +1,62 @@
+"""How adapters of experts lie in files: stacked, as PEFT has them, or one by one, as vLLM wants them for most families.
+
+PEFT keeps the stacked weights of an experts module in nested wrappers (`target_parameters`, peft 0.19.1 and later):
+`experts.lora_A.weight` is that of the last adapted weight, and `experts.base_layer.lora_A.weight` that of the one
+before. It writes the A of all experts below each other, [experts * rank, inputs], and their B side by side with the
+expert as the fastest dim, [outputs, rank * experts].
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from automodel_rl.lora.experts import ADAPTERS, EXPERTS, STACKED
+
+WRAPPED = re.compile(rf"(.+\.{EXPERTS})\.((?:base_layer\.)*)(lora_[AB])\.weight")
+OWN = re.compile(rf"(.+\.{EXPERTS})\.{ADAPTERS}\.(\w+)\.(lora_[AB])\.weight")
+
+
+def to_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters by the model's names, turned to PEFT's names and shapes; all else stays."""
+    turned = {}
+    for name, tensor in tensors.items():
+        own = OWN.fullmatch(name)
+        if own is None:
+            turned[name] = tensor
+            continue
+        experts, weight, kind = own.groups()
+        there = [other for other in STACKED if f"{experts}.{ADAPTERS}.{other}.{kind}.weight" in tensors]
+        depth = len(there) - 1 - there.index(weight)
+        flat = tensor.flatten(0, 1) if kind == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
+        turned[f"{experts}.{'base_layer.' * depth}{kind}.weight"] = flat.contiguous()
+    return turned
+
+
+def from_peft(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iterable[str]) -> dict[str, Tensor]:
+    """Adapters by PEFT's names, turned to the model's names and shapes; all else stays.
+
+    Args:
+        tensors: the adapters.
+        rank: their rank.
+        target_parameters: what PEFT's config says of parameters with adapters: where an experts module has adapters on
+            one of its weights, only this tells on which.
+    """
+    targets = {target.rpartition(".")[2] for target in target_parameters}
+    only = next((weight for weight in STACKED if weight in targets), STACKED[-1])
+    nested = {match[1] for name in tensors if (match := WRAPPED.fullmatch(name)) and match[2]}
+    turned = {}
+    for name, tensor in tensors.items():
+        wrapped = WRAPPED.fullmatch(name)
+        if wrapped is None or tensor.shape[int(wrapped[3] == "lora_B")] % rank:  # fits nothing in the model
+            turned[name] = tensor
+            continue
+        experts, depth, kind = wrapped.groups()
+        weight = (STACKED[0] if depth else STACKED[1]) if experts in nested else only
+        stack = (
+            tensor.unflatten(0, (-1, rank))
+            if kind == "lora_A"
+            else tensor.unflatten(1, (rank, -1)).permute(2, 0, 1).contiguous()
+        )
+        turned[f"{experts}.{ADAPTERS}.{weight}.{kind}.weight"] = stack
+    return turned
