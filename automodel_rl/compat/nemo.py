@@ -70,7 +70,7 @@ def split_into_stages(
         patch_causal_lm_model=False,
         device=device,
     )
-    with _only_errors_logged():
+    with only_errors_logged():
         built = pipeline.build(model, loss_fn=_never_called)
     return [(stage.stage_index, stage.submod) for stage in built.info.stages]
 
@@ -80,7 +80,7 @@ def _never_called(*_: object) -> None:
 
 
 @contextlib.contextmanager
-def _only_errors_logged() -> Iterator[None]:
+def only_errors_logged() -> Iterator[None]:
     """Silences warnings of libraries that are no problem here."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)

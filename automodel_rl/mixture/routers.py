@@ -19,8 +19,12 @@ from automodel_rl.parallel.collectives import all_reduce
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.support.families import Family
 
-RouterOutput = tuple[Tensor, Tensor, Tensor]
-"""Logits of all experts, and weights and ids of the chosen ones, of each token. Granite's routers give the reverse."""
+RouterOutput = tuple[Any, Any, Any]
+"""Logits of all experts, and weights and ids of the chosen ones, of each token, in an order of the router's own.
+nemo_automodel's routers give None for the logits."""
+
+_ORDERS = ((2, 1, 0), (2, 0, 1), (0, 1, 2))
+"""The places of logits, weights and ids in a router's output, by the place of the ids."""
 
 LOAD_METRIC = "moe/load_max"
 """Metric: the largest load of an expert relative to the mean load, averaged over layers; 1 is even."""
@@ -48,14 +52,21 @@ def _mixtures_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
     return {number: block for number, block in blocks.items() if "experts" in dict(block.named_children())}
 
 
-def is_reversed(output: RouterOutput) -> bool:
-    """Whether a router gives ids first and logits last."""
-    return not output[0].is_floating_point()
+def in_order(output: RouterOutput) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Logits, weights and ids, whatever order the router gives them in."""
+    logits, weights, ids = (output[place] for place in _order(output))
+    return logits, weights, ids
 
 
-def in_order(output: RouterOutput) -> RouterOutput:
-    """Logits, weights and ids, whichever way round the router gives them."""
-    return (output[2], output[1], output[0]) if is_reversed(output) else output
+def in_order_of(output: RouterOutput, ordered: tuple[Tensor | None, Tensor, Tensor]) -> RouterOutput:
+    """Logits, weights and ids in the order of a router's output."""
+    by_place = dict(zip(_order(output), ordered, strict=True))
+    return by_place[0], by_place[1], by_place[2]
+
+
+def _order(output: RouterOutput) -> tuple[int, int, int]:
+    ids = next(place for place, part in enumerate(output) if part is not None and not part.is_floating_point())
+    return _ORDERS[ids]
 
 
 def router_shape(num_layers: int, routers: dict[int, Any]) -> RouterShape | None:
@@ -155,14 +166,15 @@ class Watched:
         microbatch = self.scope.microbatch
         assert microbatch is not None, "a router runs outside of a layer that notes its microbatch"
         logits, weights, chosen = in_order(output)
-        load = _load(chosen, microbatch.is_routed, logits.shape[-1])
+        load = _load(chosen, microbatch.is_routed, len(self.load))
         self.load.add_(load * self.scope.is_first)
         if self.has_loss:
+            assert logits is not None  # the table refuses the loss where routers give none
             for group in self.sharing:
                 load = all_reduce(load, group)
             loss = _load_balancing(logits, load, microbatch.is_routed) * self.factor
             weights = _AddLoss.apply(weights, loss)
-        return (chosen, weights, logits) if is_reversed(output) else (logits, weights, chosen)
+        return in_order_of(output, (logits, weights, chosen))
 
 
 def global_loads(watches: list[RouterWatch], layout: Layout) -> dict[int, Tensor]:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from automodel_rl.compat.nemo import nemo_model
+from automodel_rl.compat.nemo_mixtures import nemo_mixture
 from automodel_rl.config.model import Implementation
 from automodel_rl.mixture.experts import EXPERTS, register_experts
 from automodel_rl.model.attention import register_attention
@@ -56,10 +57,10 @@ def build_empty_model(
     register_attention()
     register_experts()
     with init_empty_weights():
-        if implementation == "nemo_automodel":
-            nemo_class = FAMILIES[config.model_type].nemo_class
-            assert nemo_class is not None  # the table has refused other families
-            model = nemo_model(nemo_class, config, dtype, attention)
+        family = FAMILIES[config.model_type]
+        if implementation == "nemo_automodel" and not family.is_moe:
+            assert family.nemo_class is not None  # the table has refused other families
+            model = nemo_model(family.nemo_class, config, dtype, attention)
         elif config.model_type in VISION_FAMILIES:
             model = AutoModelForImageTextToText.from_config(
                 config, dtype=dtype, attn_implementation={"text_config": attention, "vision_config": "sdpa"}
@@ -68,6 +69,9 @@ def build_empty_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, experts_implementation=EXPERTS
             )
+        if implementation == "nemo_automodel" and family.is_moe:
+            assert family.nemo_class is not None
+            model = nemo_mixture(family.nemo_class, config, model, family.router, family.router_bias)
     if config.tie_word_embeddings:  # building without storage has cut the tie
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight

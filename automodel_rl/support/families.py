@@ -198,10 +198,17 @@ FAMILIES = {
         scales_embedding=True, has_plain_norms=False, rotary_by_layer_type=True, computes_in_fp32=True
     ),
     "mixtral": replace(_SOFTMAX_MIXTURE, experts=_MIXTRAL_NAMES),
-    "qwen3_moe": _SOFTMAX_MIXTURE,
-    "deepseek_v3": replace(_BIASED_MIXTURE, tp_plan=_LATENT_ATTENTION),
+    "qwen3_moe": replace(_SOFTMAX_MIXTURE, nemo_class=(f"{_NEMO}.qwen3_moe.model", "Qwen3MoeForCausalLM")),
+    "deepseek_v3": replace(
+        _BIASED_MIXTURE, tp_plan=_LATENT_ATTENTION, nemo_class=(f"{_NEMO}.deepseek_v3.model", "DeepseekV3ForCausalLM")
+    ),
     "gpt_oss": Family(
-        is_moe=True, router="router", transposes_experts=True, has_sinks=True, tp_plan=(*_ATTENTION, *_SINKS)
+        is_moe=True,
+        router="router",
+        transposes_experts=True,
+        has_sinks=True,
+        tp_plan=(*_ATTENTION, *_SINKS),
+        nemo_class=(f"{_NEMO}.gpt_oss.model", "GptOssForCausalLM"),
     ),
     "apertus": Family(tp_plan=(("mlp.act_fn", REPLICATED),)),
     "arcee": Family(),

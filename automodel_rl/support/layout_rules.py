@@ -196,6 +196,11 @@ def why_not_compiled(asked: Combination) -> str | None:
             f"{asked.parallel.schedule} splits the backward, which compiled layers do not allow: set it to auto, or "
             "use another parallel.schedule"
         )
+    elif asked.family.is_moe and asked.model.implementation != "transformers":
+        reason = (
+            f"layers of {asked.model.implementation}'s mixtures do not compile: set it to auto, or use "
+            "model.implementation=transformers"
+        )
     elif asked.family.is_moe and asked.memory.activation_checkpointing == "selective":
         reason = (
             "compiled layers of a mixture do not show memory.activation_checkpointing=selective what to keep: set it "
@@ -211,10 +216,15 @@ def _compiled(asked: Combination) -> str | None:
 
 COMPILED = Rule(
     "compiled layers",
-    "with schedules that do not split the backward; mixtures not with selective",
+    "with schedules that do not split the backward; mixtures of transformers, not with selective",
     _compiled,
     (
         Example("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),
+        Example(
+            "memory.compile=true: layers of nemo_automodel's mixtures do not compile",
+            {"memory.compile": True},
+            {**MIXTURE, "model.implementation": "nemo_automodel"},
+        ),
         Example(
             "memory.compile=true: compiled layers of a mixture do not show memory.activation_checkpointing=selective",
             {"memory.compile": True},

@@ -62,14 +62,34 @@ def _nemo(asked: Combination) -> str | None:
             f"parallel.tp={asked.parallel.tp}: tensor parallelism splits transformers' classes only: use "
             "model.implementation=transformers"
         )
+    if asked.family.is_moe and asked.model.moe.aux_loss:
+        return (
+            f"model.moe.aux_loss={asked.model.moe.aux_loss}: routers of nemo_automodel's mixtures do not give the "
+            "scores that it needs: use model.implementation=transformers"
+        )
+    if asked.family.is_moe and asked.description.has_windows and not asked.family.has_sinks:
+        return (
+            f"model.implementation=nemo_automodel: its class of {asked.description.family} models has no sliding "
+            "windows: use transformers"
+        )
     return None
 
 
 NEMO = Rule(
     "nemo_automodel models",
-    f"{', '.join(NEMO_FAMILIES)}; bfloat16, float32; no tp",
+    f"{', '.join(NEMO_FAMILIES)}; bfloat16, float32; no tp, no LoRA; mixtures without auxiliary loss",
     _nemo,
     (
+        Example(
+            "model.moe.aux_loss=0.1: routers of nemo_automodel's mixtures do not give the scores",
+            {"model.moe.aux_loss": 0.1},
+            {**NEMO_CLASSES, **MIXTURE},
+        ),
+        Example(
+            "model.implementation=nemo_automodel: its class of qwen3_moe models has no sliding windows",
+            NEMO_CLASSES,
+            {**MIXTURE, "description.has_windows": True},
+        ),
         Example("model.dtype=float64: nemo_automodel's classes keep", {"model.dtype": "float64"}, NEMO_CLASSES),
         Example("parallel.tp=2: tensor parallelism splits transformers' classes", NEMO_CLASSES, {"parallel.tp": 2}),
     ),

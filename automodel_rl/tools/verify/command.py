@@ -55,7 +55,6 @@ FLOAT64 = Tolerances(numbers=1e-9, weights=1e-8)
 FLOAT32 = Tolerances(numbers=1e-5, weights=None)
 """Tolerances for classes that compute parts in fp32. Only the first step is judged."""
 
-
 CAUSE_IN_BF16 = (
     "what only runs in bf16: the fused attention (model.attention=sdpa is another) or compiled layers "
     "(memory.compile=false leaves them out)"

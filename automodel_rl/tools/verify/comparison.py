@@ -300,6 +300,9 @@ def _compare_gradients(
     loss: LossFn = sft_loss if step % 2 else lambda outputs, microbatch: sft_loss(outputs, microbatch)
     engine.runner.forward_backward(microbatches, loss, Readout(), counts)
     right = expected.gradients()
+    least = LEAST_GRADIENT
+    if handle.dtype != torch.float64:
+        least = SMALL_GRADIENT * max(gradient.abs().max().item() for gradient in right.values())
     for component in handle.components:
         for name, parameter in component.every_parameter():
             if not parameter.requires_grad:
@@ -308,13 +311,17 @@ def _compare_gradients(
             difference = _largest(gather_whole(gradient, component.layout), right[name])
             kind = re.sub(r"^model\.|(layers|blocks)\.\d+\.", "", name)
             # A gradient that should be zero, as of a bias that a softmax cancels, is nothing but rounding.
-            scale = max(right[name].abs().max().item(), LEAST_GRADIENT)
+            scale = max(right[name].abs().max().item(), least)
             found.note(f"gradient of {kind}", difference / scale, step, name)
     handle.zero_grad()
 
 
 LEAST_GRADIENT = 1e-6
 """A gradient whose largest entry is below this is rounding. Others are larger by orders of magnitude."""
+
+SMALL_GRADIENT = 0.1
+"""Share of the model's largest gradient, relative to which smaller ones are compared in float32. What they are summed
+from is rounded as that of larger ones: by this alone, transformers' own gpt_oss differs by 1e-4 of a bias."""
 
 
 class _SwapCheck:

@@ -24,7 +24,7 @@ from transformers import (
 from automodel_rl.batch import Routes, TokenSequence
 from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
-from automodel_rl.mixture.routers import RouterOutput, in_order, is_reversed
+from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
 from automodel_rl.support.families import FAMILIES, VISION_FAMILIES, Family
 
@@ -228,8 +228,9 @@ class OneProcess:
             ordered = in_order(output)
             if self.routes is not None:
                 ordered = routed(family, module, inputs[0], ordered[2], self.routes.of(number).long())
+            assert ordered[0] is not None  # transformers' routers give their scores
             self.routed.setdefault(number, []).append((ordered[0], ordered[2]))
-            return ordered[::-1] if is_reversed(output) else ordered
+            return in_order_of(output, ordered)
 
         router.register_forward_hook(hook)
 

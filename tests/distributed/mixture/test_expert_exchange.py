@@ -32,6 +32,7 @@ def module_of(first: int, count: int, group: Any) -> Any:
         is_transposed=False,
         has_bias=False,
         ep_group=group,
+        named_children=list,  # no adapters
     )
 
 

@@ -198,6 +198,26 @@ def test_classes_of_nemo_automodel_equal_one_process(ranks: RankPool, tmp_path: 
     assert_equal(differences(ranks, tmp_path, case), FLOAT32)
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes", "replay"),
+    [
+        ("qwen3_moe", {}, False),
+        ("qwen3_moe", {"cp": 2, "ep": 2}, True),
+        ("deepseek_v3", {"pp": 2, "dp_shard": 2, "ep": 2}, True),
+        ("deepseek_v3", {"cp": 2}, False),
+        ("gpt_oss", {"pp": 2, "cp": 2}, True),
+        ("gpt_oss", {"dp_shard": 2, "ep": 2}, False),
+    ],
+    ids=str,
+)
+def test_mixtures_of_nemo_automodel_equal_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict, replay: bool
+) -> None:
+    save_tiny_model(tmp_path, family, dtype=torch.float32)
+    case = Case(ParallelConfig(**sizes), dtype="float32", implementation="nemo_automodel", replay=replay)
+    assert_equal(differences(ranks, tmp_path, case), FLOAT32)
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_first_step_in_float32_is_near_one_process(ranks: RankPool, tmp_path: Path, pp: int) -> None:
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)

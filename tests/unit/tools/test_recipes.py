@@ -51,11 +51,44 @@ SHAPES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "tie_word_embeddings": False,
     },
+    "gpt_oss_20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+    },
+    "moonlight_16b": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 163840,
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446,
+        "rope_theta": 50000.0,
+        "max_position_embeddings": 8192,
+    },
 }
+RECIPES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml"))
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo", "dapo", "gspo"])
-@pytest.mark.parametrize("model", list(SHAPES))
+@pytest.mark.parametrize(("model", "algorithm"), RECIPES)
 def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, algorithm: str) -> None:
     shape = dict(SHAPES[model])
     AutoConfig.for_model(shape.pop("model_type"), **shape).save_pretrained(tmp_path)

@@ -1,0 +1,200 @@
+"""Mixtures of nemo_automodel, with signatures and names of transformers' modules, so that all else treats both alike.
+
+Its own are the layers: projections, norms, rotary embeddings, routers and shared experts, on packed tokens without
+padding (THD). Experts are transformers' modules, which this package shards and runs (mixture/experts.py), and attention
+is one of this package's functions (model/attention.py).
+
+Shape letters: t tokens of this rank, H hidden size, D head dim. Checked with nemo_automodel 0.7.0.
+"""
+
+import dataclasses
+import importlib
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+
+from automodel_rl.compat.nemo import only_errors_logged
+from automodel_rl.errors import InputError
+from automodel_rl.launch.quiet import quiet_imports
+
+SAME = 1e-6
+"""Largest relative difference of rotary frequencies that is rounding."""
+
+
+def nemo_mixture(class_path: tuple[str, str], config: PretrainedConfig, plain: Any, router: str, bias: str) -> Any:
+    """A mixture of nemo_automodel's own class. Its parameters have the names and shapes of transformers'.
+
+    Args:
+        class_path: module and name of the class.
+        config: the checkpoint's config; its dtype is set.
+        plain: transformers' model of the same config, without storage. Its experts and attention function are taken.
+        router: name of the router beside the experts.
+        bias: name of the bias with which a router chooses experts; empty if there is none.
+
+    Raises:
+        InputError: the class computes something else than transformers does with this config.
+    """
+    with quiet_imports():
+        from nemo_automodel.components.models.common import BackendConfig
+
+    if config.tie_word_embeddings:
+        raise InputError(
+            "model.implementation=nemo_automodel: its mixtures do not tie the head to the embedding: use transformers"
+        )
+    module, name = class_path
+    config.dtype = next(plain.parameters()).dtype
+    has_sinks = any(path.endswith(".sinks") for path, _ in plain.named_parameters())
+    # gpt_oss has its sinks as parameters with flex attention only, which is never called.
+    backend = BackendConfig(
+        attn="flex" if has_sinks else "sdpa", linear="torch", rms_norm="torch", experts="torch", dispatcher="torch"
+    )
+    routers = {"aux_loss_coeff": 0.0, "gate_bias_update_factor": 0.0, "force_e_score_correction_bias": bool(bias)}
+    current = mock.patch.object(torch.cuda, "current_device", return_value=0)  # asked for and not used
+    with only_errors_logged(), current:
+        model = getattr(importlib.import_module(module), name)(config, backend=backend, moe_overrides=routers)
+    model.model.rotary_emb = _rotary_of(model.model, plain)
+    for layer, own in zip(model.model.layers.values(), plain.model.layers, strict=True):
+        _adapt_attention(layer.self_attn, own.self_attn, config)
+        _adapt_mixture(layer.mlp, own.mlp, router)
+        layer.forward = MethodType(_layer_forward, layer)
+    return model
+
+
+def _layer_forward(
+    layer: Any, hidden: Tensor, *, position_embeddings: Tensor, microbatch: Any, cp_group: Any, **_: Any
+) -> Tensor:
+    """A layer's own forward in the signature of transformers' layers, [1, t, H] -> [1, t, H]."""
+    layer.self_attn.attn_func.enter(microbatch, cp_group)
+    return type(layer).forward(layer, hidden.squeeze(0), freqs_cis=position_embeddings).unsqueeze(0)
+
+
+class _Attention:
+    """What a layer's attention calls with queries, keys and values [t, heads, D].
+
+    Args:
+        module: the attention module.
+        config: the config that names the registered function, as transformers' layers read it.
+    """
+
+    def __init__(self, module: Any, config: PretrainedConfig):
+        self.module, self.config = module, config
+        self.scaling: float = module.softmax_scale
+        self.window: int | None = dict(vars(module)).get("sliding_window")
+        self.microbatch: Any = None
+        self.cp_group: Any = None
+
+    def enter(self, microbatch: Any, cp_group: Any) -> None:
+        """Notes what the layer computes now."""
+        self.microbatch, self.cp_group = microbatch, cp_group
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        function: Any = AttentionInterface()[self.config._attn_implementation]
+        output, _weights = function(
+            self.module,
+            *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
+            None,
+            microbatch=self.microbatch,
+            cp_group=self.cp_group,
+            scaling=self.scaling,
+            sliding_window=self.window,
+            s_aux=dict(self.module.named_parameters(recurse=False)).get("sinks"),
+        )
+        return output.squeeze(0)
+
+
+def _adapt_attention(attention: Any, own: Any, config: PretrainedConfig) -> None:
+    if "softmax_scale" not in vars(attention):
+        attention.softmax_scale = attention.head_dim**-0.5
+    if abs(attention.softmax_scale / own.scaling - 1) > SAME:
+        raise _different(f"scores times {attention.softmax_scale:.6g}, where transformers has {own.scaling:.6g}")
+    attention.attn_module, attention.attn_func = None, _Attention(attention, config)
+    # With this name its forward hands on queries, keys and values as they are.
+    attention.backend = dataclasses.replace(attention.backend, attn="te")
+
+
+def _adapt_mixture(block: Any, own: Any, router: str) -> None:
+    """Puts transformers' experts into a layer, and names the router as transformers does."""
+    experts = dict(own.named_children()).get("experts")
+    if experts is None:  # a dense layer
+        return
+    experts.forward = MethodType(_experts_forward, experts)
+    block.experts = experts
+    gate = block.gate
+    gate.num_experts, gate.top_k = gate.n_experts, gate.topk
+    if router != "gate":
+        del block.gate
+        block.add_module(router, gate)
+        object.__setattr__(block, "gate", gate)  # its forward calls it so; not a second module of the same parameters
+
+
+def _experts_forward(experts: Any, hidden: Tensor, _: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """The forward of transformers' experts in the signature that nemo_automodel's mixtures call."""
+    return type(experts).forward(experts, hidden, chosen, weights)
+
+
+class _Rotary(nn.Module):
+    """Rotary embeddings of positions, as the class's own model makes them.
+
+    Attributes:
+        inv_freq: the frequencies, fp32 [D / 2]. A buffer, so that it moves with the model.
+        concentration: factor of sines and cosines.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, inv_freq: Tensor, concentration: float):
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.concentration = concentration
+
+    def _compute_concentration_and_inv_freq(self) -> tuple[float, Tensor]:
+        return self.concentration, self.inv_freq
+
+    def forward(self, _: Tensor, positions: Tensor) -> Tensor:
+        """Positions [1, t] to cosines and sines [t, D]."""
+        from nemo_automodel.components.models.gpt_oss.rope_utils import position_ids_to_freqs_cis
+
+        rotary: Any = self
+        return position_ids_to_freqs_cis(rotary, positions, qkv_format="thd", for_fused_rope=False)
+
+
+class _ComplexRotary(_Rotary):
+    """The same for models that turn pairs as complex numbers."""
+
+    def forward(self, _: Tensor, positions: Tensor) -> Tensor:
+        """Positions [1, t] to complex numbers [t, D / 2]."""
+        from nemo_automodel.components.models.deepseek_v3.rope_utils import freqs_cis_from_position_ids
+
+        return freqs_cis_from_position_ids(positions, self.inv_freq, qkv_format="thd", for_fused_rope=False)
+
+
+def _rotary_of(body: Any, plain: Any) -> _Rotary:
+    """The module of rotary embeddings, after a comparison with transformers': the class reads other kinds of scaling
+    otherwise, or not at all."""
+    table = dict(body.named_buffers(recurse=False)).get("freqs_cis")
+    if table is not None:
+        rotary: _Rotary = _ComplexRotary(table, 1.0)
+        del body.freqs_cis
+    else:
+        body.rotary_emb.device = torch.device("cpu")
+        try:
+            concentration, inv_freq = body.rotary_emb._compute_concentration_and_inv_freq()
+        except AssertionError:
+            raise _different("no rotary frequencies") from None
+        rotary = _Rotary(inv_freq, concentration)
+    own = plain.model.rotary_emb
+    difference = (rotary.inv_freq / own.inv_freq - 1).abs().max().item()
+    if difference > SAME or abs(rotary.concentration / own.attention_scaling - 1) > SAME:
+        raise _different(f"rotary frequencies that differ by {difference:.2g}, relatively")
+    return rotary
+
+
+def _different(what: str) -> InputError:
+    return InputError(
+        f"model.implementation=nemo_automodel: its class has {what}, for the rope_parameters of this config.json: use "
+        "transformers"
+    )
