@@ -152,7 +152,7 @@ class Engine:
         self.step += 1
         if not is_nothing:
             self._count_not_finite(not is_finite, loss, grad_norm, microbatches)
-        metrics = {**shared.mean_metrics, **routing}
+        metrics = {**shared.all_metrics, **routing}
         return TrainOutput(loss, grad_norm, agreed.counts["tokens"], lr, skipped, is_nothing, metrics)
 
     def evaluate(
@@ -176,7 +176,7 @@ class Engine:
         totals = self.runner.evaluate(microbatches, loss_fn, readout, agreed)
         nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
         shared = share_totals(totals, nothing, self.handle.layout)
-        return shared.mean_loss(agreed.counts), shared.mean_metrics
+        return shared.mean_loss(agreed.counts), shared.all_metrics
 
     def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of this data rank's tokens, equal on all its stages.

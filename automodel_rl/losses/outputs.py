@@ -80,6 +80,8 @@ class LossOutput:
             global batch. The loss is the total of the quotients.
         metrics: name -> (sum, denominator), scalar tensors without gradient. Both are added up over microbatches and
             ranks before they are divided.
+        largest, smallest: name -> scalar tensor without gradient, a metric that is the largest, or the smallest, over
+            microbatches and ranks.
 
     Example:
         >>> import torch
@@ -90,6 +92,8 @@ class LossOutput:
 
     sums: dict[Denominator, Tensor]
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)
+    smallest: dict[str, Tensor] = field(default_factory=dict)
 
 
 LossFn = Callable[[TokenOutputs, Microbatch], LossOutput]

@@ -1,10 +1,23 @@
 """The policy-gradient family: one loss, with GRPO, DAPO, GSPO, CISPO and others as settings."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch, spread_over_tokens
 from automodel_rl.config.losses import PolicyLossConfig
+from automodel_rl.losses.disagreement import (
+    MAX_ERROR,
+    OUT_OF_BOUNDS,
+    RATIO_MAX,
+    RATIO_MIN,
+    SQUARE_OF_WEIGHT,
+    WEIGHT,
+    disagreement,
+    largest_error,
+    out_of_bounds,
+)
 from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
 from automodel_rl.losses.terms import correction_weights, kl_estimate, kl_loss, mean_by_sequence
 
@@ -21,9 +34,10 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
         config: the settings of the loss.
 
     Returns:
-        A sum over tokens, or over sequences. Metrics, all of them means over tokens: train/ratio_mean,
-        train/clip_fraction, train/logprob_error, train/logprob_error_live, train/entropy, train/kl_ref,
-        train/correction_weight.
+        A sum over tokens, or over sequences. Metrics: means over tokens of train/ratio_mean, train/clip_fraction,
+        train/entropy, train/kl_ref, train/correction_weight and its square; train/ratio_max and train/ratio_min; how
+        far the generator is from the trainer, in train/logprob_error, train/logprob_error_live and by the formulas of
+        losses/disagreement.py.
 
     Raises:
         ValueError: the input of a term is missing, or the config normalises by a constant that it does not give.
@@ -49,33 +63,45 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
         log_ratio = spread_over_tokens(mean_by_sequence(log_ratio, microbatch), microbatch)
     loss, is_clipped = _surrogate(log_ratio.exp(), outputs.logprobs, values["advantages"], config)
 
-    per_token = {"train/ratio_mean": log_ratio.exp(), "train/clip_fraction": is_clipped.to(loss.dtype)}
+    ratio = log_ratio.detach().exp()
+    per_token = {"train/ratio_mean": ratio, "train/clip_fraction": is_clipped.to(loss.dtype)}
     per_token |= _rollout_errors(old, values, microbatch)
+    metrics: dict[str, tuple[Tensor, Tensor]] = {}
     if config.correction.kind != "none":
         weight = correction_weights(old, values["rollout_logprobs"], microbatch, config.correction)
         loss = loss * weight
-        per_token["train/correction_weight"] = weight
+        per_token |= {WEIGHT: weight, SQUARE_OF_WEIGHT: weight.square()}
+        metrics = {OUT_OF_BOUNDS: out_of_bounds(old, values["rollout_logprobs"], microbatch, config.correction)}
     if outputs.entropy is not None:
         loss = loss - config.entropy * outputs.entropy
         per_token["train/entropy"] = outputs.entropy
     if "ref_logprobs" in values:
-        ours = torch.where(microbatch.loss_mask, outputs.logprobs, 0.0)
-        ref = torch.where(microbatch.loss_mask, values["ref_logprobs"], 0.0)
+        ours, ref = (torch.where(microbatch.loss_mask, t, 0.0) for t in (outputs.logprobs, values["ref_logprobs"]))
         per_token["train/kl_ref"] = kl_estimate(ours, ref, config.kl.estimator)
         if config.kl.where == "loss":
             loss = loss + config.kl.coefficient * kl_loss(ours, ref, config.kl.estimator)
-    return LossOutput(sums=_normalise(loss, microbatch, config), metrics=_means(per_token, microbatch))
+    metrics |= _means(per_token, microbatch)
+    return LossOutput(_normalise(loss, microbatch, config), metrics, **_extremes(ratio, old, values, microbatch))
+
+
+def _extremes(ratio: Tensor, old: Tensor, values: dict[str, Tensor], microbatch: Microbatch) -> dict[str, Any]:
+    """`LossOutput.largest` and `LossOutput.smallest`."""
+    counted = microbatch.loss_mask
+    largest = {RATIO_MAX: torch.where(counted, ratio, -torch.inf).max()}
+    if "rollout_logprobs" in values:
+        largest[MAX_ERROR] = largest_error(old, values["rollout_logprobs"], microbatch)
+    return {"largest": largest, "smallest": {RATIO_MIN: torch.where(counted, ratio, torch.inf).min()}}
 
 
 def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], microbatch: Microbatch) -> dict[str, Tensor]:
-    """exp|rollout - trainer| of log-probabilities, [T], for each metric whose inputs the microbatch has."""
+    """Values of tokens, [T], for each metric that compares generator and trainer, as far as the microbatch has both."""
     if "rollout_logprobs" not in values:
         return {}
     compared = {"train/logprob_error": old_logprobs}
     if "live_logprobs" in values:
         compared["train/logprob_error_live"] = values["live_logprobs"]
     rollout = values["rollout_logprobs"]
-    return {
+    return disagreement(old_logprobs, rollout, microbatch) | {
         name: torch.where(microbatch.loss_mask, rollout - logprobs, 0.0).abs().exp()
         for name, logprobs in compared.items()
     }

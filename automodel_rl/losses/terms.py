@@ -43,7 +43,16 @@ def correction_weights(
     if config.kind == "truncate":
         return log_weight.exp().nan_to_num(0.0, posinf=torch.inf).clamp(config.low, config.high)
     weight = log_weight.exp().nan_to_num(0.0, posinf=0.0)
-    compared = weight
-    if config.kind == "sequence_mask":
-        compared = spread_over_tokens(mean_by_sequence(log_weight, microbatch).exp(), microbatch)
+    compared = compared_weights(old_logprobs, rollout_logprobs, microbatch, config)
     return torch.where((compared >= config.low) & (compared <= config.high), weight, 0.0)
+
+
+def compared_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, microbatch: Microbatch, config: CorrectionConfig
+) -> Tensor:
+    """What a correction compares with its bounds, for each token, [T]: its weight, or the geometric mean of its
+    sequence's weights."""
+    log_weight = torch.where(microbatch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
+    if config.kind == "sequence_mask":
+        return spread_over_tokens(mean_by_sequence(log_weight, microbatch).exp(), microbatch)
+    return log_weight.exp()

@@ -1,5 +1,6 @@
 """Totals of a step: sums of losses, metrics and gradient norms over microbatches, and then over ranks."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +14,16 @@ from automodel_rl.parallel.layout import Layout
 
 @dataclass
 class LossTotals:
-    """Sums of losses and metrics over the microbatches of this rank, on the device and detached."""
+    """Sums of losses and metrics over the microbatches of this rank, on the device and detached.
+
+    Attributes:
+        sums, metrics, largest, smallest: as in `LossOutput`, over the microbatches so far.
+    """
 
     sums: dict[Denominator, Tensor] = field(default_factory=dict)
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)
+    smallest: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, output: LossOutput) -> None:
         for key, value in output.sums.items():
@@ -24,6 +31,10 @@ class LossTotals:
         for name, (total, denominator) in output.metrics.items():
             before = self.metrics.get(name, (0, 0))
             self.metrics[name] = (before[0] + total.detach(), before[1] + denominator.detach())
+        for name, value in output.largest.items():
+            self.largest[name] = torch.maximum(self.largest.get(name, value), value).detach()
+        for name, value in output.smallest.items():
+            self.smallest[name] = torch.minimum(self.smallest.get(name, value), value).detach()
 
 
 @dataclass(frozen=True)
@@ -33,11 +44,13 @@ class GlobalTotals:
     Attributes:
         sums: the sums of the loss, by what divides them.
         metrics: the sum and the denominator of each of the loss's metrics.
+        extremes: the largest and smallest values of each of the loss's metrics that is such a value.
         square_norm: the squared norm of all gradients.
     """
 
     sums: dict[Denominator, float]
     metrics: dict[str, tuple[float, float]]
+    extremes: dict[str, float]
     square_norm: float
 
     def mean_loss(self, counts: dict[Denominator, int]) -> float:
@@ -45,9 +58,10 @@ class GlobalTotals:
         return sum(total / max(counts[name], 1) for name, total in self.sums.items())
 
     @property
-    def mean_metrics(self) -> dict[str, float]:
-        """The means of metrics. Metrics with denominator 0 are left out."""
-        return {name: total / denominator for name, (total, denominator) in self.metrics.items() if denominator}
+    def all_metrics(self) -> dict[str, float]:
+        """All metrics, as means or extremes. Those of nothing are left out."""
+        means = {name: total / denominator for name, (total, denominator) in self.metrics.items() if denominator}
+        return means | {name: value for name, value in self.extremes.items() if abs(value) != math.inf}
 
 
 def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> GlobalTotals:
@@ -64,16 +78,28 @@ def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> Glo
         The totals, equal on every rank.
     """
     flat = [*totals.sums.values(), *(value for pair in totals.metrics.values() for value in pair)]
-    numbers = torch.stack([square_norm, *(value.double().to(square_norm.device) for value in flat)]).cpu()
+    extremes = [*totals.largest.values(), *(-value for value in totals.smallest.values())]
+    numbers = torch.stack([square_norm, *(value.double().to(square_norm.device) for value in flat + extremes)]).cpu()
     norm = numbers[:1].clone()
     dist.all_reduce(norm, group=layout.world_control)
     mine = None
     if layout.has_last_stage:
-        dist.all_reduce(numbers, group=layout.data_control)
-        values = iter(numbers[1:].tolist())
+        added, compared = numbers[1 : 1 + len(flat)].clone(), numbers[1 + len(flat) :].clone()
+        dist.all_reduce(added, group=layout.data_control)
+        values = iter(added.tolist())
         mine = (
             {name: next(values) for name in totals.sums},
             {name: (next(values), next(values)) for name in totals.metrics},
+            _extremes_of_ranks(compared, totals, layout),
         )
     shared = share_with_guests(from_last_stage(mine, layout), layout)
-    return GlobalTotals(sums=shared[0], metrics=shared[1], square_norm=norm.item())
+    return GlobalTotals(sums=shared[0], metrics=shared[1], extremes=shared[2], square_norm=norm.item())
+
+
+def _extremes_of_ranks(own: Tensor, totals: LossTotals, layout: Layout) -> dict[str, float]:
+    """The extremes over data ranks, from this rank's largest values and the negatives of its smallest ones."""
+    if not len(own):
+        return {}
+    dist.all_reduce(own, dist.ReduceOp.MAX, group=layout.data_control)
+    values = iter(own.tolist())
+    return {name: next(values) for name in totals.largest} | {name: -next(values) for name in totals.smallest}

@@ -13,6 +13,7 @@ from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.losses import LossFn, Readout, grpo_loss
+from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.observe.samples import Sample
 from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.rollout.groups import Group, all_scores, pass_rates, rollout_metrics, rollout_records, shaped_rewards
@@ -102,6 +103,7 @@ class GRPOTrainer:
             with step.time("sync"):
                 self.supervisor.load_weights()
             step.record(outputs, functools.reduce(operator.add, (one.size for one in packed)))
+            step.metrics |= effective_sample_size(step.metrics)
             self._warn(step)
             if self.validation and self.run.validates:
                 self._validate_step(step)

@@ -15,6 +15,7 @@ from automodel_rl.config import RunConfig
 from automodel_rl.data.loader import StepSize
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.launch.flight import flight
+from automodel_rl.losses.disagreement import EXTREMES
 from automodel_rl.model.flops import peak_flops
 
 NEARLY_FULL = 0.95
@@ -72,7 +73,7 @@ class Step:
             "train/lr": outputs[-1].lr,
             "train/num_tokens": sum(output.num_tokens for output in outputs),
             "train/skipped": sum(output.skipped for output in outputs),
-            **{name: statistics.fmean(o.metrics[name] for o in outputs if name in o.metrics) for name in names},
+            **{name: _combined(name, [o.metrics[name] for o in outputs if name in o.metrics]) for name in names},
             "data/num_sequences": size.num_sequences,
             "perf/tokens_per_second": size.num_tokens / seconds,
             "perf/mfu": size.flops / (seconds * peak * dist.get_world_size()) if peak else None,
@@ -102,6 +103,11 @@ class Step:
                 f"warning: step {self.number} compiled {compiled.graphs} graphs anew, in {compiled.seconds:.0f} s; "
                 "graphs fit microbatches of any size, so this should not be: report it, or set memory.compile=false"
             )
+
+
+def _combined(name: str, values: list[float]) -> float:
+    """A metric of several optimizer steps, as one number."""
+    return EXTREMES[name](values) if name in EXTREMES else statistics.fmean(values)
 
 
 def _peak_memory(device: torch.device) -> int:

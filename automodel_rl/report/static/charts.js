@@ -19,8 +19,11 @@ const GROUPS = [
     { title: "Entropy, nats", keys: ["train/entropy"] },
     { title: "KL divergence from the reference", keys: ["train/kl_ref"] },
     { title: "Clip fractions", keys: [/^train\/clip_fraction/] },
-    { title: "Ratio to the old policy", keys: ["train/ratio_mean"] },
+    { title: "Ratio to the old policy", keys: [/^train\/ratio_(mean|min|max)$/] },
     { title: "Log-probability error of the generator", keys: [/^train\/logprob_error/] },
+    { title: "KL divergence between generator and trainer", keys: [/^train\/(gen_kl|policy_kl|js_divergence)_error$/] },
+    { title: "Probability error of the generator", keys: [/^train\/(token|max_seq)_mult_prob_error$/, "train/sampling_importance_ratio"] },
+    { title: "Correction: weights, share out of bounds, effective sample size", keys: ["train/correction_weight", "train/is_oob_ratio", "train/effective_sample_size"] },
   ]],
   ["Completions", [
     { title: "Length, tokens", keys: ["rollout/completion_tokens_mean"] },

@@ -189,7 +189,9 @@ def with_metrics(folder: Path, parallel: ParallelConfig) -> tuple[float, dict[st
             "length": (ones * microbatch.num_tokens * (not microbatch.is_empty), ones * microbatch.num_sequences)
         }
         total = plain_sft_loss(outputs, microbatch).sums["tokens"]
-        return LossOutput({"tokens": total, "sequences": 0 * total + microbatch.num_sequences}, metrics)
+        longest = ones * (0 if microbatch.is_empty else max(microbatch.lengths))
+        extremes = {"largest": {"longest": longest}, "smallest": {"shortest": -longest, "of nothing": ones * math.inf}}
+        return LossOutput({"tokens": total, "sequences": 0 * total + microbatch.num_sequences}, metrics, **extremes)
 
     output = engine.train_step(microbatches_of(engine)[:1], loss)
     return output.loss, output.metrics
@@ -203,7 +205,11 @@ def test_sums_and_metrics_are_divided_by_global_counts(ranks: RankPool, tmp_path
     reference = OneProcess(tmp_path, torch.float64, Training(), CPU).backward(sequences)
     for loss, metrics in results:
         assert loss == pytest.approx(reference + 1.0, rel=1e-12)
-        assert metrics == {"length": pytest.approx(sum(lengths) / 4)}
+        assert metrics == {
+            "length": pytest.approx(sum(lengths) / 4),
+            "longest": max(lengths),
+            "shortest": -max(lengths),
+        }
 
 
 def load_error(folder: Path) -> str:

@@ -50,6 +50,7 @@ def policy_gradient(
 ) -> tuple[Tensor, dict]:
     per_sequence = []
     seen: dict[str, list[float]] = {}
+    outside: list[tuple[int, bool]] = []  # of tokens, with their sequence
     for b in range(len(mask)):
         keep = mask[b].bool()
         new, o, g, r, a, h = (x[b][keep] for x in (logprobs, old, rollout, ref, adv, entropy))
@@ -71,21 +72,17 @@ def policy_gradient(
                     objective = torch.maximum(objective, c["dual_clip"] * a[t])
                 is_clipped = objective != q * a[t]
             w = torch.exp(o[t] - g[t]).item()
-            kind, lowest, highest = c["correction"]
-            geometric = math.exp((o - g).mean().item())
-            weight = {
-                "none": 1.0,
-                "truncate": min(max(w, lowest), highest),
-                "icepop": w if lowest <= w <= highest else 0.0,
-                "sequence_mask": w if lowest <= geometric <= highest else 0.0,
-            }[kind]
+            weight, is_outside = corrected(w, math.exp((o - g).mean().item()), *c["correction"])
             objective = objective * weight
             x = r[t] - new[t]
             k = {"k1": -x, "k2": x**2 / 2, "k3": torch.exp(x) - 1 - x}[c["kl"]]
             if c["kl"] != "k2":
                 k = k * torch.exp(new[t] - new[t].detach())
             metrics = {"ratio_mean": q, "clip_fraction": is_clipped, "logprob_error": max(w, 1 / w), "kl_ref": k}
-            metrics |= {"entropy": h[t]} | ({} if kind == "none" else {"correction_weight": weight})
+            metrics |= {"entropy": h[t]} | errors_of_generator(o[t].item(), g[t].item())
+            if c["correction"][0] != "none":
+                metrics |= {"correction_weight": weight, "correction_weight_square": weight**2}
+                outside.append((b, is_outside))
             for name, value in metrics.items():
                 seen.setdefault(f"train/{name}", []).append(float(torch.as_tensor(value).detach()))
             terms.append(-objective + c["kl_coefficient"] * k - c["entropy"] * h[t])
@@ -96,4 +93,29 @@ def policy_gradient(
         "sequence": sum(sum(terms) / max(len(terms), 1) for terms in per_sequence) / len(per_sequence),
         "constant": sum(flat) / c["longest"] / len(per_sequence),
     }[c["normalise"]]
-    return loss, {name: sum(values) / len(values) for name, values in seen.items()}
+    metrics = {name: sum(values) / len(values) for name, values in seen.items()}
+    if outside:
+        by_token = [is_outside for _, is_outside in outside]
+        by_sequence = list(dict(outside).values())
+        counted = by_sequence if c["correction"][0] == "sequence_mask" else by_token
+        metrics["train/is_oob_ratio"] = sum(counted) / len(counted)
+    return loss, metrics
+
+
+def corrected(w: float, geometric: float, kind: str, lowest: float, highest: float) -> tuple[float, bool]:
+    """The weight of a token, and whether what is compared lies outside of the bounds."""
+    compared = geometric if kind == "sequence_mask" else w
+    is_outside = not lowest <= compared <= highest
+    return {"none": 1.0, "truncate": min(max(w, lowest), highest)}.get(kind, 0.0 if is_outside else w), is_outside
+
+
+def errors_of_generator(p: float, g: float) -> dict[str, float]:
+    """NeMo RL's metrics for a token, of the trainer's log-probability p and the generator's g."""
+    m = math.log(math.exp(p) / 2 + math.exp(g) / 2)
+    return {
+        "token_mult_prob_error": math.exp(abs(g - p)),
+        "gen_kl_error": math.exp(p - g) - (p - g) - 1,
+        "policy_kl_error": math.exp(g - p) - (g - p) - 1,
+        "js_divergence_error": (math.exp(p - m) - (p - m) - 1) / 2 + (math.exp(g - m) - (g - m) - 1) / 2,
+        "sampling_importance_ratio": math.exp(p - g),
+    }

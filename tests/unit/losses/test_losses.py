@@ -13,6 +13,7 @@ from automodel_rl.batch.microbatch import EMPTY_LENGTH
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, PolicyLossConfig
 from automodel_rl.losses import LossOutput, Readout, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss
 from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty
+from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.losses.terms import correction_weights, kl_estimate
 from tests.unit.losses import padded_losses
 
@@ -218,6 +219,32 @@ def test_a_first_update_has_ratio_1_and_no_clipping() -> None:
     _, metrics = total_loss(microbatches, outputs, lambda o, b: grpo_loss(o, b, PolicyLossConfig()))
     assert metrics["train/ratio_mean"] == 1
     assert metrics["train/clip_fraction"] == 0
+
+
+def test_extremes_are_those_of_counted_tokens_and_of_whole_sequences() -> None:
+    config = PolicyLossConfig()
+    for seed in range(5):
+        (microbatch,) = pack(random_sequences(seed, 4), 100)
+        (output,) = random_outputs([microbatch], seed)
+        found = grpo_loss(output, microbatch, config)
+        old, rollout = (microbatch.values[name] for name in ("old_logprobs", "rollout_logprobs"))
+        ratios = (output.logprobs.detach() - old).exp()[microbatch.loss_mask]
+        assert found.largest["train/ratio_max"] == ratios.max()
+        assert found.smallest["train/ratio_min"] == ratios.min()
+        errors, counted = unpack((old - rollout).abs().exp(), microbatch), unpack(microbatch.loss_mask, microbatch)
+        means = [error[counts].mean().item() for error, counts in zip(errors, counted, strict=True) if counts.any()]
+        assert found.largest["train/max_seq_mult_prob_error"].item() == pytest.approx(max(means))
+    nothing = empty_microbatch(microbatch)
+    found = grpo_loss(TokenOutputs(torch.zeros(nothing.num_tokens, dtype=torch.float64)), nothing, config)
+    assert found.largest["train/ratio_max"] == -torch.inf == -found.smallest["train/ratio_min"]
+
+
+def test_equal_weights_count_as_all_tokens_and_one_heavy_one_as_few() -> None:
+    means = {"train/correction_weight": 0.5, "train/correction_weight_square": 0.25}
+    assert effective_sample_size(means) == {"train/effective_sample_size": 1.0}
+    one_of_ten = {"train/correction_weight": 0.1, "train/correction_weight_square": 0.1}
+    assert effective_sample_size(one_of_ten) == {"train/effective_sample_size": pytest.approx(0.1)}
+    assert effective_sample_size({"train/loss": 1.0}) == {}
 
 
 def test_overflowing_ratios_outside_of_the_mask_spoil_no_gradient() -> None:
