@@ -137,3 +137,12 @@ class PairBatchConfig(CommonBatchConfig):
 class PolicyBatchConfig(CommonBatchConfig):
     optimizer_steps: Positive = 1
     """Number of optimizer steps for one batch of rollouts. Each step trains on an equal share of the prompts."""
+
+    epochs: Positive = 1
+    """Passes over each batch of rollouts, with optimizer_steps in each. Every pass deals the prompts to the optimizer
+    steps anew. Old log-probabilities stay those from before the first."""
+
+    @property
+    def steps_of_all_epochs(self) -> int:
+        """Number of optimizer steps for one batch of rollouts, over all passes."""
+        return self.optimizer_steps * self.epochs

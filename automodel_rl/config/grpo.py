@@ -84,7 +84,7 @@ class GRPOConfig(RunConfig):
             return self.loss.on_policy
         in_reward = self.needs_reference and self.loss.kl.where == "reward"
         read_elsewhere = in_reward or self.router_replay.compare or self.loss_function is not None
-        return self.batch.optimizer_steps == 1 and not read_elsewhere
+        return self.batch.steps_of_all_epochs == 1 and not read_elsewhere
 
     @property
     def reward_names(self) -> list[str]:
@@ -131,10 +131,11 @@ class GRPOConfig(RunConfig):
         if rollout.group_size == 1:
             raise ValueError("rollout.group_size=1: completions are compared within their group: use at least 2")
         is_asked = self.loss.on_policy is True
-        if is_asked and batch.optimizer_steps > 1:
+        if is_asked and batch.steps_of_all_epochs > 1:
+            key = "optimizer_steps" if batch.optimizer_steps > 1 else "epochs"
             raise ValueError(
-                f"loss.on_policy=true with batch.optimizer_steps={batch.optimizer_steps}: later optimizer steps are "
-                "off-policy: set it to false, or use one optimizer step"
+                f"loss.on_policy=true with batch.{key}={getattr(batch, key)}: later optimizer steps are off-policy: "
+                "set it to false, or use one optimizer step"
             )
         if is_asked and self.loss.kl.coefficient and self.loss.kl.where == "reward":
             raise ValueError(

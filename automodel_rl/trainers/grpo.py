@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import itertools
 import operator
+from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_rl.config import GRPOConfig
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.prompts import PromptStream
-from automodel_rl.engine import Engine
+from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.losses import LossFn, Readout, grpo_loss
@@ -20,6 +21,7 @@ from automodel_rl.rollout.groups import Group, all_scores, pass_rates, rollout_m
 from automodel_rl.rollout.rewards.counts import ErrorWatch, error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
+from automodel_rl.trainers.batch_epochs import shuffled, values_of, with_values
 from automodel_rl.trainers.open_run import choose_loss, layout_summary, open_run
 from automodel_rl.trainers.policy_batches import Microbatches, pack_optimizer_steps, with_advantages
 from automodel_rl.trainers.reward_watch import RewardWatch
@@ -62,7 +64,7 @@ class GRPOTrainer:
         self.num_held_out_overlong, self.mentioned_overlong = held_out.num_overlong, False
         self.readout = Readout(config.rollout.temperature, entropy=True)
         total_steps = config.length.steps or _steps_of_epochs(config, self.prompts)
-        self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.optimizer_steps)
+        self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.steps_of_all_epochs)
         # The reference is made of the model's first weights, before a checkpoint replaces them.
         self.reference = ReferenceWeights(self.handle) if config.needs_reference else None
         self.errors = ErrorWatch(config.rewards)
@@ -99,7 +101,10 @@ class GRPOTrainer:
             with step.time("details"):
                 self._write_rollouts(generated, self._details(groups, of_steps))
             with step.time("train"):
-                outputs = [self.engine.train_step(microbatches, self.loss, self.readout) for microbatches in of_steps]
+                outputs = self._optimizer_steps(of_steps)
+                for again, sizes in self._further_epochs(groups, of_steps, step):
+                    outputs += self._optimizer_steps(again)
+                    packed += sizes
             with step.time("sync"):
                 self.supervisor.load_weights()
             step.record(outputs, functools.reduce(operator.add, (one.size for one in packed)))
@@ -110,6 +115,20 @@ class GRPOTrainer:
         self._end_rollouts()
         self.run.save_model(self.tokenizer)
         return self.run.finish()
+
+    def _optimizer_steps(self, of_steps: list[Microbatches]) -> list[TrainOutput]:
+        return [self.engine.train_step(microbatches, self.loss, self.readout) for microbatches in of_steps]
+
+    def _further_epochs(
+        self, groups: list[Group], of_steps: list[Microbatches], step: Step
+    ) -> Iterator[tuple[list[Microbatches], list[PackedStep]]]:
+        """The microbatches of every pass over the completions after the first, with what they were packed into."""
+        epochs = self.config.batch.epochs
+        values = values_of(groups, of_steps, self.handle.layout) if epochs > 1 else {}
+        for epoch in range(1, epochs):
+            order = shuffled(groups, self.config.seed, self.run.step, epoch)
+            packed = self._pack(order, step)
+            yield [*with_values(groups, order, packed, values)], packed
 
     def _end_rollouts(self) -> None:
         self.supervisor.close()
