@@ -54,14 +54,14 @@ def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
 @pytest.mark.parametrize(
     ("family", "components", "microbatches"),
     [
-        (LLAVA, ONE_TO_TWO, (3, 1, 4)),
-        (QWEN, ONE_TO_TWO, (3, 1, 4)),
-        (LLAVA, TWO_TO_ONE, (3, 1, 4)),
-        (QWEN, SHARED, (3, 1, 4)),
-        (LLAVA, ONE_TO_PIPELINE, (1, 1, 1)),
-        (QWEN, ONE_TO_PIPELINE, (4, 4, 4)),
-        (LLAVA, FOUR_TO_ONE, (3, 1, 4)),
-        (QWEN, ONE_TO_FOUR, (3, 1, 4)),
+        (LLAVA, ONE_TO_TWO, (3, 1)),
+        (QWEN, ONE_TO_TWO, (3, 1)),
+        (LLAVA, TWO_TO_ONE, (3, 1)),
+        (QWEN, SHARED, (3, 1)),
+        (LLAVA, ONE_TO_PIPELINE, (1, 1)),
+        (QWEN, ONE_TO_PIPELINE, (4, 4)),
+        (LLAVA, FOUR_TO_ONE, (3, 1)),
+        (QWEN, ONE_TO_FOUR, (3, 1)),
     ],
     ids=str,
 )

@@ -47,20 +47,18 @@ def test_dense_families_equal_one_process(ranks: RankPool, tmp_path: Path, pp: i
 @pytest.mark.parametrize("family", [family for family in TEXT_FAMILIES if family not in ("llama", "qwen2", "qwen3")])
 def test_every_other_family_equals_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
     save_tiny_model(tmp_path, family, tied=family.startswith("gemma"))
-    check(ranks, tmp_path, family, cp=2)
+    check(ranks, tmp_path, family, (2, 1))  # on other layouts in `make parity`, and some below
 
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        ("gemma3_text", {}),
-        ("gpt_oss", {}),
-        ("phi3", {"pp": 2}),
+        ("gemma3_text", {"cp": 2}),
+        ("gpt_oss", {"cp": 2}),
+        ("deepseek_v3", {"cp": 2}),
         ("minimax_m2", {"pp": 2}),
         ("smollm3", {"tp": 2}),
-        ("starcoder2", {"tp": 2, **SP}),
         ("qwen2_moe", {"cp": 2, "ep": 2}),
-        ("glm4_moe", {"dp_shard": 2, "ep": 2}),
         ("apertus", {"tp": 2}),
         ("qwen3_next", {"cp": 2, "tp": 2, **SP}),
         ("qwen3_5_text", {"pp": 2, "tp": 2}),
@@ -70,7 +68,6 @@ def test_every_other_family_equals_one_process(ranks: RankPool, tmp_path: Path, 
         ("phi3", {"tp": 2}),
         ("gpt_oss", {"tp": 2}),
         ("deepseek_v3", {"tp": 2}),
-        ("hunyuan_v1_moe", {"tp": 2, **SP}),
         ("deepseek_v2", {"tp": 2, **SP, "ep": 2}),
     ],
     ids=str,
@@ -204,7 +201,6 @@ def test_classes_of_nemo_automodel_equal_one_process(ranks: RankPool, tmp_path: 
         ("qwen3_moe", {}, False),
         ("qwen3_moe", {"cp": 2, "ep": 2}, True),
         ("deepseek_v3", {"pp": 2, "dp_shard": 2, "ep": 2}, True),
-        ("deepseek_v3", {"cp": 2}, False),
         ("gpt_oss", {"pp": 2, "cp": 2}, True),
         ("gpt_oss", {"dp_shard": 2, "ep": 2}, False),
     ],

@@ -21,7 +21,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(
     ranks: RankPool, workspace: Path, tmp_path: Path, algorithm: str
 ) -> None:
     settings = chaos_settings(algorithm, workspace, tmp_path / "run")
-    settings["length"] = {"steps": 15}
+    settings["length"] = {"steps": 11}
     ranks(2).run(train, settings | {"output": str(tmp_path / "whole")})
     for kill in KILLS[algorithm]:
         assert disturb(algorithm, settings, tmp_path, kill, random.Random(0)), "it had ended before"

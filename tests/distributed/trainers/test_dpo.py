@@ -30,7 +30,7 @@ def test_it_starts_at_ln_2_and_learns_the_same_on_a_pipeline(ranks: RankPool, wo
 
 
 def test_a_reference_computed_before_is_that_of_every_step(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
-    settings = values(workspace, tmp_path / "each", length={"steps": 8}, parallel={"dp_shard": 2})
+    settings = values(workspace, tmp_path / "each", length={"steps": 4}, parallel={"dp_shard": 2})
     pairs = {"train_pairs": 0.2, "held_out_pairs": 0.8}
     settings["data"]["train"] = [{"path": str(workspace / f"{n}.jsonl"), "weight": w} for n, w in pairs.items()]
     ranks(2).run(train, settings)

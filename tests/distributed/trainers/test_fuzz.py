@@ -6,7 +6,7 @@ from tests.fuzz import fuzz
 
 
 def test_broken_input_trains_or_is_refused_in_one_line(workspace: Path) -> None:
-    counts, failures = fuzz(range(5000, 5080), seed=0, workspace=workspace, num_workers=1)
+    counts, failures = fuzz(range(5000, 5050), seed=0, workspace=workspace, num_workers=1)
     assert not failures, "\n".join(failures)
-    assert counts["trained"] >= 5
-    assert counts["refused"] >= 20
+    assert counts["trained"] >= 3
+    assert counts["refused"] >= 12

@@ -63,8 +63,14 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+TIED = ("one rank", "pp2 interleaved", "fsdp2", "pp2 x tp2", "replicas")
+"""Layouts with a tied embedding, in two copies where there is a pipeline."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    [*((layout, False) for layout in LAYOUTS if layout != "one rank"), *((layout, True) for layout in TIED)],
+)
 def test_every_layout(ranks: RankPool, tmp_path: Path, layout: str, tied: bool) -> None:
     family, num_ranks, parallel = LAYOUTS[layout]
     save_tiny_model(tmp_path, family, tied=tied, dtype=torch.float32)
