@@ -60,6 +60,10 @@ class RolloutConfig(Section):
     """Texts that end a completion, besides the end-of-sequence token. The completion includes the text that ended
     it."""
 
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Tokens that end a completion, besides the end-of-sequence token. The completion includes the token that ended
+    it."""
+
     generator: Literal["transformers", "vllm"] = "transformers"
     """What writes completions. transformers: a whole copy of the model on every rank. vllm: vLLM, see `vllm`."""
 

@@ -63,7 +63,7 @@ def _transformers(
         adapters=None if lora is None else (lora, handle.source),
         capture_routes=config.router_replay.enabled,
     )
-    writing = Writing(tokenizer, rollout.max_new_tokens, rollout.stop, rollout.batch_size)
+    writing = Writing(tokenizer, rollout.max_new_tokens, rollout.stop, rollout.batch_size, rollout.stop_token_ids)
     if not rollout.own_process:
         generator = TransformersGenerator(copy, writing)
         return generator, Local(generator.receiver, device)
@@ -131,7 +131,7 @@ def _sampling(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedToke
     """Arguments of vllm.SamplingParams that are the same for every request."""
     sampling: dict[str, Any] = {
         "max_tokens": config.rollout.max_new_tokens,
-        "stop_token_ids": sorted(stop_ids(handle.config, tokenizer)),
+        "stop_token_ids": sorted(stop_ids(handle.config, tokenizer, config.rollout.stop_token_ids)),
     }
     if config.rollout.stop:
         sampling |= {"stop": list(config.rollout.stop), "include_stop_str_in_output": True}

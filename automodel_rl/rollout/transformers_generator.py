@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
 
+from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
 from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
@@ -27,6 +28,7 @@ class Writing:
         tokenizer: the tokenizer, for stop texts and the end-of-sequence token.
         max_new_tokens: longest completion.
         stop: texts that end a completion.
+        stop_token_ids: tokens that end a completion, besides those of tokenizer and model.
         batch_size: number of requests that run at once.
     """
 
@@ -34,6 +36,7 @@ class Writing:
     max_new_tokens: int
     stop: tuple[str, ...]
     batch_size: int
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class TransformersGenerator:
@@ -52,7 +55,7 @@ class TransformersGenerator:
 
     def __init__(self, copy: ModelCopy, writing: Writing):
         self.copy, self.writing = copy, writing
-        self.stop_ids = stop_ids(copy.config, writing.tokenizer)
+        self.stop_ids = stop_ids(copy.config, writing.tokenizer, writing.stop_token_ids)
         self.model = build_model(copy)
         self.receiver = Receiver(synced_tensors(self.model, copy))
         self.recorder = RouteRecorder.of(self.model) if copy.capture_routes else None
@@ -160,10 +163,19 @@ class TransformersGenerator:
         return any(stop in text for stop in self.writing.stop)
 
 
-def stop_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of the tokens that end a completion, from the tokenizer and the model's config."""
+def stop_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, asked: Sequence[int]) -> set[int]:
+    """Ids of the tokens that end a completion, from the tokenizer, the model's config and the run's.
+
+    Raises:
+        InputError: an id that the run asks for is not one of the model's.
+    """
+    if asked and max(asked) >= config.vocab_size:
+        raise InputError(
+            f"rollout.stop_token_ids={[*asked]}: the model's vocabulary has {config.vocab_size} tokens, so ids are "
+            f"below that: leave {max(asked)} out"
+        )
     of_config: Any = config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(of_config if isinstance(of_config, list) else [of_config])}
+    ids = {tokenizer.eos_token_id, *(of_config if isinstance(of_config, list) else [of_config]), *asked}
     return ids - {None}
 
 

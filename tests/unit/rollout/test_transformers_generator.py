@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from automodel_rl.errors import WeightSyncError
+from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Request
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.rollout.model_copy import ModelCopy
@@ -67,6 +67,26 @@ def test_it_reports_the_logprobs_of_what_it_sampled(model: PreTrainedModel, toke
         expected = score(model, request.prompt, completion, 0.7)
         actual = torch.tensor(completion.logprobs, dtype=torch.float64)
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_tokens_of_the_user_end_a_completion_and_stay_in_it(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    requests = [Request(prompt, seed, 1.0) for seed, prompt in enumerate(PROMPTS)]
+    whole = make_generator(model, tokenizer).generate(requests)
+    asked = tuple({completion.token_ids[3] for completion in whole if len(completion.token_ids) > 3})
+    for completion, cut in zip(
+        whole, make_generator(model, tokenizer, stop_token_ids=asked).generate(requests), strict=True
+    ):
+        end = next((n for n, token in enumerate(completion.token_ids) if token in asked), len(completion.token_ids) - 1)
+        assert cut.token_ids == completion.token_ids[: end + 1]
+        assert cut.finish == ("stop" if cut.token_ids[-1] in asked else completion.finish)
+    size = model.config.vocab_size
+    with pytest.raises(
+        InputError, match=rf"rollout.stop_token_ids=\[1, {size}\]: .* has {size} tokens, .* leave {size} out"
+    ):
+        make_generator(model, tokenizer, stop_token_ids=(1, size))
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
