@@ -31,7 +31,25 @@ def _merged_without_scale() -> Any:
     return patch("hf.sources.merge", unscaled)
 
 
-GRPO = "distributed/trainers/test_grpo.py"
+def _merged_into_neighbours() -> Any:
+    from automodel_rl.lora.experts import merged_stack
+
+    def shifted(weight: Tensor, down: Tensor, up: Tensor, *how: Any) -> Tensor:
+        return merged_stack(weight, down.roll(1, 0), up.roll(1, 0), *how)
+
+    return patch("lora.experts.merged_stack", shifted)
+
+
+def _experts_fastest_in_a() -> Any:
+    from automodel_rl.lora.stacks import to_peft
+
+    def other(tensors: Any) -> dict[str, Tensor]:
+        return to_peft({n: t.transpose(0, 1).reshape(t.shape) if ".lora_A." in n else t for n, t in tensors.items()})
+
+    return patch("lora.peft.to_peft", other)
+
+
+GRPO, LORA = "distributed/trainers/test_grpo.py", "distributed/lora/test_lora.py"
 
 FAULTS: dict[str, Fault] = {
     "second bucket of an export is empty": Fault(_second_bucket_empty, Verified("qwen3")),
@@ -41,6 +59,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "adapters merged without their scale": Fault(
         _merged_without_scale, f"{GRPO}::test_adapters_are_trained_against_the_model_without_them"
+    ),
+    "adapters of experts merged into their neighbours": Fault(
+        _merged_into_neighbours, f"{LORA}::test_adapters_of_experts_are_merged_on_every_rank_as_in_files"
+    ),
+    "adapters of experts in files by another order": Fault(
+        _experts_fastest_in_a, f"{LORA}::test_training_and_files_are_those_of_peft"
     ),
     "moments of a checkpoint dropped": Fault(
         lambda: patch("checkpoint.state._restore_state", return_value=None),
