@@ -41,10 +41,8 @@ def nemo_mixture(class_path: tuple[str, str], config: PretrainedConfig, plain: A
     with quiet_imports():
         from nemo_automodel.components.models.common import BackendConfig
 
-    if config.tie_word_embeddings:
-        raise InputError(
-            "model.implementation=nemo_automodel: its mixtures do not tie the head to the embedding: use transformers"
-        )
+    if reason := _what_differs(config):
+        raise InputError(f"model.implementation=nemo_automodel: {reason}: use transformers")
     module, name = class_path
     config.dtype = next(plain.parameters()).dtype
     has_sinks = any(path.endswith(".sinks") for path, _ in plain.named_parameters())
@@ -52,7 +50,9 @@ def nemo_mixture(class_path: tuple[str, str], config: PretrainedConfig, plain: A
     backend = BackendConfig(
         attn="flex" if has_sinks else "sdpa", linear="torch", rms_norm="torch", experts="torch", dispatcher="torch"
     )
-    routers = {"aux_loss_coeff": 0.0, "gate_bias_update_factor": 0.0, "force_e_score_correction_bias": bool(bias)}
+    routers: dict[str, Any] = {"aux_loss_coeff": 0.0, "gate_bias_update_factor": 0.0}
+    if bias:  # with this function groups that are left out stay so, whatever the biases
+        routers |= {"force_e_score_correction_bias": True, "score_func": "sigmoid_with_bias"}
     current = mock.patch.object(torch.cuda, "current_device", return_value=0)  # asked for and not used
     with only_errors_logged(), current:
         model = getattr(importlib.import_module(module), name)(config, backend=backend, moe_overrides=routers)
@@ -61,7 +61,27 @@ def nemo_mixture(class_path: tuple[str, str], config: PretrainedConfig, plain: A
         _adapt_attention(layer.self_attn, own.self_attn, config)
         _adapt_mixture(layer.mlp, own.mlp, router)
         layer.forward = MethodType(_layer_forward, layer)
+    shapes, of_plain = ({n: t.shape for n, t in m.state_dict().items()} for m in (model, plain))
+    if other := sorted(dict(shapes.items() ^ of_plain.items())):
+        raise InputError(
+            f"model.implementation=nemo_automodel: its class and that of transformers differ in {other[0]}, which one "
+            "has otherwise or not at all: use transformers"
+        )
     return model
+
+
+def _what_differs(config: PretrainedConfig) -> str | None:
+    """What the classes would compute otherwise than transformers' with this config; None if there is nothing."""
+    values = config.to_dict()
+    if values.get("tie_word_embeddings"):
+        return "its mixtures do not tie the head to the embedding"
+    if values.get("hidden_act") != "silu":
+        return f"its mixtures have SiLU for hidden_act={values.get('hidden_act')}"
+    if not values.get("rope_interleave", True):
+        return "its class turns neighbouring dims, for rope_interleave=false"
+    if values.get("norm_topk_prob") and values["num_experts_per_tok"] == 1:
+        return "its routers do not normalise the weight of a single expert (num_experts_per_tok=1, norm_topk_prob=true)"
+    return None
 
 
 def _layer_forward(
@@ -189,7 +209,8 @@ def _rotary_of(body: Any, plain: Any) -> _Rotary:
     own = plain.model.rotary_emb
     difference = (rotary.inv_freq / own.inv_freq - 1).abs().max().item()
     if difference > SAME or abs(rotary.concentration / own.attention_scaling - 1) > SAME:
-        raise _different(f"rotary frequencies that differ by {difference:.2g}, relatively")
+        factors = f"{rotary.concentration:.4g} for a factor of {own.attention_scaling:.4g}"
+        raise _different(f"rotary frequencies that differ by {difference:.2g}, relatively, and {factors}")
     return rotary
 
 

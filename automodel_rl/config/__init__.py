@@ -13,7 +13,14 @@ from automodel_rl.config.data import (
 from automodel_rl.config.dpo import DPOConfig
 from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.keys import Key, describe_keys
-from automodel_rl.config.load import ALGORITHMS, config_of_model, differing_keys, dump_config, load_config
+from automodel_rl.config.load import (
+    ALGORITHMS,
+    completed,
+    config_of_model,
+    differing_keys,
+    dump_config,
+    load_config,
+)
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, ParameterGroupConfig
@@ -59,6 +66,7 @@ __all__ = [
     "SourceConfig",
     "VisionComponent",
     "WeightSyncConfig",
+    "completed",
     "config_of_model",
     "describe_keys",
     "differing_keys",

@@ -124,6 +124,22 @@ def parse_overrides(arguments: typing.Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
+def completed(values: Any, config: RunConfig) -> Any:
+    """Values of a dumped config, of an earlier version perhaps, with the defaults of keys that it did not have.
+
+    Args:
+        values: the values, as they were read.
+        config: a config of the kind that they are to be compared with.
+
+    Returns:
+        The values as they are if they are no config of this kind.
+    """
+    try:
+        return yaml.safe_load(dump_config(type(config).model_validate(values)))
+    except ValidationError:
+        return values
+
+
 def differing_keys(one: Any, other: Any, prefix: str = "") -> list[str]:
     """Dotted keys whose values differ between two dumped configs."""
     if isinstance(one, dict) and isinstance(other, dict):

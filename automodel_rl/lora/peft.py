@@ -73,6 +73,8 @@ class AdapterFolder:
             self.base: str = values.get("base_model_name_or_path") or ""
             self._target_parameters: list[str] = values.get("target_parameters") or []
             self._rank: int = values["r"]
+            if self._rank < 1:
+                raise ValueError(f"r={self._rank}")
             targets = values.get("target_modules") or []
             self.config = LoraConfig(
                 rank=self._rank,
@@ -154,13 +156,17 @@ class AdapterFolder:
 
     def _names(self, targets: list[str], values: dict[str, Any]) -> tuple[str, ...]:
         """The targets by short name, or by full name if only some layers with these names have adapters."""
-        weights = [name.removesuffix(".weight") for name in values.get("target_parameters") or []]
+        weights = [
+            f"{EXPERTS}.{name}" if name in STACKED else name.removesuffix(".weight")
+            for name in values.get("target_parameters") or []
+        ]
         if values.get("layers_to_transform") is not None or values.get("exclude_modules"):
             return self._layers
         names = {*targets, *weights}
-        of_experts = {name for name in names if name.rpartition(".")[2] in STACKED and EXPERTS in name.split(".")}
-        if {name.rpartition(".")[2] for name in of_experts} == {*STACKED} and len(of_experts) == len(STACKED):
-            names = names - of_experts | {EXPERTS}
+        for path in {name.rpartition(".")[0] for name in weights}:
+            both = {f"{path}.{name}" for name in STACKED}
+            if both <= names:
+                names = names - both | {path if any(part.isdigit() for part in path.split(".")) else EXPERTS}
         return tuple(sorted(names))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from automodel_rl.lora.experts import ADAPTERS, EXPERTS, STACKED
+from automodel_rl.lora.layers import is_named
 
 WRAPPED = re.compile(rf"(.+\.{EXPERTS})\.((?:base_layer\.)*)(lora_[AB])\.weight")
 OWN = re.compile(rf"(.+\.{EXPERTS})\.{ADAPTERS}\.(\w+)\.(lora_[AB])\.weight")
@@ -42,17 +43,17 @@ def from_peft(tensors: Mapping[str, Tensor], rank: int, target_parameters: Itera
         target_parameters: what PEFT's config says of parameters with adapters: where an experts module has adapters on
             one of its weights, only this tells on which.
     """
-    targets = {target.rpartition(".")[2] for target in target_parameters}
-    only = next((weight for weight in STACKED if weight in targets), STACKED[-1])
+    targets = [*target_parameters]
     nested = {match[1] for name in tensors if (match := WRAPPED.fullmatch(name)) and match[2]}
     turned = {}
     for name, tensor in tensors.items():
         wrapped = WRAPPED.fullmatch(name)
-        if wrapped is None or tensor.shape[int(wrapped[3] == "lora_B")] % rank:  # fits nothing in the model
-            turned[name] = tensor
+        if wrapped is None or tensor.ndim != 2 or tensor.shape[int(wrapped[3] == "lora_B")] % rank:
+            turned[name] = tensor  # an adapter of experts with another shape fits nothing in the model
             continue
         experts, depth, kind = wrapped.groups()
-        weight = (STACKED[0] if depth else STACKED[1]) if experts in nested else only
+        asked = [weight for weight in STACKED if any(is_named(f"{experts}.{weight}", target) for target in targets)]
+        weight = (STACKED[0] if depth else STACKED[1]) if experts in nested else [*asked, STACKED[-1]][0]
         stack = (
             tensor.unflatten(0, (-1, rank))
             if kind == "lora_A"

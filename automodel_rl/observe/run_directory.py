@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from automodel_rl.checkpoint.folder import is_complete, read_marker
-from automodel_rl.config import RunConfig, differing_keys, dump_config
+from automodel_rl.config import RunConfig, completed, differing_keys, dump_config
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
 from automodel_rl.observe.metrics import read_lines
@@ -95,7 +95,8 @@ class RunDirectory(RunFiles):
             raise InputError(f"output={self.folder}: {existing} is not a folder one can write to: choose another")
 
     def _check_run(self, resume: str) -> None:
-        there, given = yaml.safe_load(self.config_file.read_text()), yaml.safe_load(self.config_text)
+        there = completed(yaml.safe_load(self.config_file.read_text()), self.config)
+        given = yaml.safe_load(self.config_text)
         other = [key for key in differing_keys(there, given) if not key.startswith(MAY_DIFFER)]
         if other:
             raise InputError(

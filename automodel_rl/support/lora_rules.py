@@ -4,6 +4,9 @@ from automodel_rl.config import GRPOConfig, SFTConfig
 from automodel_rl.support.model_rules import NEMO_CLASSES
 from automodel_rl.support.rule import Combination, Example, Rule
 
+GROUPED_MULTIPLE = 8
+"""Sizes of bfloat16 matrices that torch's grouped products take: 16 bytes."""
+
 
 def _lora(asked: Combination) -> str | None:
     lora, run = asked.model.lora, asked.run
@@ -17,6 +20,11 @@ def _lora(asked: Combination) -> str | None:
         return (
             "model.lora.targets: lm_head cannot have adapters, for log-probabilities read its weight: remove it, or "
             "train it whole with modules_to_save"
+        )
+    if lora.has_experts and asked.model.dtype == "bfloat16" and lora.rank % GROUPED_MULTIPLE:
+        return (
+            f"model.lora.rank={lora.rank}: adapters of experts in bfloat16 need a multiple of {GROUPED_MULTIPLE}, or "
+            "experts would be computed one by one: use one, or model.dtype=float32"
         )
     if lora.dropout and lora.has_experts:
         return f"model.lora.dropout={lora.dropout}: adapters of experts have none, and PEFT knows none: set it to 0"
@@ -39,6 +47,11 @@ LORA = Rule(
             "model.lora.targets: lm_head cannot have adapters",
             {"model.lora": {"targets": ["q_proj", "lm_head"]}},
             {"model.lora": {"targets": ["q_proj"]}},
+        ),
+        Example(
+            "model.lora.rank=4: adapters of experts in bfloat16 need a multiple of 8",
+            {"model.lora": {"rank": 4, "targets": ["experts"]}},
+            {"model.lora": {"targets": ["experts"]}, "model.dtype": "bfloat16"},
         ),
         Example(
             "model.lora.dropout=0.1: adapters of experts have none",

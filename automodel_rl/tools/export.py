@@ -80,7 +80,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     if adapters != "peft" and model.lora is None:
         raise InputError(f"{checkpoint}: has no adapters: leave {FLAGS[adapters]} out")
     if adapters == "per-expert":
-        _check_single(weights.family)
+        _check_single(weights)
     merge = adapters == "merged"
 
     def write(folder: Path) -> None:
@@ -107,11 +107,11 @@ def _write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOri
         write_adapters(folder, tensors, origin)
 
 
-def _check_single(family: str) -> None:
-    if FAMILIES[family].experts is None:
+def _check_single(source: Checkpoint) -> None:
+    if FAMILIES[source.family].experts is None or source.is_composite:
         raise InputError(
-            f"--per-expert: files of {family} models have no single experts, and vLLM reads PEFT's own files for them: "
-            "leave --per-expert out"
+            f"--per-expert: files of {source.family} models have no single experts by names that vLLM knows, and it "
+            "reads PEFT's own files for most of them: leave --per-expert out"
         )
 
 
@@ -136,7 +136,7 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
         adapters.check(causal_model(language_config(config), dtype=dtype))
     weights = Checkpoint(files, config.model_type)
     if kind == "per-expert":
-        _check_single(weights.family)
+        _check_single(weights)
 
     def write(unfinished: Path) -> None:
         if kind == "per-expert":

@@ -17,7 +17,7 @@ import yaml
 from automodel_rl.checkpoint.folder import CONFIG, HF_COPY, TEMPLATE
 from automodel_rl.checkpoint.load import check_whole, load_checkpoint, newest_whole
 from automodel_rl.checkpoint.saver import CheckpointSaver
-from automodel_rl.config import RunConfig, differing_keys
+from automodel_rl.config import RunConfig, completed, differing_keys
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
@@ -263,7 +263,7 @@ class RunCheckpoints:
 
     def _say_differences(self, folder: Path, say: Callable[[str], None]) -> None:
         with contextlib.suppress(OSError, yaml.YAMLError):
-            there = yaml.safe_load((folder / CONFIG).read_text())
+            there = completed(yaml.safe_load((folder / CONFIG).read_text()), self.directory.config)
             keys = differing_keys(there, yaml.safe_load(self.directory.config_text))
             if keys:
                 say(f"going on from {folder}, of a run that differs in {', '.join(keys[:8])}")

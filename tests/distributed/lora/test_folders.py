@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -41,6 +41,15 @@ KINDS: dict[str, dict] = {
     "a pattern": {"target_modules": r".*layers\.[02]\..*o_proj"},
     "of experts": {"target_modules": ["k_proj"], "target_parameters": [f"mlp.experts.{name}" for name in STACKED]},
     "of half the experts": {"target_parameters": ["experts.gate_up_proj"], "target_modules": ["o_proj"]},
+    "of one layer's experts": {
+        "target_parameters": [f"model.layers.1.mlp.experts.{name}" for name in STACKED],
+        "target_modules": ["v_proj"],
+    },
+    "of other experts in each layer": {
+        "target_parameters": ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"],
+        "target_modules": ["v_proj"],
+    },
+    "of experts by bare names": {"target_parameters": [*STACKED], "target_modules": ["v_proj"]},
     "head and embedding whole": {"target_modules": ["k_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
 }
 """Configs of adapters that PEFT itself makes and writes."""
@@ -90,6 +99,9 @@ def train_on(folder: Path, parallel: ParallelConfig) -> list[float]:
         ("of experts", "qwen3_moe", {"dp_shard": 2, "ep": 2}),
         ("of experts", "gpt_oss", {"pp": 2}),
         ("of half the experts", "qwen3_moe", {"cp": 2, "ep": 2}),
+        ("of one layer's experts", "qwen3_moe", {"pp": 2}),
+        ("of other experts in each layer", "qwen3_moe", {"cp": 2}),
+        ("of experts by bare names", "gpt_oss", {"cp": 2}),
     ],
 )
 def test_training_goes_on_as_with_peft(
@@ -184,6 +196,7 @@ REFUSED: list[tuple[Callable[[Path], dict], str]] = [
     (lambda folder: change(folder, bias="all"), "adapters with bias=all cannot be trained or merged"),
     (lambda folder: change(folder, peft_type="IA3"), "adapters with peft_type=IA3 cannot be trained"),
     (lambda folder: change(folder, r="x"), "is not the config of LoRA adapters"),
+    (lambda folder: change(folder, r=0), "is not the config of LoRA adapters"),
     (lambda folder: change(folder, r=8), "lora_A.weight with shape .* fits nothing in the model"),
     (lambda folder: change(folder, target_modules=["q_proj"]), "o_proj.lora_A.weight .* fits nothing"),
     (lambda folder: change(folder, target_modules=["q_proj", "o_proj", "v_proj"]), "has no .*v_proj.lora_A"),
@@ -214,3 +227,13 @@ def refusal(model: ModelConfig) -> str:
     with pytest.raises(InputError) as caught:
         ModelHandle.from_pretrained(model)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (4, 4, 4), (7, 32)])
+def test_damaged_adapters_of_experts_fit_nothing(ranks: RankPool, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    adapters = save_adapters_of_peft(tmp_path, "qwen3_moe", "of experts")
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    name = next(name for name in tensors if name.endswith("experts.lora_B.weight"))
+    save_file(tensors | {name: torch.zeros(shape)}, adapters / "adapter_model.safetensors", {"format": "pt"})
+    model = ModelConfig(path=str(adapters), dtype="float64")
+    assert re.search("lora_B.weight with shape .* fits nothing", ranks(1).run(refusal, model)[0])

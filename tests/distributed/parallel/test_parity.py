@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ParallelConfig
@@ -211,6 +212,16 @@ def test_mixtures_of_nemo_automodel_equal_one_process(
 ) -> None:
     save_tiny_model(tmp_path, family, dtype=torch.float32)
     case = Case(ParallelConfig(**sizes), dtype="float32", implementation="nemo_automodel", replay=replay)
+    assert_equal(differences(ranks, tmp_path, case), FLOAT32)
+
+
+def test_groups_that_a_router_leaves_out_stay_so_with_low_biases(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "deepseek_v3", dtype=torch.float32, n_group=2, topk_group=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    lower = {name: tensor - 1.5 for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")}
+    assert lower
+    save_file(tensors | lower, tmp_path / "model.safetensors", {"format": "pt"})
+    case = Case(microbatches=(2, 1), dtype="float32", implementation="nemo_automodel")
     assert_equal(differences(ranks, tmp_path, case), FLOAT32)
 
 

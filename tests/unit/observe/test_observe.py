@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from automodel_rl.config import SFTConfig
 from automodel_rl.errors import InputError
@@ -57,6 +58,19 @@ def test_a_folder_is_used_by_its_own_run_only(tmp_path: Path) -> None:
     for resume in ("auto", "never"):
         with pytest.raises(InputError, match=r"holds another run \(it differs in seed\)"):
             RunDirectory(make_config(output, seed=5), str(output), resume)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_defaults_of_new_keys(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    config = make_config(output)
+    RunDirectory(config, str(output), resume="never").create(3)
+    MetricsFile(output / "metrics.jsonl", 0).write({"step": 1})
+    values = yaml.safe_load((output / "config.yaml").read_text())
+    del values["seed"], values["model"]["fp8"]
+    (output / "config.yaml").write_text(yaml.safe_dump(values))
+    assert RunDirectory(config, str(output), resume="auto").changes == []
+    with pytest.raises(InputError, match=r"holds another run \(it differs in seed\)"):
+        RunDirectory(make_config(output, seed=5), str(output), resume="auto")
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
