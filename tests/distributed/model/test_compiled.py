@@ -92,7 +92,7 @@ MIXTURE = {"dtype": "bfloat16", "moe": MoEConfig(aux_loss=0.1)}
 CASES = [
     ("qwen3_moe", {}, "full", MIXTURE),
     ("qwen3_moe", {"dp_shard": 2, "ep": 2}, "full", MIXTURE),
-    ("qwen3", {}, "none", {"lora": LoraConfig(rank=4)}),
+    ("qwen3_moe", {}, "none", {"dtype": "bfloat16", "lora": LoraConfig(rank=8, targets=("q_proj", "experts"))}),
     ("qwen3", {"cp": 2}, "none", {}),
     ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
 ]

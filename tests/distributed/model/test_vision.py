@@ -40,7 +40,6 @@ ONE_TO_TWO = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
 TWO_TO_ONE = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": 2})
 ONE_TO_PIPELINE = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2})
 SHARED = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "0-1", "tp": 2})
-FOUR_TO_ONE = components_of({"ranks": "0-3", "dp_shard": 4}, {"ranks": 4})
 ONE_TO_FOUR = components_of({"ranks": 0}, {"ranks": "1-4", "dp_shard": 4})
 
 
@@ -60,7 +59,6 @@ def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
         (QWEN, SHARED, (3, 1)),
         (LLAVA, ONE_TO_PIPELINE, (1, 1)),
         (QWEN, ONE_TO_PIPELINE, (4, 4)),
-        (LLAVA, FOUR_TO_ONE, (3, 1)),
         (QWEN, ONE_TO_FOUR, (3, 1)),
     ],
     ids=str,
