@@ -42,11 +42,21 @@ class Request:
         prompt: the prompt's token ids.
         seed: the seed for sampling. The same seed, prompt and weights give the same completion in any batch.
         temperature: the temperature of sampling; 0 takes the likeliest token.
+        top_p: the share of probability from which tokens are sampled, the likeliest first.
+        top_k: the number of likeliest tokens from which tokens are sampled; 0 for all.
     """
 
     prompt: list[int]
     seed: int
     temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """vLLM's arguments for `top_p` and `top_k`; none if tokens are sampled from the whole distribution."""
+        top_p = {"top_p": self.top_p} if self.top_p < 1 else {}
+        return {**top_p, "top_k": self.top_k} if self.top_k else top_p
 
 
 @dataclass(frozen=True)

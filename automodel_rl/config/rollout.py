@@ -45,6 +45,13 @@ class RolloutConfig(Section):
     validation_temperature: Annotated[float, Field(ge=0)] = 0.0
     """Temperature of completions for held-out prompts; 0 always takes the likeliest token."""
 
+    validation_top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of probability from which completions for held-out prompts are sampled, the likeliest tokens first (nucleus
+    sampling; Holtzman et al., arXiv:1904.09751). Completions that are trained on are sampled from all tokens."""
+
+    validation_top_k: Annotated[int, Field(ge=0)] = 0
+    """Number of likeliest tokens from which completions for held-out prompts are sampled; 0 for all."""
+
     validation_samples: Annotated[int, Field(gt=0, le=1024)] = 1
     """Number of completions of each held-out prompt. With k above 1, metrics are val/mean@k, the share of completions
     that pass; val/pass@k, the share of prompts of which one passes; and val/maj@k, the share of prompts whose most
@@ -97,6 +104,12 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"validation_samples={self.validation_samples} with validation_temperature=0: all completions of a "
                 "prompt would be the same: raise the temperature"
+            )
+        if (self.validation_top_p < 1 or self.validation_top_k) and not self.validation_temperature:
+            key = "validation_top_p" if self.validation_top_p < 1 else "validation_top_k"
+            raise ValueError(
+                f"{key}={getattr(self, key)} with validation_temperature=0, which takes the likeliest token: raise the "
+                "temperature, or leave it out"
             )
         has_process = self.own_process or self.generator == "vllm"
         if self.devices and not has_process:

@@ -57,11 +57,15 @@ class RolloutCollector:
         self.config, self.supervisor, self.tokenizer, self.scorer = config, supervisor, tokenizer, scorer
         self.handle, self.world = supervisor.handle, supervisor.world
 
-    def submit(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> Pending:
+    def submit(
+        self, prompts: Sequence[Promptlike], group_size: int, temperature: float, top_p: float = 1.0, top_k: int = 0
+    ) -> Pending:
         """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
         mine = asked[dist.get_rank() :: dist.get_world_size()]
-        requests = [Request(prompt.token_ids, self._seed(prompt, sample), temperature) for prompt, sample in mine]
+        requests = [
+            Request(prompt.token_ids, self._seed(prompt, sample), temperature, top_p, top_k) for prompt, sample in mine
+        ]
         pending = Pending(group_size, mine, requests, self.supervisor.generator, list)
         self._ask(pending)
         return pending
@@ -75,13 +79,15 @@ class RolloutCollector:
         written = zip(self._wait(pending), pending.mine, strict=True)
         return self._rewarded([self._with_routes(completion, prompt) for completion, (prompt, _) in written], pending)
 
-    def collect(self, prompts: Sequence[Promptlike], group_size: int, temperature: float) -> list[list[Rollout]]:
+    def collect(
+        self, prompts: Sequence[Promptlike], group_size: int, temperature: float, top_p: float = 1.0, top_k: int = 0
+    ) -> list[list[Rollout]]:
         """Submits prompts and takes their `group_size` rewarded completions, equal on every rank and without routes.
 
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
-        pending = self.submit(prompts, group_size, temperature)
+        pending = self.submit(prompts, group_size, temperature, top_p, top_k)
         return self._rewarded([dataclasses.replace(c, routes=None) for c in self._wait(pending)], pending)
 
     def close(self) -> None:

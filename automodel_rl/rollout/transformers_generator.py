@@ -125,7 +125,8 @@ class TransformersGenerator:
             if self.recorder is not None:
                 for row, experts in zip(rows, self.recorder.take(len(rows)), strict=True):
                     routes[row].append(experts if step else experts[longest - len(requests[row].prompt) :])
-            chosen, scores = _sample(output.logits[:, -1], temperatures[rows], uniforms[rows, step])
+            logits = _truncated(output.logits[:, -1], [requests[row] for row in rows])
+            chosen, scores = _sample(logits, temperatures[rows], uniforms[rows, step])
             for row, token, score in zip(rows, chosen.tolist(), scores.tolist(), strict=True):
                 written[row].append(token)
                 logprobs[row].append(score)
@@ -177,6 +178,20 @@ def stop_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, asked
     of_config: Any = config.eos_token_id
     ids = {tokenizer.eos_token_id, *(of_config if isinstance(of_config, list) else [of_config]), *asked}
     return ids - {None}
+
+
+def _truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Logits [B, V] with -inf for tokens that a request leaves out, by top_k and then by top_p at its temperature."""
+    if not any(request.truncation for request in requests):
+        return logits
+    kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).clone()
+    for row, request in zip(kept, requests, strict=True):
+        if request.top_k:
+            row[row < row.topk(min(request.top_k, len(row))).values[-1]] = -torch.inf
+        if request.top_p < 1:
+            probabilities, order = (row / request.temperature).softmax(0).sort(descending=True)
+            row[order[probabilities.cumsum(0) - probabilities >= request.top_p]] = -torch.inf
+    return kept
 
 
 def _sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,7 @@ class VllmServers:
             "logprobs": 1,
             "return_token_ids": True,
             **WHOLE_DISTRIBUTION,
+            **request.truncation,
             **self.sampling,
         }
         oldest = self.weights.version

@@ -123,7 +123,8 @@ class Worker:
         names: list[str] = []
         try:
             for place, request in enumerate(order.requests):
-                params = SamplingParams(seed=request.seed, temperature=request.temperature, logprobs=0, **self.sampling)
+                own = {"seed": request.seed, "temperature": request.temperature, **request.truncation}
+                params = SamplingParams(logprobs=0, **own, **self.sampling)
                 params.output_kind = RequestOutputKind.FINAL_ONLY
                 names.append(f"{order.number}/{place}")
                 self.engine.llm_engine.add_request(names[-1], {"prompt_token_ids": request.prompt}, params)

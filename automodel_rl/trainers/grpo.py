@@ -286,8 +286,13 @@ class GRPOTrainer:
         """Metrics of completions of each held-out prompt: mean reward, error rates of rewards, and rates of passing
         if the config says which reward decides it."""
         rollout = self.config.rollout
-        count, temperature = rollout.validation_samples, rollout.validation_temperature
-        groups = self.rollouts.collect(self.validation, group_size=count, temperature=temperature)
+        groups = self.rollouts.collect(
+            self.validation,
+            rollout.validation_samples,
+            rollout.validation_temperature,
+            rollout.validation_top_p,
+            rollout.validation_top_k,
+        )
         written = [[rollout for rollout in group if rollout.completion.finish != "error"] for group in groups]
         pairs = [(prompt, group) for prompt, group in zip(self.validation, written, strict=True) if group]
         if not pairs:

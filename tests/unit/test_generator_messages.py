@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from automodel_rl import generator_messages
-from automodel_rl.generator_messages import ProtocolError, Start, receive_start
+from automodel_rl.generator_messages import ProtocolError, Request, Start, receive_start
 from automodel_rl.rollout.generator_process import GeneratorProcess
 
 PACKAGE = Path(generator_messages.__file__).parent
@@ -83,3 +83,9 @@ connection.recv_bytes()
 def test_an_answer_that_this_side_cannot_read_ends_the_generator() -> None:
     with pytest.raises(RuntimeError, match="its process sent what cannot be read .AttributeError: .*'Newer'"):
         GeneratorProcess([sys.executable, "-c", UNREADABLE], None, None)
+
+
+def test_a_request_asks_vllm_to_leave_out_tokens_only_if_some_are_to_be_left_out() -> None:
+    assert Request([1], 0, 1.0).truncation == {}
+    assert Request([1], 0, 1.0, top_p=0.5, top_k=3).truncation == {"top_p": 0.5, "top_k": 3}
+    assert Request([1], 0, 1.0, top_k=1).truncation == {"top_k": 1}

@@ -98,6 +98,7 @@ def test_validation_samples_several_times_and_long_prompts_are_mentioned(
     settings = values(workspace, tmp_path / "run", length={"steps": 1, "validate_every": 1})
     settings["rewards"] = [{"function": "last_number"}]
     settings["rollout"] |= {"validation_samples": 3, "validation_temperature": 1.0, "max_prompt_tokens": 56}
+    settings["rollout"] |= {"validation_top_p": 0.9}
     assert main(["grpo", write(settings, tmp_path)]) in (0, 1)  # random weights may give no reward that differs
     baseline = metrics_of(tmp_path / "run")[0]
     assert {"val/mean@3", "val/pass@3"} <= baseline.keys()
@@ -108,6 +109,9 @@ def test_validation_samples_several_times_and_long_prompts_are_mentioned(
     settings["rollout"]["validation_temperature"] = 0.0
     assert main(["grpo", write(settings, tmp_path), "--output", str(tmp_path / "other")]) == 2
     assert "validation_samples=3 with validation_temperature=0" in capsys.readouterr().err
+    settings["rollout"] |= {"validation_samples": 1}
+    assert main(["grpo", write(settings, tmp_path), "--output", str(tmp_path / "other")]) == 2
+    assert "validation_top_p=0.9 with validation_temperature=0, which takes" in capsys.readouterr().err
 
 
 def test_adapters_may_reach_the_generator_alone(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Request
@@ -67,6 +68,30 @@ def test_it_reports_the_logprobs_of_what_it_sampled(model: PreTrainedModel, toke
         expected = score(model, request.prompt, completion, 0.7)
         actual = torch.tensor(completion.logprobs, dtype=torch.float64)
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 1), (0.7, 5), (0.01, 0), (1.0, 10_000)])
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_tokens_are_left_out_as_transformers_leaves_them_out(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, top_p: float, top_k: int
+) -> None:
+    warpers = [TemperatureLogitsWarper(0.7)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    requests = [Request(prompt, seed, 0.7, top_p, top_k) for seed, prompt in enumerate(PROMPTS)]
+    whole = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
+    generator = make_generator(model, tokenizer)
+    truncated = generator.generate([*requests, *whole])
+    assert [c.token_ids for c in truncated[4:]] == [c.token_ids for c in generator.generate(whole)]
+    for request, completion in zip(requests, truncated, strict=False):
+        ids = [*request.prompt]
+        for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[:, -1].float()
+            for warper in warpers:
+                logits = warper(None, logits)
+            assert logits.log_softmax(1)[0, token].item() == pytest.approx(logprob, abs=1e-4)
+            ids.append(token)
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)

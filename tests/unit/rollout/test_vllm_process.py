@@ -36,8 +36,10 @@ import os
 from types import SimpleNamespace as Object
 
 class SamplingParams:
-    def __init__(self, *, seed, temperature, logprobs, max_tokens=16, stop_token_ids=None, stop=None):
-        assert logprobs == 0
+    def __init__(
+        self, *, seed, temperature, logprobs, max_tokens=16, stop_token_ids=None, stop=None, top_p=1.0, top_k=0
+    ):
+        assert logprobs == 0 and (top_p, top_k) in ((1.0, 0), (0.5, 3))
         self.seed, self.temperature = seed, temperature
 
 class LLM:
@@ -131,7 +133,7 @@ def make_process(**options: Any) -> GeneratorProcess:
 def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
     generator = make_process()
     try:
-        requests = [Request([1, 2], seed, 0.5) for seed in (8, 9)]
+        requests = [Request([1, 2], seed, 0.5, 0.5, 3) for seed in (8, 9)]
         first, second = generator.generate(requests)
         assert (first.token_ids, second.token_ids) == ([1, 0, 2], [2, 0, 2])
         assert first.logprobs == [-0.5] * 3

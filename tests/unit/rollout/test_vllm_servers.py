@@ -52,7 +52,7 @@ class Server(BaseHTTPRequestHandler):
             self.send_error(500)
         else:
             assert body["model"] == "served"
-            assert body["top_p"] == body["repetition_penalty"] == 1
+            assert (body["top_p"], body["top_k"], body["repetition_penalty"]) in ((1, 0, 1), (0.5, 3, 1))
             ids = [*body["prompt"], body["seed"]]
             logprobs = {"token_logprobs": [-body["temperature"]] * len(ids)}
             choice = {"finish_reason": "length", "token_ids": ids, "logprobs": logprobs}
@@ -83,7 +83,7 @@ def url() -> Iterator[str]:
 
 def test_servers_answer_requests_one_by_one(url: str) -> None:
     generator = connect([url, url + "/"], max_tokens=3)
-    good, bad = generator.generate([Request([5], 7, 0.5), Request([13], 7, 0.5)])
+    good, bad = generator.generate([Request([5], 7, 0.5, 0.5, 3), Request([13], 7, 0.5)])
     assert good.token_ids == [5, 7]
     assert good.logprobs == [-0.5, -0.5]
     assert good.finish == "length"
