@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from automodel_rl.hf.names import pieces
-from automodel_rl.lora.experts import adapted_weights_by_name, merged_stack
+from automodel_rl.lora.experts import adapted_weights_by_name
 from automodel_rl.lora.layers import ADAPTER_NAMES, merged
 from automodel_rl.lora.stacks import OWN
 from automodel_rl.support.families import FAMILIES
@@ -28,9 +28,7 @@ class AdapterPiece:
 
     def merged_into(self, tensor: Tensor, scale: float) -> Tensor:
         """The tensor with the adapter merged in, in fp32 or wider."""
-        if self.down.ndim == 3:
-            return merged_stack(tensor, self.down, self.up, scale, self.is_transposed)
-        return merged(tensor, self.down, self.up, scale)
+        return merged(tensor, self.down, self.up, scale, self.is_transposed)
 
 
 def adapter_pieces(adapters: Mapping[str, Tensor], family: str) -> dict[str, AdapterPiece]:
@@ -47,7 +45,7 @@ def adapter_pieces(adapters: Mapping[str, Tensor], family: str) -> dict[str, Ada
             if piece.expert is not None:
                 found[piece.name] = AdapterPiece(down[piece.expert], up[piece.expert][piece.rows])
             else:
-                found[piece.name] = AdapterPiece(down, up, FAMILIES[family].transposes_experts)
+                found[piece.name] = AdapterPiece(down, up, down.ndim == 3 and FAMILIES[family].transposes_experts)
     return found
 
 

@@ -90,14 +90,10 @@ def merge_stack(experts: Any, name: str) -> Tensor:
 
     Weight and adapters are cut alike, by experts.
     """
-    adapter, weight = adapter_of(experts, name), local_tensor(getattr(experts, name))
-    return merged_stack(weight, adapter.lora_A.weight, adapter.lora_B.weight, adapter.scale, experts.is_transposed)
-
-
-def merged_stack(weight: Tensor, down: Tensor, up: Tensor, scale: float, is_transposed: bool) -> Tensor:
-    """A stacked weight with its adapters merged in, as `merged`; [e, inputs, outputs] if it is transposed."""
-    down, up = local_tensor(down), local_tensor(up)
-    return merged(weight.mT, down, up, scale).mT if is_transposed else merged(weight, down, up, scale)
+    adapter = adapter_of(experts, name)
+    weight = local_tensor(getattr(experts, name))
+    down, up = local_tensor(adapter.lora_A.weight), local_tensor(adapter.lora_B.weight)
+    return merged(weight, down, up, adapter.scale, experts.is_transposed)
 
 
 def adapted_weight(layer: str) -> str:

@@ -56,7 +56,7 @@ def merge(linear: Any, whole_down: Tensor) -> Tensor:
     return merged(local_tensor(linear.weight), whole_down, local_tensor(linear.lora_B.weight), linear.lora_scale)
 
 
-def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float, is_transposed: bool = False) -> Tensor:
     """A weight with its adapter merged in, in fp32 or wider.
 
     Args:
@@ -64,9 +64,12 @@ def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
         down: `lora_A` [rank, inputs].
         up: `lora_B` [outputs, rank].
         scale: the factor of the adapter's output.
+        is_transposed: whether the weight is [inputs, outputs] instead.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.to(wide) + scale * (up.to(wide) @ down.to(wide))
+    own = weight.mT if is_transposed else weight
+    result = own.to(wide) + scale * (up.to(wide) @ down.to(wide))
+    return result.mT if is_transposed else result
 
 
 def is_adapter(name: str) -> bool:

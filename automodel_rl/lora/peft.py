@@ -23,7 +23,6 @@ from automodel_rl.lora.experts import (
     STACKED,
     adapted_weight,
     adapted_weights_by_name,
-    merged_stack,
 )
 from automodel_rl.lora.layers import ADAPTER, merged
 from automodel_rl.lora.stacks import from_peft, to_peft
@@ -140,11 +139,10 @@ class AdapterFolder:
         elif self.merges and name in self._adapted:
             layer = self._adapted[name]
             down, up = self.tensors[f"{layer}.lora_A.weight"], self.tensors[f"{layer}.lora_B.weight"]
-            if down.ndim == 2:
-                local.copy_(merged(local.cpu(), down[:, box[1]], up[box[0]], self.config.scale))
-            else:
-                is_transposed = FAMILIES[family].transposes_experts
-                local.copy_(merged_stack(local.cpu(), down[box[0]], up[box[0]], self.config.scale, is_transposed))
+            is_stack = down.ndim == 3
+            own = down[box[0]] if is_stack else down[:, box[1]]
+            is_transposed = is_stack and FAMILIES[family].transposes_experts
+            local.copy_(merged(local.cpu(), own, up[box[0]], self.config.scale, is_transposed))
 
     @cached_property
     def _adapted(self) -> dict[str, str]:

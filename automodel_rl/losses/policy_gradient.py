@@ -97,14 +97,13 @@ def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], microbatch:
     """Values of tokens, [T], for each metric that compares generator and trainer, as far as the microbatch has both."""
     if "rollout_logprobs" not in values:
         return {}
-    compared = {"train/logprob_error": old_logprobs}
-    if "live_logprobs" in values:
-        compared["train/logprob_error_live"] = values["live_logprobs"]
     rollout = values["rollout_logprobs"]
-    return disagreement(old_logprobs, rollout, microbatch) | {
-        name: torch.where(microbatch.loss_mask, rollout - logprobs, 0.0).abs().exp()
-        for name, logprobs in compared.items()
-    }
+    errors = disagreement(old_logprobs, rollout, microbatch)
+    errors["train/logprob_error"] = errors["train/token_mult_prob_error"]
+    if "live_logprobs" in values:
+        live = torch.where(microbatch.loss_mask, rollout - values["live_logprobs"], 0.0)
+        errors["train/logprob_error_live"] = live.abs().exp()
+    return errors
 
 
 def _means(per_token: dict[str, Tensor], microbatch: Microbatch) -> dict[str, tuple[Tensor, Tensor]]:

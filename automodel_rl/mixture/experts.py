@@ -19,6 +19,7 @@ from automodel_rl.compat.modules import apply_gate
 from automodel_rl.lora.experts import adapter_of
 from automodel_rl.mixture.expert_exchange import ADDED, SumRows, TakeRows, send, send_back
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.support.lora_rules import GROUPED_MULTIPLE
 
 EXPERTS = "automodel_rl"
 """Name under which transformers knows the function."""
@@ -132,7 +133,7 @@ def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) ->
 
 def _grouped_product(inputs: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:
     """Each expert's stretch of the slots times its own matrix; `weight` is [e, in, out]."""
-    if inputs.dtype == torch.bfloat16 and not any(size % 8 for size in weight.shape[1:]):
+    if inputs.dtype == torch.bfloat16 and not any(size % GROUPED_MULTIPLE for size in weight.shape[1:]):
         return F.grouped_mm(inputs, weight, offs=counts_e.cumsum(0, dtype=torch.int32))
     stretches = inputs.split(counts_e.tolist())
     return torch.cat([stretch @ matrix for stretch, matrix in zip(stretches, weight, strict=True)])

@@ -115,6 +115,7 @@ class TransformersGenerator:
         rows = list(range(len(requests)))  # the requests that still run, in the order of the batch's rows
         versions: list[int] = []
         routes: list[list[np.ndarray]] = [[] for _ in requests]
+        leaves_out = any(request.truncation for request in requests)
         for step in range(self.writing.max_new_tokens):
             between_tokens()
             versions.append(self.receiver.complete_version())
@@ -125,7 +126,9 @@ class TransformersGenerator:
             if self.recorder is not None:
                 for row, experts in zip(rows, self.recorder.take(len(rows)), strict=True):
                     routes[row].append(experts if step else experts[longest - len(requests[row].prompt) :])
-            logits = _truncated(output.logits[:, -1], [requests[row] for row in rows])
+            logits = output.logits[:, -1]
+            if leaves_out:
+                logits = _truncated(logits, [requests[row] for row in rows])
             chosen, scores = _sample(logits, temperatures[rows], uniforms[rows, step])
             for row, token, score in zip(rows, chosen.tolist(), scores.tolist(), strict=True):
                 written[row].append(token)
@@ -182,8 +185,6 @@ def stop_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, asked
 
 def _truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """Logits [B, V] with -inf for tokens that a request leaves out, by top_k and then by top_p at its temperature."""
-    if not any(request.truncation for request in requests):
-        return logits
     kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).clone()
     for row, request in zip(kept, requests, strict=True):
         if request.top_k:

@@ -32,12 +32,12 @@ def _merged_without_scale() -> Any:
 
 
 def _merged_into_neighbours() -> Any:
-    from automodel_rl.lora.experts import merged_stack
+    from automodel_rl.lora.layers import merged
 
     def shifted(weight: Tensor, down: Tensor, up: Tensor, *how: Any) -> Tensor:
-        return merged_stack(weight, down.roll(1, 0), up.roll(1, 0), *how)
+        return merged(weight, down.roll(1, 0), up.roll(1, 0), *how)
 
-    return patch("lora.experts.merged_stack", shifted)
+    return patch("lora.experts.merged", shifted)
 
 
 def _experts_fastest_in_a() -> Any:

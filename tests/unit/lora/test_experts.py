@@ -7,7 +7,8 @@ from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_model
-from automodel_rl.lora.experts import STACKED, adapted_stacks, adapted_weight, adapted_weights_by_name, merged_stack
+from automodel_rl.lora.experts import STACKED, adapted_stacks, adapted_weight, adapted_weights_by_name
+from automodel_rl.lora.layers import merged
 from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
 from tests.tiny import tiny_config
 
@@ -29,7 +30,7 @@ def test_every_mixtures_experts_get_adapters_that_fit_their_weights(family: str)
     assert {id(own[name]) for name in layers} == {id(weight) for weight in stacks}
     for name, layer in layers.items():
         weight, down, up = own[name], own[f"{layer}.lora_A.weight"], own[f"{layer}.lora_B.weight"]
-        assert merged_stack(weight, down, up, 1.0, FAMILIES[family].transposes_experts).shape == weight.shape
+        assert merged(weight, down, up, 1.0, FAMILIES[family].transposes_experts).shape == weight.shape
         assert (weight.requires_grad, down.requires_grad, up.requires_grad) == (False, True, True)
 
 
