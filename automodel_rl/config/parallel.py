@@ -51,7 +51,7 @@ class ParallelConfig(Section):
 
     ep: Positive = 1
     """Expert parallel: number of ranks that the experts of a mixture are split over. They are among the dp_shard x cp
-    ranks, so ep adds none."""
+    x tp ranks, so ep adds none."""
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -38,7 +38,8 @@ def _lora(asked: Combination) -> str | None:
 
 LORA = Rule(
     "LoRA",
-    "linear layers and experts of transformers models; with pp, cp, ep, dp; dropout with sft, but not on experts",
+    "linear layers and experts of transformers models, experts in bfloat16 with ranks that are multiples of "
+    f"{GROUPED_MULTIPLE}; with pp, cp, ep, dp; dropout with sft, but not on experts",
     _lora,
     (
         Example("model.lora: adapters need parallel.tp=1 and", {"parallel.tp": 2}, {"model.lora": {}}),
