@@ -112,8 +112,8 @@ class ModelConfig(Section):
     attention: Attention = "auto"
     """Attention kernel. fa3: FlashAttention-3, for Hopper GPUs. te: TransformerEngine. varlen: torch's varlen_attn. All
     three need CUDA and bfloat16. sdpa: torch's scaled_dot_product_attention, sequence by sequence. eager: plain matrix
-    products and a softmax. auto: eager for models with sinks or a soft cap, else the first of fa3, te and varlen that
-    can run here, else sdpa."""
+    products and a softmax. auto: the first of fa3, te and varlen that can run here and computes this model's sinks or
+    soft cap, if it has any; else sdpa, or eager, which alone computes soft caps."""
 
     frozen: tuple[Literal["vision", "projector", "language"], ...] = ()
     """Parts of a vision-language model that are not trained: the encoder of images, the projector after it, the

@@ -9,6 +9,8 @@ import torch
 from torch.nn.attention import varlen  # noqa: F401 (it registers its operator)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from automodel_rl.model import flash_sinks  # noqa: F401 (likewise)
+
 KEPT = (
     "aten::mm",
     "aten::addmm",
@@ -19,6 +21,7 @@ KEPT = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "torch_attn::_varlen_attn",
     "flash_attn_3::_flash_attn_forward",
+    "automodel_rl::flash_sinks",
 )
 """Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work."""
 

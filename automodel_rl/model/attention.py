@@ -24,7 +24,7 @@ from automodel_rl.batch import AttentionCall, LocalMicrobatch
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config.model import Attention
 from automodel_rl.errors import InputError
-from automodel_rl.model import flash_attention_3
+from automodel_rl.model import flash_attention_3, flash_sinks
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.support.attention import ATTENTION, FASTEST_FIRST
@@ -77,10 +77,9 @@ def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtyp
     """
     requested, description = asked.model.attention, asked.description
     if requested == "auto":
-        if description.needs_eager_attention:
-            return _registered("eager")
         candidates = [name for name in FASTEST_FIRST if ATTENTION[name].is_traceable or not compiled]
-        return _registered(next((name for name in candidates if not _obstacle(name, asked, device, dtype)), "sdpa"))
+        slow = "eager" if description.lacks_sdpa else "sdpa"
+        return _registered(next((name for name in candidates if not _obstacle(name, asked, device, dtype)), slow))
     obstacle = _obstacle(requested, asked, device, dtype)
     if obstacle:
         raise InputError(f"model.attention={requested} {obstacle}: use model.attention=auto")
@@ -94,6 +93,10 @@ def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: 
         return "needs CUDA, and this rank has none"
     if limits.needs_cuda and dtype != torch.bfloat16:
         return f"computes in bfloat16, not {dtype}"
+    if description.has_softcap and not limits.has_softcap:
+        return "computes no soft cap"
+    if asked.family.has_sinks and not limits.has_sinks:
+        return "computes no sinks"
     if asked.parallel.cp > 1 and description.has_windows and not limits.has_windows_over_cp:
         return "has no sliding windows with context parallelism"
     if name == "te" and importlib.util.find_spec("transformer_engine") is None:
@@ -101,17 +104,18 @@ def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: 
     dims = (description.head_dim, description.value_dim)
     if name == "fa3" and (obstacle := flash_attention_3.obstacle(*dims, device)):
         return obstacle
-    return _failure(name, dims, device) if limits.needs_cuda else None
+    return _failure(name, dims, asked.family.has_sinks, device) if limits.needs_cuda else None
 
 
-def _failure(name: Attention, dims: tuple[int, int], device: torch.device) -> str | None:
+def _failure(name: Attention, dims: tuple[int, int], has_sinks: bool, device: torch.device) -> str | None:
     """How a backend fails on a few tokens of heads with these dims; None if it does not. Wheels for another torch or
     GPU, and kernels that are not there, show only so."""
     call = AttentionCall(None, None, *(torch.tensor([0, 8], dtype=torch.int32, device=device),) * 2, (8,), (8,))
     query, value = (torch.zeros(8, 1, dim, dtype=torch.bfloat16, device=device) for dim in dims)
     try:
         key = query.clone().requires_grad_()
-        BACKENDS[name](query.requires_grad_(), key, value, call, AttentionParameters(1.0)).sum().backward()
+        parameters = AttentionParameters(1.0, sinks=query.new_zeros(1) if has_sinks else None)
+        BACKENDS[name](query.requires_grad_(), key, value, call, parameters).sum().backward()
     except Exception as error:  # of any library, even while it is imported
         return f"fails here for heads of {dims[0]} dims ({type(error).__name__}: {str(error)[:80]})"
     return None
@@ -200,6 +204,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Att
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     if value_dim != head_dim:
         v = F.pad(v, (0, head_dim - value_dim))
+    if parameters.sinks is not None:
+        return _with_sinks("varlen", q, k, v, call, parameters)[..., :value_dim]
     output = varlen_attn(
         q,
         k,
@@ -218,6 +224,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Att
 
 def fa3(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
     """FlashAttention-3 (Shah et al., arXiv:2407.08608), all sequences in one call. Hopper GPUs and 16-bit types."""
+    if parameters.sinks is not None:
+        return _with_sinks("fa3", q, k, v, call, parameters)
     return flash_attention_3.attention(
         q,
         k,
@@ -230,6 +238,15 @@ def fa3(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Attent
         causal=True,
         window_size=(-1 if parameters.window is None else parameters.window - 1, 0),
     )
+
+
+def _with_sinks(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters
+) -> Tensor:
+    starts, longest = (call.cu_queries, call.cu_keys), (call.longest_query, call.longest_key)
+    segments = flash_sinks.Segments(*starts, *longest, parameters.scale, parameters.window)
+    assert parameters.sinks is not None
+    return flash_sinks.attention(q, k, v, parameters.sinks, kernel, segments)
 
 
 def te(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:

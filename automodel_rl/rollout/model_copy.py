@@ -50,7 +50,7 @@ def build_model(copy: ModelCopy) -> Any:
     """
     config = type(copy.config).from_dict(copy.config.to_dict())  # the trained model's config names its own attention
     # transformers' sdpa ignores soft caps and sinks, and its grouped_mm does not support float64.
-    kernels = {"attn_implementation": "eager" if describe_model(config).needs_eager_attention else "sdpa"}
+    kernels = {"attn_implementation": "eager" if describe_model(config).lacks_sdpa else "sdpa"}
     if FAMILIES[config.model_type].is_moe and copy.dtype == torch.float64:
         kernels["experts_implementation"] = "eager"
     with torch.device("meta"):

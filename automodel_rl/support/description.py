@@ -65,8 +65,8 @@ class ModelDescription:
     vision_heads: int = 1
 
     @property
-    def needs_eager_attention(self) -> bool:
-        """Whether attention has parts that fused kernels lack: a soft cap or sinks."""
+    def lacks_sdpa(self) -> bool:
+        """Whether attention has parts that torch's scaled_dot_product_attention lacks: a soft cap or sinks."""
         return self.has_softcap or FAMILIES[self.family].has_sinks
 
 

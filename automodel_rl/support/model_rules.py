@@ -11,7 +11,8 @@ BY_LENGTH = ("dynamic", "longrope")
 
 ON_CUDA = tuple(name for name, limits in ATTENTION.items() if limits.needs_cuda)
 ANYWHERE = tuple(name for name in ATTENTION if name not in ON_CUDA)
-WITH_SOFTCAP_AND_SINKS = tuple(name for name, limits in ATTENTION.items() if limits.has_softcap_and_sinks)
+WITH_SOFTCAP = tuple(name for name, limits in ATTENTION.items() if limits.has_softcap)
+WITH_SINKS = tuple(name for name, limits in ATTENTION.items() if limits.has_sinks)
 WITHOUT_WINDOWS_OVER_CP = tuple(name for name, limits in ATTENTION.items() if not limits.has_windows_over_cp)
 
 MIXTURE = {"description.family": "qwen3_moe", "description.num_experts": 6}
@@ -174,9 +175,10 @@ def _attention(asked: Combination) -> str | None:
     if name == "auto":
         return None
     limits = ATTENTION[name]
-    if asked.description.needs_eager_attention and not limits.has_softcap_and_sinks:
-        what = "a soft cap in" if asked.description.has_softcap else "sinks in"
-        return f"model.attention={name}: this model has {what} its attention: use model.attention=eager"
+    if asked.description.has_softcap and not limits.has_softcap:
+        return f"model.attention={name}: this model has a soft cap in its attention: use {' or '.join(WITH_SOFTCAP)}"
+    if asked.family.has_sinks and not limits.has_sinks:
+        return f"model.attention={name}: this model has sinks in its attention: use {' or '.join(WITH_SINKS)}"
     if limits.needs_cuda and dtype != "bfloat16":
         return f"model.attention={name} computes in bfloat16, not {dtype}: use model.attention=sdpa"
     if cp > 1 and asked.description.has_windows and not limits.has_windows_over_cp:
@@ -190,13 +192,13 @@ ATTENTION_BACKENDS = Rule(
     _attention,
     (
         Example(
-            "model.attention=sdpa: this model has a soft cap in its attention: use model.attention=eager",
+            "model.attention=sdpa: this model has a soft cap in its attention: use eager",
             {"model.attention": "sdpa"},
             {"description.family": "gemma2", "description.has_softcap": True},
         ),
         Example(
-            "model.attention=varlen: this model has sinks in its attention: use model.attention=eager",
-            {"model.attention": "varlen"},
+            "model.attention=sdpa: this model has sinks in its attention: use eager or varlen or fa3",
+            {"model.attention": "sdpa"},
             {"description.family": "gpt_oss"},
         ),
         Example(
@@ -254,7 +256,8 @@ FLOAT8 = Rule(
     ),
 )
 WINDOWS = Rule("sliding windows", f"every attention backend; {', '.join(WITHOUT_WINDOWS_OVER_CP)} without cp")
-SOFTCAP_AND_SINKS = Rule("soft cap, sinks", f"attention {', '.join(WITH_SOFTCAP_AND_SINKS)} (auto chooses it)")
+SOFTCAP = Rule("soft cap in attention", f"attention {', '.join(WITH_SOFTCAP)} (auto chooses it)")
+SINKS = Rule("sinks in attention", f"attention {', '.join(WITH_SINKS)}")
 TIED = Rule("tied embeddings", "with every axis")
 
 

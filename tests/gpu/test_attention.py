@@ -1,5 +1,5 @@
 """The fused attention backends against SDPA in float64, on CUDA: whole microbatches, windows, and queries of a later
-chunk."""
+chunk; with sinks against attention written out."""
 
 import importlib.util
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from automodel_rl.batch import AttentionCall, TokenSequence, local_microbatch, pack_microbatch
 from automodel_rl.model import flash_attention_3
-from automodel_rl.model.attention import BACKENDS, AttentionParameters, Backend, sdpa
+from automodel_rl.model.attention import BACKENDS, AttentionParameters, Backend, eager, sdpa
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 if HAS_TE:  # before anything loads cuDNN, of which it may bring parts of another version
@@ -71,3 +71,29 @@ def test_documents_do_not_see_each_other(backend: Backend) -> None:
     output, other = (backend(*tensors, call, AttentionParameters(0.1)) for tensors in (inputs, changed))
     assert torch.equal(output[start:], other[start:])
     assert not torch.equal(output[:start], other[:start])
+
+
+def with_sinks(backend: Backend, inputs: list[Tensor], call: AttentionCall, window: int | None) -> list[Tensor]:
+    """The output, and the gradients of query, key, value and sinks."""
+    output = backend(*inputs[:3], call, AttentionParameters(64**-0.5, window, sinks=inputs[3]))
+    generator = torch.Generator("cuda").manual_seed(1)
+    weight = torch.randn(output.shape, generator=generator, device=DEVICE).to(output.dtype)
+    return [output, *torch.autograd.grad((output * weight).sum(), inputs)]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_sinks_are_closer_to_the_mathematics_than_bf16_attention_written_out(
+    backend: Backend, cp: int, window: int | None
+) -> None:
+    if backend is BACKENDS["te"]:
+        pytest.skip("refused: TransformerEngine computes no sinks")
+    for call in calls(cp):
+        inputs = [t.detach()[..., :64].contiguous().requires_grad_() for t in make_inputs(call, torch.bfloat16)]
+        generator = torch.Generator("cuda").manual_seed(2)
+        inputs.append(torch.randn(16, generator=generator, device=DEVICE).to(torch.bfloat16).requires_grad_())
+        exact = with_sinks(eager, [t.detach().double().requires_grad_() for t in inputs], call, window)
+        plain = with_sinks(eager, inputs, call, window)
+        for ours, theirs, expected in zip(with_sinks(backend, inputs, call, window), plain, exact, strict=True):
+            error, allowed = ((t.double() - expected).norm() / expected.norm() for t in (ours, theirs))
+            assert error < max(1.1 * allowed, torch.tensor(5e-3, device=DEVICE))

@@ -55,6 +55,7 @@ CASES = [
     ("qwen3_moe", {}, "full", {}),
     ("qwen3", {}, "none", {"lora": LoraConfig(rank=4)}),
     ("gemma3_text", {}, "none", {}),
+    ("gpt_oss", {}, "none", {}),
     ("qwen3", {"pp": 2}, "none", {}),
     ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
     ("qwen3", {"cp": 2}, "none", {}),

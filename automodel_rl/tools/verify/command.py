@@ -161,7 +161,7 @@ def _of_bf16(config: RunConfig, full: PretrainedConfig) -> list[str]:
     left_out = [f"model.dtype={model.dtype}"]
     if model.attention != "auto" and ATTENTION[model.attention].needs_cuda:
         left_out.append(f"model.attention={model.attention}")
-    elif model.attention == "auto" and model.dtype == "bfloat16" and not describe_model(full).needs_eager_attention:
+    elif model.attention == "auto" and model.dtype == "bfloat16" and not describe_model(full).has_softcap:
         left_out.append("the fused attention that model.attention=auto means on CUDA")
     if memory.compile is True or (memory.compile == "auto" and model.dtype == "bfloat16"):
         left_out.append(f"memory.compile={str(memory.compile).lower()}")

@@ -1,0 +1,183 @@
+"""Attention sinks on flash kernels that know none: memory linear in the tokens, with exact gradients.
+
+A sink is one more score s of a head, whose key has no value (Xiao et al., arXiv:2309.17453; gpt-oss). With the
+kernel's output O and its log-sum-exp L of the real scores, attention with the sink is O' = O * sigmoid(L - s), and its
+log-sum-exp is L' = log(exp(L) + exp(s)). A flash backward forms the weights exp(S - L) and the row sums of dO * O
+again. Given (O', L') in place of (O, L) it returns the exact gradients of queries, keys and values, because the sink's
+own column adds nothing to the row sums. The gradient of s is -sum over queries of sigmoid(s - L) * rowsum(dO * O').
+
+Shape letters: q queries and k keys of one call, D head dim.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Segments(NamedTuple):
+    """Sequences of a call: their places, and the keys that a query sees.
+
+    Attributes:
+        cu_queries, cu_keys: where they start, and the end of the last, int32 [n + 1].
+        longest_query, longest_key: at least the longest of them, in tokens.
+        scale: the factor of query-key products.
+        window: number of keys that a query sees, itself included; None for all.
+    """
+
+    cu_queries: Tensor
+    cu_keys: Tensor
+    longest_query: int
+    longest_key: int
+    scale: float
+    window: int | None
+
+
+class FlashKernel(NamedTuple):
+    """A kernel for causal attention, aligned at the bottom right.
+
+    Attributes:
+        forward: (query [q, heads, D], key [k, KV heads, D], value [k, KV heads, D], segments) -> output [q, heads, D],
+            log-sum-exp [heads, q] in fp32 or wider.
+        backward: (gradient of the output, query, key, value, output, log-sum-exp, segments) -> gradients of query, key
+            and value.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Segments], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Segments], tuple[Tensor, Tensor, Tensor]]
+
+
+def _torch_options(segments: Segments) -> dict[str, Any]:
+    left = -1 if segments.window is None else segments.window - 1
+    return {"scale": segments.scale, "window_size_left": left, "window_size_right": 0}
+
+
+def _torch_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    causal = segments.window is None
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *segments[:4], 0.0, causal, False, **_torch_options(segments)
+    )
+    return output, lse
+
+
+def _torch_backward(*tensors_and_segments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    d_output, q, k, v, output, lse, segments = tensors_and_segments
+    causal = segments.window is None
+    unused = q.new_empty(2, dtype=torch.uint64)  # the state of dropout
+    return torch.ops.aten._flash_attention_backward(
+        d_output, q, k, v, output, lse, *segments[:4], 0.0, causal, unused, unused, **_torch_options(segments)
+    )
+
+
+def _fa3_options(segments: Segments) -> dict[str, Any]:
+    left = -1 if segments.window is None else segments.window - 1
+    return {
+        "cu_seqlens_q": segments.cu_queries,
+        "cu_seqlens_k": segments.cu_keys,
+        "max_seqlen_q": segments.longest_query,
+        "max_seqlen_k": segments.longest_key,
+        "softmax_scale": segments.scale,
+        "window_size_left": left,
+        "window_size_right": 0,
+    }
+
+
+def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    from flash_attn_interface import _flash_attn_forward  # an optional dependency
+
+    output, lse, *_ = _flash_attn_forward(q, k, v, causal=segments.window is None, **_fa3_options(segments))
+    return output, lse
+
+
+def _fa3_backward(*tensors_and_segments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn_interface import _flash_attn_backward  # an optional dependency
+
+    d_output, q, k, v, output, lse, segments = tensors_and_segments
+    dq, dk, dv = (torch.empty_like(tensor) for tensor in (q, k, v))  # torch's kernel keeps the strides, too
+    causal = segments.window is None
+    _flash_attn_backward(
+        d_output, q, k, v, output, lse, dq=dq, dk=dk, dv=dv, is_causal=causal, **_fa3_options(segments)
+    )
+    return dq, dk, dv
+
+
+KERNELS = {
+    "varlen": FlashKernel(_torch_forward, _torch_backward),
+    "fa3": FlashKernel(_fa3_forward, _fa3_backward),
+}
+"""Kernels by the name of their backend: torch's FlashAttention 2, and FlashAttention-3."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: str, segments: Segments) -> Tensor:
+    """Attention with a sink for each head.
+
+    Args:
+        q, k, v: query [q, heads, D], key and value [k, KV heads, D].
+        sinks: the scores, [heads].
+        kernel: a name of `KERNELS`.
+        segments: the sequences of the call.
+
+    Returns:
+        [q, heads, D].
+    """
+    window = -1 if segments.window is None else segments.window
+    return _attention(q, k, v, sinks, kernel, *segments[:5], window)[0]
+
+
+_SEGMENTS = "Tensor cu_queries, Tensor cu_keys, SymInt longest_query, SymInt longest_key, float scale, int window"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor sinks, str kernel, {_SEGMENTS}) -> (Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor d_output, Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor output, Tensor lse, str kernel, "
+    f"{_SEGMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+# Operators, because torch.compile takes no autograd.Function that gets the same starts for queries and keys.
+@torch.library.custom_op("automodel_rl::flash_sinks", mutates_args=(), schema=_FORWARD)
+def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: str, *segments: Any) -> tuple[Tensor, Tensor]:
+    """Output, and log-sum-exp with the sinks [heads, q]. A window of -1 is none."""
+    output, lse = KERNELS[kernel].forward(q, k, v, _segments(*segments))
+    scores = sinks.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - scores).t().contiguous()  # of the real keys, [q, heads]
+    return (output.contiguous() * share[..., None]).to(q.dtype), torch.logaddexp(lse, scores)
+
+
+@_attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    accurate = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=accurate)
+
+
+@torch.library.custom_op("automodel_rl::flash_sinks_backward", mutates_args=(), schema=_BACKWARD)
+def _gradients(d_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and sinks."""
+    q, k, v, sinks, output, lse, kernel, *segments = rest
+    row_sums = (d_output.to(lse.dtype) * output).sum(-1).t()  # [heads, q]
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # of the sink
+    grads = KERNELS[kernel].backward(d_output.contiguous(), q, k, v, output, lse, _segments(*segments))
+    return *grads, -(share * row_sums).sum(1).to(sinks.dtype)
+
+
+@_gradients.register_fake
+def _(d_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in rest[:4])
+
+
+def _segments(*fields: Any) -> Segments:
+    *others, window = fields
+    return Segments._make((*others, None if window < 0 else window))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, ctx.kernel, cu_queries, cu_keys, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, cu_queries, cu_keys)
+
+
+def _backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, cu_queries, cu_keys = ctx.saved_tensors
+    grads = _gradients(d_output, *tensors, ctx.kernel, cu_queries, cu_keys, *ctx.rest)
+    return *grads, *(None,) * 7
+
+
+_attention.register_autograd(_backward, setup_context=_keep)
