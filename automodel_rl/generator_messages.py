@@ -13,7 +13,10 @@ worker loads it by its path, in an environment that has nothing else of this pac
     weights for vLLM:
     InitTransfer                                     Ready
     Begin, then LoadWeights..., then Commit          Loaded..., Committed
+    LoadAdapter                                      Committed
     GiveUp, in place of Commit
+    memory of vLLM:
+    Sleep, Wake                                      MemoryChanged
 
 `Failure` may replace any answer, except the answers to Generate.
 """
@@ -304,6 +307,15 @@ class Loaded(Message):
 
 
 @dataclass(frozen=True)
+class LoadAdapter(Message):
+    """A weight sync of adapters alone, in PEFT's format in a folder that is there until the answer. `version` is its
+    number. Completions that are being written end with the adapter that they began with."""
+
+    version: int
+    folder: str
+
+
+@dataclass(frozen=True)
 class Commit(Message):
     """All weights are sent. `sums` asks for checksums of the generator's tensors."""
 
@@ -326,6 +338,26 @@ class Committed(Message):
 @dataclass(frozen=True)
 class GiveUp(Message):
     """The end of a weight sync without a commit."""
+
+
+@dataclass(frozen=True)
+class Sleep(Message):
+    """vLLM must give its device memory back, once all that it was asked for is written. Level 1 keeps its weights on
+    the host; level 2 drops them, and it has no complete weights before the next commit."""
+
+    level: int
+
+
+@dataclass(frozen=True)
+class Wake(Message):
+    """vLLM must take device memory again: for its `weights`, and after those for its `kv_cache`."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class MemoryChanged(Message):
+    """vLLM has given its memory back, or has it again."""
 
 
 def receive_start(connection: Connection) -> Start:

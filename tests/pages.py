@@ -47,7 +47,7 @@ GROUPS = {
         *("ComponentsConfig", "VisionComponent", "LanguageComponent"),
     ),
     "Configs of training": (
-        *("OptimizerConfig", "MuonConfig", "ParameterGroupConfig"),
+        *("OffloadConfig", "OptimizerConfig", "MuonConfig", "ParameterGroupConfig"),
         *("DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig"),
     ),
     "Errors": ("InputError", "MicrobatchError"),

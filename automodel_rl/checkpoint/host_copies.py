@@ -1,16 +1,13 @@
 """Copies of this rank's tensors on the host, made while the device computes, in memory that is used again."""
 
 import contextlib
-import math
 import threading
-import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64
-"""Every copy starts at a multiple of this many bytes."""
+from automodel_rl.model.offload import ALIGNMENT, aligned, host_memory
 
 
 class HostCopies:
@@ -26,7 +23,9 @@ class HostCopies:
         self._streams = {device: torch.cuda.Stream(device)} if device.type == "cuda" else {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._events: list[torch.cuda.Event] = []
-        self._getting_ready = threading.Thread(target=self._get_ready, args=(sum(map(_aligned, sizes)),))
+        self._getting_ready = threading.Thread(
+            target=self._get_ready, args=(sum(aligned(size, ALIGNMENT) for size in sizes),)
+        )
         self._getting_ready.start()
 
     def _get_ready(self, num_bytes: int) -> None:
@@ -34,19 +33,10 @@ class HostCopies:
             self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
-        """Allocates memory, and pins it through CUDA: torch's own pinned memory is rounded up to a power of two."""
         self._memory = torch.empty(0, dtype=torch.uint8)  # frees the memory used before
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
         for device in self._streams:
             torch.cuda.set_device(device)  # a new thread begins with device 0
-        if self._streams and num_bytes:
-            runtime = torch.cuda.cudart()
-            if (
-                int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0
-            ):  # if it fails, copies are slower, but still right
-                finalizer = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-                finalizer.atexit = False  # the driver may be gone by then
-        self._memory = memory
+        self._memory = host_memory(num_bytes, self._streams)
 
     @torch.no_grad()
     def begin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -60,7 +50,7 @@ class HostCopies:
             Copies on the host, by name. They are complete after `wait`, and valid until the next call of `begin`.
         """
         self._getting_ready.join()
-        needed = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
+        needed = sum(aligned(tensor.nbytes, ALIGNMENT) for tensor in tensors.values())
         if self._memory.numel() < needed:
             self._allocate(needed)
         for device, stream in self._streams.items():
@@ -68,7 +58,7 @@ class HostCopies:
         copies, start = {}, 0
         for name, tensor in tensors.items():
             stretch = self._memory[start : start + tensor.nbytes]
-            start += _aligned(tensor.nbytes)
+            start += aligned(tensor.nbytes, ALIGNMENT)
             copies[name] = stretch.view(tensor.dtype).view(tensor.shape)
             beside = self._streams.get(tensor.device)
             with contextlib.nullcontext() if beside is None else torch.cuda.stream(beside):
@@ -85,7 +75,3 @@ class HostCopies:
         """Returns when everything is copied."""
         for event in self._events:
             event.synchronize()
-
-
-def _aligned(num_bytes: int) -> int:
-    return math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT

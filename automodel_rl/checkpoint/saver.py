@@ -107,6 +107,7 @@ class CheckpointSaver:
         Returns:
             Why a checkpoint could not be written, else None: this one, or, in the background, the one before.
         """
+        self.engine.handle.check_on_device()
         error = self.wait()
         started = time.monotonic()
         with self.engine.moments_on_device():

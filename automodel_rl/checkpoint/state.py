@@ -46,6 +46,7 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
         CheckpointError: the checkpoint holds other weights than the engine trains, or another optimizer wrote it.
     """
     handle = engine.handle
+    handle.check_on_device()
     parameters = _trained(handle)
     reader = SafetensorsReader(folder)
     _check_names(handle, parameters, reader)

@@ -22,7 +22,7 @@ from automodel_rl.config.load import (
     load_config,
 )
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
-from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig
+from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig, OffloadConfig
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, ParameterGroupConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig, WeightSyncConfig
@@ -51,6 +51,7 @@ __all__ = [
     "ModelConfig",
     "MuonConfig",
     "ObserveConfig",
+    "OffloadConfig",
     "OptimizerConfig",
     "PairBatchConfig",
     "ParallelConfig",

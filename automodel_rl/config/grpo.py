@@ -68,6 +68,14 @@ class GRPOConfig(RunConfig):
         return ("collective",) if self.rollout.devices else ("ipc", "collective")
 
     @property
+    def sleep_level(self) -> int:
+        """The level at which generators sleep between rollouts; 0 if they stay awake."""
+        sleep = self.rollout.vllm.sleep
+        if self.rollout.generator != "vllm" or sleep == "none":
+            return 0
+        return (1 if self.weight_sync.adapters == "alone" else 2) if sleep == "auto" else sleep
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a reference policy is kept."""
         return self.loss.kl.coefficient > 0
@@ -154,6 +162,7 @@ class GRPOConfig(RunConfig):
                 "different experts: add old_logprobs, or set loss.on_policy to true"
             )
         self._check_sync()
+        self._check_sharing()
         product = "rollout.prompts x rollout.group_size / batch.optimizer_steps"
         refuse_idle_data_ranks(product, self.sequences_per_step, self.parallel)
         return self
@@ -174,4 +183,25 @@ class GRPOConfig(RunConfig):
             raise ValueError(
                 "weight_sync.checksum=true: vllm keeps weights in other shapes than checkpoints, so they cannot be "
                 "compared: set it to false"
+            )
+
+    def _check_sharing(self) -> None:
+        """Refuses to share devices between training and rollouts that are not one after the other, or not there."""
+        rollout = self.rollout
+        own = "vllm.servers have memory" if rollout.vllm.servers else "devices are" if rollout.devices else ""
+        if self.sleep_level and own:
+            raise ValueError(
+                f"rollout.vllm.sleep={rollout.vllm.sleep}: rollout.{own} apart from the trainer, which "
+                "could not use it: set it to none"
+            )
+        if self.sleep_level == 2 and self.weight_sync.adapters == "alone":
+            raise ValueError(
+                "rollout.vllm.sleep=2 with weight_sync.adapters=alone: the weights that vLLM drops are not sent again: "
+                "use 1 or auto"
+            )
+        key = "rollout.vllm.sleep" if self.sleep_level else "memory.offload"
+        if rollout.max_staleness and (self.sleep_level or self.memory.offload):
+            raise ValueError(
+                f"{key} with rollout.max_staleness={rollout.max_staleness}: generators write while the model trains, "
+                "so neither can lend its memory: leave one of them out"
             )

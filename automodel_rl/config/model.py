@@ -125,6 +125,21 @@ class ModelConfig(Section):
     moe: MoEConfig = MoEConfig()
 
 
+class OffloadConfig(Section):
+    """What leaves the device while it is not needed.
+
+    Example:
+        >>> OffloadConfig(what=("moments",)).during
+        'rollout'
+    """
+
+    during: Literal["rollout"] = "rollout"
+    """The part of a step in which it is on the host: rollout, while generators write completions (grpo)."""
+
+    what: Annotated[tuple[Literal["weights", "moments"], ...], Field(min_length=1)] = ("weights", "moments")
+    """What goes to the host: the model's master weights, the optimizer's moments."""
+
+
 class MemoryConfig(Section):
     """Ways to save memory or time.
 
@@ -139,6 +154,9 @@ class MemoryConfig(Section):
 
     offload_optimizer: bool = False
     """Keep the optimizer's moments in host memory, and copy them to the device only for each optimizer step."""
+
+    offload: OffloadConfig | None = None
+    """Lend the trainer's memory to generators on the same device; null: it stays where it is."""
 
     compile: Literal["auto"] | bool = "auto"
     """Compile every layer with torch.compile, which takes half a minute in the first step. auto: on CUDA in bfloat16,

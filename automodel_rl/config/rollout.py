@@ -21,6 +21,11 @@ class VllmConfig(Section):
     memory_fraction: Fraction = 0.4
     """Share of the device's memory for vLLM's weights and cache."""
 
+    sleep: Literal["none", 1, 2, "auto"] = "none"
+    """Whether vLLM on a rank's device gives its memory back between rollouts. none: it keeps it. 1: its weights wait on
+    the host. 2: its weights are dropped, and each rollout begins with a whole weight sync. auto: 2, or 1 with
+    weight_sync.adapters=alone. With memory.offload each side has the device to itself."""
+
     servers: tuple[str, ...] = ()
     """URLs of running vLLM servers, e.g. http://localhost:8000, on devices of their own. Start them with
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs --weight-transfer-config

@@ -12,12 +12,12 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch, set_values, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.kept_microbatches import keep_microbatches
-from automodel_rl.engine.offload import Offloaded
 from automodel_rl.errors import InputError, TrainingDivergedError
 from automodel_rl.hf.read import EMBEDDING, TIED_HEAD
 from automodel_rl.losses import LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import Head, read_targets, top_logits
+from automodel_rl.model.offload import Offload
 from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer, learning_rate, warmup_steps
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import by_mesh
@@ -91,7 +91,7 @@ class Engine:
         parts = [(part, component.layout.group_of) for component in handle.components for part in component.parts]
         self.optimizer = ModelOptimizer(parts, OPTIMIZERS[self.config.name], self.config)
         self._check_groups()
-        self._offloaded: Offloaded | None = None
+        self._moments = Offload(self.optimizer.moments)
         self.step = 0
         self.skipped_in_a_row = 0
         self.keep_microbatches_in: Path | None = None
@@ -273,17 +273,24 @@ class Engine:
         nothing = torch.empty(0, dtype=torch.int64, device=self.handle.layout.device)
         return torch.cat([nothing, *(output[end] for output, end in zip(outputs, ends, strict=True))])
 
+    def moments_to_host(self) -> int:
+        """Moves the optimizer's moments to the host. The next optimizer step or checkpoint brings them back by itself.
+
+        Returns:
+            Bytes that are free now, as `Offload.to_host`.
+        """
+        self.handle.before_change()
+        return self._moments.to_host()
+
     @contextlib.contextmanager
     def moments_on_device(self) -> Iterator[None]:
         """Brings the optimizer's moments to the device for this block. Then they go to the host, if so configured."""
-        if self._offloaded is not None:
-            self._offloaded.restore()  # if it raises, all moments are still on the host
-            self._offloaded = None
+        self._moments.to_device()  # if it raises, all moments are still on the host
         try:
             yield
         finally:
             if self.handle.memory.offload_optimizer:
-                self._offloaded = Offloaded(self.optimizer.moments())
+                self._moments.to_host()
 
     def _optimizer_step(self, lr: float, grad_norm: float) -> None:
         if self.config.max_grad_norm is not None:

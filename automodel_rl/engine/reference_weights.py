@@ -65,7 +65,7 @@ class ReferenceWeights:
     def _fits_on_device(self) -> bool:
         """Whether the device has room for the copy beside all that was reserved at the peak of a step."""
         device = self.handle.layout.device
-        if device.type != "cuda":
+        if device.type != "cuda" or self.handle.memory.offload is not None:  # generators have the device in between
             return False
         needed = sum(copy.numel() * dtype.itemsize for copy, dtype in zip(self._copies, self._dtypes, strict=True))
         free, total = torch.cuda.mem_get_info(device)

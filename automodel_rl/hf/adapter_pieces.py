@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
 from automodel_rl.hf.names import pieces
 from automodel_rl.lora.experts import adapted_weights_by_name
 from automodel_rl.lora.layers import ADAPTER_NAMES, merged
+from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_adapters
 from automodel_rl.lora.stacks import OWN
 from automodel_rl.support.families import FAMILIES
 
@@ -64,3 +66,17 @@ def one_by_one(adapters: Mapping[str, Tensor], family: str) -> dict[str, Tensor]
         single[f"{layer}.lora_A.weight"] = piece.down.clone()
         single[f"{layer}.lora_B.weight"] = piece.up.clone()
     return single
+
+
+def write_for_vllm(folder: Path, adapters: Mapping[str, Tensor], origin: AdapterOrigin) -> None:
+    """Writes adapters in PEFT's format; those of experts one by one, but for families whose files stack experts.
+
+    Args:
+        folder: a folder that exists.
+        adapters: all adapters, by the model's names.
+        origin: the model that they belong to.
+    """
+    if FAMILIES[origin.family].experts is None:
+        write_adapters(folder, dict(adapters), origin)
+    else:
+        write_single_adapters(folder, one_by_one(adapters, origin.family), origin)

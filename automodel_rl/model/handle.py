@@ -28,6 +28,7 @@ from automodel_rl.model.build import EmptyModel, build_empty_model
 from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.float8 import check_float8
 from automodel_rl.model.flops import StepFlops
+from automodel_rl.model.offload import Offload
 from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.model.split import split_model
@@ -38,7 +39,7 @@ from automodel_rl.model.vision import (
 from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout, Meshes, build_meshes
-from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.parallel.sharding import local_tensor, release_gathered
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.families import FAMILIES
 from automodel_rl.support.rule import Combination
@@ -114,6 +115,7 @@ class ModelHandle:
         is_cut = self.whole_config.tie_word_embeddings and self.layout.parallel.pp > 1
         self.tied = tied_embedding(language, self.layout) if is_cut else None
         self._readers: list[Callable[[], None]] = []
+        self._weights = Offload(lambda: (t for p in self.parts for t in (*p.parameters(), *p.buffers())))
         self.unused_tensors: list[str] = []
         self.has_changed = False
 
@@ -193,6 +195,11 @@ class ModelHandle:
         return dtypes_of(self.model)[0]
 
     @property
+    def adapter_origin(self) -> AdapterOrigin | None:
+        """The model that the trained adapters belong to; None if there are none."""
+        return None if self.model.lora is None else AdapterOrigin(self.model.lora, self._name, self.family)
+
+    @property
     def has_encoder(self) -> bool:
         """Whether the model has an encoder of images."""
         return self.meshes.vision is not None
@@ -237,6 +244,7 @@ class ModelHandle:
             component: one of `components`.
             dtype: the dtype in which parameters are sent; buffers keep theirs.
         """
+        self.check_on_device()
         return merged_sources(self.named_parameters(component), component.parts, dtype, self.family, component.layout)
 
     def adapter_sources(self, dtype: torch.dtype) -> list[Source]:
@@ -245,6 +253,7 @@ class ModelHandle:
         Args:
             dtype: the dtype in which they are sent.
         """
+        self.check_on_device()
         return adapters_alone(self.named_parameters(), dtype)
 
     def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -256,9 +265,9 @@ class ModelHandle:
             path: the folder to write; replaced if it exists; on a file system that all ranks share.
             tokenizer: the tokenizer to save along, if given.
         """
-        if self.model.lora is not None:
-            origin = AdapterOrigin(self.model.lora, self._name, self.family)
-            save_adapters(Path(path), self.named_parameters(), origin, tokenizer, self.layout)
+        self.check_on_device()
+        if self.adapter_origin is not None:
+            save_adapters(Path(path), self.named_parameters(), self.adapter_origin, tokenizer, self.layout)
             return
         of_components = [
             ComponentTensors(component.name, component.layout, self._whole_tensors(component))
@@ -291,6 +300,28 @@ class ModelHandle:
         """Lets readers finish. Call it before any change of the weights or of the optimizer's state."""
         while self._readers:
             self._readers.pop()()
+
+    def to_host(self) -> int:
+        """Moves the weights and buffers of all parts to the host, and lets go of gradients, so that another process can
+        use their device memory. Until `to_device` the model can neither compute nor be read.
+
+        Returns:
+            Bytes that are free now, as `Offload.to_host`.
+        """
+        self.before_change()
+        self.zero_grad()
+        for part in self.parts:
+            release_gathered(part)
+        return self._weights.to_host()
+
+    def to_device(self) -> None:
+        """Brings everything back that `to_host` moved, bit for bit. If memory runs out, it can be called again."""
+        self._weights.to_device()
+
+    def check_on_device(self) -> None:
+        """Raises RuntimeError if the weights are on the host."""
+        if self._weights.is_on_host:
+            raise RuntimeError("the model's weights are on the host: call ModelHandle.to_device() first")
 
     def named_hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole gradients of this rank's stages, between `forward_backward` and `zero_grad`. A

@@ -4,13 +4,26 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from automodel_rl.errors import WeightSyncError, innermost
-from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Message, Request, Start, Started
+from automodel_rl.generator_messages import (
+    Failed,
+    Failure,
+    Finished,
+    Generate,
+    MemoryChanged,
+    Message,
+    Request,
+    Sleep,
+    Start,
+    Started,
+    Wake,
+)
 from automodel_rl.rollout.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
 from automodel_rl.rollout.completions import completion_of
 from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.weight_sync.channel import expect
 
 
 class _Batch:
@@ -89,6 +102,28 @@ class GeneratorProcess:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self.submit(requests)()
+
+    def sleep(self, level: int, seconds: float) -> None:
+        """Makes vLLM give its device memory back, once it has written all that it was asked for.
+
+        Args:
+            level: 1 keeps its weights on the host, 2 drops them.
+            seconds: longest wait.
+
+        Raises:
+            WeightSyncError: it could not.
+        """
+        self.send(Sleep(level))
+        expect(self, MemoryChanged, seconds)
+
+    def wake(self, what: Literal["weights", "kv_cache"], seconds: float) -> None:
+        """Gives vLLM its device memory again, first that of its weights.
+
+        Raises:
+            WeightSyncError: it could not take it.
+        """
+        self.send(Wake(what))
+        expect(self, MemoryChanged, seconds)
 
     def close(self) -> None:
         self.child.close()

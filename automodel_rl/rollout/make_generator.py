@@ -21,12 +21,14 @@ from automodel_rl.rollout.transformers_generator import TransformersGenerator, W
 from automodel_rl.rollout.vllm_checks import connect_servers
 from automodel_rl.rollout.vllm_process import start_vllm
 from automodel_rl.rollout.vllm_servers import VllmServers
+from automodel_rl.support.lora_rules import VLLM_RANKS
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.ipc import Ipc
 from automodel_rl.weight_sync.local import Local
 from automodel_rl.weight_sync.sync import sync_dtype
 from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm import VllmNccl, VllmSameDevice
+from automodel_rl.weight_sync.vllm_adapters import VllmAdapters
 
 TRANSFORMERS_WORKER = ("-m", "automodel_rl.rollout.transformers_worker")
 
@@ -118,13 +120,27 @@ def _vllm_process(
         "gpu_memory_utilization": rollout.vllm.memory_fraction,
         "skip_tokenizer_init": not rollout.stop,
         "weight_transfer_config": {"backend": "nccl" if rollout.devices else "same_device"},
+        **({"enable_sleep_mode": True} if config.sleep_level else {}),
         **({"enable_return_routed_experts": True} if config.router_replay.enabled else {}),
         **rollout.vllm.options,
     }
+    origin = handle.adapter_origin if weights.adapters == "alone" else None
+    if origin is not None:
+        options = _adapter_options(origin.config.rank, rollout.max_staleness) | options
+        del options["weight_transfer_config"]
     settings = VllmSettings(options, _sampling(config, handle, tokenizer))
     process = start_vllm(rollout.vllm.python, settings, visible_device(rollout.devices, layout.device))
+    if origin is not None:
+        return process, VllmAdapters(process, origin, layout.device, weights.timeout)
     way = VllmNccl if rollout.devices else VllmSameDevice
     return process, way(process, layout, weights.timeout)
+
+
+def _adapter_options(rank: int, max_staleness: int) -> dict[str, Any]:
+    """Arguments of vllm.LLM for adapters: places for a new one, and for those that completions are written with."""
+    places = max_staleness + 2
+    largest = next(size for size in VLLM_RANKS if size >= rank)
+    return {"enable_lora": True, "max_lora_rank": largest, "max_loras": places, "max_cpu_loras": places}
 
 
 def _sampling(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -1,18 +1,28 @@
-"""The supervisor of a rank's generator: starts it, gives it weights, restarts it when it fails, and closes it."""
+"""The supervisor of a rank's generator: starts it, gives it weights, restarts it when it fails, and closes it.
+
+A generator on the trainer's device may share its memory in turns, as `memory.offload` and `rollout.vllm.sleep` ask:
+
+    wake   moments to the host, vLLM's weights awake, weight sync, trainer's weights to the host, vLLM's cache awake
+    rest   vLLM asleep, trainer's weights back on the device; moments come back for the next optimizer step
+"""
 
 import datetime
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import GRPOConfig
+from automodel_rl.engine import Engine
+from automodel_rl.engine.rollout_offload import RolloutOffload
 from automodel_rl.errors import WeightSyncError, innermost
-from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.make_generator import make_generator
 from automodel_rl.rollout.protocol import Generator
 from automodel_rl.weight_sync.sync import WeightSync
+from automodel_rl.weight_sync.transport import Transport
 
 PATIENCE = datetime.timedelta(hours=12)
 """Longest time that ranks wait for a rank whose generator is slow. A rank that dies is noticed at once."""
@@ -23,7 +33,7 @@ class GeneratorSupervisor:
 
     Args:
         config: the run's config.
-        handle: the model whose weights the generator gets.
+        engine: trains the model whose weights the generator gets.
         tokenizer: the model's tokenizer.
 
     Raises:
@@ -32,24 +42,58 @@ class GeneratorSupervisor:
     Attributes:
         generator: this rank's generator; None after it could not be restarted.
         problem: why the generator cannot write, "" if it can. `restart` repairs it.
-        policy_version: the policy version that generators got last, from 1 on.
+        policy_version: the policy version that generators got last, or get when they wake, from 1 on.
+        offload: the trainer's memory, which generators have during rollouts.
         world: a process group of all ranks. Its collectives may take as long as generators do.
     """
 
-    def __init__(self, config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase):
-        self.config, self.handle, self.tokenizer = config, handle, tokenizer
+    def __init__(self, config: GRPOConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
+        self.config, self.handle, self.tokenizer = config, engine.handle, tokenizer
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.generator: Generator | None
-        self.generator, transport = make_generator(config, handle, tokenizer)
-        self.sync = WeightSync(handle, transport, config.weight_sync)
+        self.offload = RolloutOffload(engine)
+        self._is_awake = False
         self.problem = ""
+        self.offload.after_sync()  # the generator starts in the memory that it will have
+        self.generator: Generator | None
+        self.generator, transport = self._start()
+        self.offload.restore()
+        self.sync = WeightSync(self.handle, transport, config.weight_sync)
         self.policy_version = 0
         self._policy_version_of: dict[int, int] = {0: 0}  # by the number of the weight sync
 
     def load_weights(self) -> None:
-        """Gives all generators the weights that the model has now, as the next policy version."""
+        """Gives all generators the weights that the model has now, as the next policy version. Those that sleep get
+        them when they wake."""
         self.policy_version += 1
-        self._send()
+        if not self.config.sleep_level:
+            self._send()
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether generators and the trainer have device memory in turns."""
+        return bool(self.config.sleep_level or self.offload.what)
+
+    def wake(self) -> None:
+        """Lets generators write, in the memory that they share with the trainer, until `rest`."""
+        self._is_awake = True
+        self.offload.before_sync()
+        if self.config.sleep_level:
+            self._ask(lambda generator: generator.wake("weights", self.config.weight_sync.timeout))
+            self._send()
+        self.offload.after_sync()
+        if self.config.sleep_level:
+            self._ask(lambda generator: generator.wake("kv_cache", self.config.weight_sync.timeout))
+
+    def rest(self) -> None:
+        """Gives the shared memory back to the trainer. Does nothing if generators have none of it."""
+        if not self._is_awake:
+            return
+        self._is_awake = False
+        if self.config.sleep_level:
+            self._ask(lambda generator: generator.sleep(self.config.sleep_level, PATIENCE.total_seconds()))
+            if self.problem and self.generator is not None:
+                self.generator.close()  # the trainer needs the memory
+        self.offload.restore()
 
     def policy_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
         """The policy versions that two weight syncs sent. A sync after a failure sends the same version again."""
@@ -69,13 +113,40 @@ class GeneratorSupervisor:
         gather_objects(
             "", self.world
         )  # waits: starting a generator may take longer than other collectives are allowed to
-        self._send()
+        was_awake = self._is_awake
+        self.rest()
+        if not self.config.sleep_level:
+            self._send()
+        if was_awake:
+            self.wake()
 
     def close(self) -> None:
         """Ends the generator."""
         self.sync.disconnect()
         if self.generator is not None:
             self.generator.close()
+
+    def _ask(self, ask: Callable[[GeneratorProcess], None]) -> None:
+        """Asks the generator to sleep or to wake, unless it has failed. A failure becomes `problem`."""
+        if self.problem or self.generator is None:
+            return
+        assert isinstance(self.generator, GeneratorProcess)
+        try:
+            ask(self.generator)
+        except WeightSyncError as problem:
+            self.problem = str(problem)
+
+    def _start(self) -> tuple[Generator, Transport]:
+        """Starts this rank's generator, which then sleeps if it shares memory."""
+        generator, transport = make_generator(self.config, self.handle, self.tokenizer)
+        if self.config.sleep_level:
+            assert isinstance(generator, GeneratorProcess)
+            try:
+                generator.sleep(self.config.sleep_level, PATIENCE.total_seconds())
+            except WeightSyncError:
+                generator.close()
+                raise
+        return generator, transport
 
     def _send(self) -> None:
         self._policy_version_of[self.sync.version + 1] = self.policy_version
@@ -92,7 +163,7 @@ class GeneratorSupervisor:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the new generator needs the memory
         try:
-            self.generator, transport = make_generator(self.config, self.handle, self.tokenizer)
+            self.generator, transport = self._start()
         except Exception as problem:
             self.problem = innermost(problem)
         else:

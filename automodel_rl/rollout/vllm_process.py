@@ -17,6 +17,10 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 _RANK_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 """Beginnings of environment variables of this job, which vLLM would take for its own."""
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments"
+"""An option of torch's allocator with which vLLM's sleep frees nothing."""
+
 
 def start_vllm(python: str | None, settings: VllmSettings, device: str | None) -> GeneratorProcess:
     """Starts vLLM's offline engine in a process of its own.
@@ -34,6 +38,10 @@ def start_vllm(python: str | None, settings: VllmSettings, device: str | None) -
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
         "0"  # without it, a killed worker would leave a child of its own behind
     )
+    if settings.options.get("enable_sleep_mode"):
+        for name in _ALLOCATOR_VARIABLES:
+            parts = environment.get(name, "").split(",")
+            environment[name] = ",".join(part for part in parts if EXPANDABLE not in part)
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = device
     options = {**settings.options, "logprobs_mode": "processed_logprobs"}

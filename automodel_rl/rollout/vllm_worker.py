@@ -69,6 +69,8 @@ class Worker:
         self.coming: int | None = None
         self.left: dict[int, int] = {}  # number of completions that are still written, by the number of their Generate
         self.oldest: dict[str, int | None] = {}
+        self.is_asleep = False
+        self.adapters: dict[int, Any] = {}  # the LoRARequest of each adapter that vLLM has, by its weight sync
 
     def start(self, settings: Any) -> None:
         from vllm import LLM
@@ -76,6 +78,8 @@ class Worker:
 
         WeightTransferEngineFactory.register_engine("same_device", "vllm_same_device", "SameDeviceEngine")
         self.engine, self.sampling = LLM(**settings.options), settings.sampling
+        if settings.options.get("enable_lora"):
+            self.version = None  # nothing is written without an adapter
 
     def turn(self) -> None:
         """Handles a message if one has come, else lets vLLM take a step. Waits for a message if there is no work."""
@@ -103,6 +107,12 @@ class Worker:
                     self.connection.send(known.Loaded())
                 case known.Commit() if self.coming is not None:
                     self.commit()
+                case known.LoadAdapter(version, folder):
+                    self.load_adapter(version, folder)
+                case known.Sleep(level):
+                    self.sleep(level)
+                case known.Wake(what):
+                    self.wake(what)
                 case known.LoadWeights() | known.Commit() | known.GiveUp():
                     pass  # left over from a weight sync that failed; only a new process gets complete weights
                 case _:
@@ -116,8 +126,9 @@ class Worker:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if self.version is None:
-            text = "the generator has no complete weights: a weight sync was interrupted"
+        if self.version is None or self.is_asleep:
+            why = "it sleeps" if self.is_asleep else "a weight sync was interrupted, or none came after a sleep"
+            text = f"the generator has no complete weights or no cache: {why}"
             self.connection.send(self.messages.Failed(order.number, text))
             return
         names: list[str] = []
@@ -127,7 +138,8 @@ class Worker:
                 params = SamplingParams(logprobs=0, **own, **self.sampling)
                 params.output_kind = RequestOutputKind.FINAL_ONLY
                 names.append(f"{order.number}/{place}")
-                self.engine.llm_engine.add_request(names[-1], {"prompt_token_ids": request.prompt}, params)
+                prompt, adapter = {"prompt_token_ids": request.prompt}, self.adapters.get(self.version)
+                self.engine.llm_engine.add_request(names[-1], prompt, params, lora_request=adapter)
         except Exception as error:
             traceback.print_exc()
             self.engine.llm_engine.abort_request(names)
@@ -135,6 +147,23 @@ class Worker:
             return
         self.left[order.number] = len(order.requests)
         self.oldest |= dict.fromkeys(names, self.version)
+
+    def sleep(self, level: int) -> None:
+        """Frees device memory when all is written. Level 2 drops the weights: nothing is written before a commit."""
+        while self.left and self.version is not None:
+            self.step()
+        if level == 2:
+            self.version = None
+        if not self.is_asleep:
+            self.is_asleep = True
+            self.engine.sleep(level=level)
+        self.connection.send(self.messages.MemoryChanged())
+
+    def wake(self, what: str) -> None:
+        """Takes memory again: first for the weights, for vLLM restores buffers at its first wake-up."""
+        self.engine.wake_up([what])
+        self.is_asleep = what == "weights"
+        self.connection.send(self.messages.MemoryChanged())
 
     def step(self) -> None:
         try:
@@ -150,20 +179,35 @@ class Worker:
 
     def finish(self, output: Any) -> None:
         number, place = map(int, output.request_id.split("/"))
-        completion = output.outputs[0]
+        completion, oldest = output.outputs[0], self.oldest.pop(output.request_id)
         scores = zip(completion.logprobs, completion.token_ids, strict=True)
         written = self.messages.Written(
             token_ids=list(completion.token_ids),
             logprobs=[score[token].logprob for score, token in scores],
             finish=completion.finish_reason,
-            oldest=self.oldest.pop(output.request_id),
-            newest=self.version,
+            oldest=oldest,
+            newest=self.version if not self.adapters else oldest,
             routes=completion.routed_experts,
         )
         self.left[number] -= 1
         if not self.left[number]:
             del self.left[number]
         self.connection.send(self.messages.Finished(number, place, written))
+
+    def load_adapter(self, version: int, folder: str) -> None:
+        """Adds an adapter, and removes those that no completion is written with any more."""
+        from vllm.lora.request import LoRARequest
+
+        # A name of its own: vLLM tells cached keys and values of adapters apart by their names.
+        request = LoRARequest(f"version_{version}", version, folder)
+        for old in self.adapters.keys() - {*self.oldest.values()}:
+            self.engine.llm_engine.remove_lora(old)
+            del self.adapters[old]
+        if not self.engine.llm_engine.add_lora(request):
+            raise RuntimeError(f"vLLM did not take the adapters of weight sync {version}")
+        self.adapters[version] = request
+        self.version = version
+        self.connection.send(self.messages.Committed(version))
 
     def commit(self) -> None:
         self.engine.finish_weight_update()

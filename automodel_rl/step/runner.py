@@ -60,7 +60,9 @@ class StepRunner:
 
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
+            RuntimeError: the weights are on the host.
         """
+        self.handle.check_on_device()
         return agree_on_batch(microbatches, self.handle.config.vocab_size, self.layout)
 
     def forward_backward(

@@ -7,6 +7,9 @@ from automodel_rl.support.rule import Combination, Example, Rule
 GROUPED_MULTIPLE = 8
 """Sizes of bfloat16 matrices that torch's grouped products take: 16 bytes."""
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes places; adapters of another rank get a larger place."""
+
 
 def _lora(asked: Combination) -> str | None:
     lora, run = asked.model.lora, asked.run
@@ -72,8 +75,12 @@ def _adapters_alone(asked: Combination) -> str | None:
     run, lora = asked.run, asked.model.lora
     if not isinstance(run, GRPOConfig) or run.weight_sync.adapters != "alone":
         return None
-    if lora is None or run.rollout.generator == "vllm":
-        return "weight_sync.adapters=alone needs model.lora and rollout.generator=transformers: set them, or use merged"
+    if lora is None:
+        return "weight_sync.adapters=alone needs model.lora: set it, or use merged"
+    if run.rollout.vllm.servers:
+        return "weight_sync.adapters=alone with rollout.vllm.servers: servers get whole weights: use merged"
+    if run.rollout.generator == "vllm" and lora.rank > VLLM_RANKS[-1]:
+        return f"weight_sync.adapters=alone: vLLM takes ranks up to {VLLM_RANKS[-1]}, not {lora.rank}: use merged"
     if lora.modules_to_save:
         return (
             f"weight_sync.adapters=alone: model.lora.modules_to_save={[*lora.modules_to_save]} are no adapters, and "
@@ -84,13 +91,23 @@ def _adapters_alone(asked: Combination) -> str | None:
 
 ADAPTERS_ALONE = Rule(
     "adapters alone in weight syncs (grpo)",
-    "transformers generators, without modules to save",
+    f"transformers generators, and vLLM but servers up to rank {VLLM_RANKS[-1]}; without modules to save",
     _adapters_alone,
     (
         Example(
-            "weight_sync.adapters=alone needs model.lora and",
+            "weight_sync.adapters=alone needs model.lora: set it",
             {"weight_sync.adapters": "alone"},
             {"algorithm": "grpo"},
+        ),
+        Example(
+            "weight_sync.adapters=alone with rollout.vllm.servers",
+            {"rollout.vllm.servers": ["http://localhost:1"]},
+            {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}, "rollout.generator": "vllm"},
+        ),
+        Example(
+            "weight_sync.adapters=alone: vLLM takes ranks up to 512, not 1024",
+            {"model.lora": {"rank": 1024}},
+            {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}, "rollout.generator": "vllm"},
         ),
         Example(
             "weight_sync.adapters=alone: model.lora.modules_to_save=['lm_head'] are no adapters",

@@ -78,3 +78,24 @@ ROLLOUT_LENGTH = Rule(
         ),
     ),
 )
+
+
+def _rollout_offload(asked: Combination) -> str | None:
+    run = asked.run
+    if run is None or isinstance(run, GRPOConfig) or asked.memory.offload is None:
+        return None
+    return "memory.offload.during=rollout: only grpo has rollouts: leave memory.offload out"
+
+
+ROLLOUT_OFFLOAD = Rule(
+    "trainer on the host during rollouts",
+    "grpo, every layout",
+    _rollout_offload,
+    (
+        Example(
+            "memory.offload.during=rollout: only grpo has rollouts",
+            {"memory.offload": {}},
+            {"algorithm": "dpo"},
+        ),
+    ),
+)

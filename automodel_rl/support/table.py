@@ -38,6 +38,7 @@ RULES = (
     run_rules.QUANTIZED_ROLLOUT,
     run_rules.ROLLOUT_LENGTH,
     lora_rules.ADAPTERS_ALONE,
+    run_rules.ROLLOUT_OFFLOAD,
 )
 """The rules in the order in which they judge. The first ones check that the family is known; the others rely on it."""
 

@@ -1,10 +1,12 @@
 """Reinforcement learning on prompts with rewards (GRPO): rollouts, advantages, optimizer steps, weight sync."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from automodel_rl.config import GRPOConfig
@@ -61,7 +63,8 @@ class GRPOTrainer:
         self.prompts.check_fit()
         held_out = PromptStream(config.data.validation, chat, config.rollout.max_prompt_tokens, seed=None)
         self.validation = held_out.every_prompt()
-        self.num_held_out_overlong, self.mentioned_overlong = held_out.num_overlong, False
+        self.num_held_out_overlong = held_out.num_overlong
+        self.mentioned_overlong = self.mentioned_memory = False
         self.readout = Readout(config.rollout.temperature, entropy=True)
         total_steps = config.length.steps or _steps_of_epochs(config, self.prompts)
         self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.steps_of_all_epochs)
@@ -69,7 +72,7 @@ class GRPOTrainer:
         self.reference = ReferenceWeights(self.handle) if config.needs_reference else None
         self.errors = ErrorWatch(config.rewards)
         scorer = Scorer(config.rewards)
-        self.supervisor = GeneratorSupervisor(config, self.handle, self.tokenizer)
+        self.supervisor = GeneratorSupervisor(config, self.engine, self.tokenizer)
         self.rollouts = RolloutCollector(config, self.supervisor, self.tokenizer, scorer)
         self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)
         self.signal = RewardWatch(directory.rollouts)
@@ -149,7 +152,7 @@ class GRPOTrainer:
         """
         before = self.run.place()
         try:
-            with step.time("rollout"):
+            with self._generators_awake(step.time), step.time("rollout"):
                 generated, groups = self._generate()
             self.signal.look_at(groups)
             step.metrics |= rollout_metrics(generated, self.config.reward_names, self.supervisor.policy_version)
@@ -163,6 +166,20 @@ class GRPOTrainer:
         self._mention_overlong()
         self._write_rollouts(generated, {})  # at once, so that they are there if the step fails
         return generated, groups, packed
+
+    @contextlib.contextmanager
+    def _generators_awake(self, time: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+        """Lets generators write in this block, in the memory that they share with the trainer, if they do."""
+        if not self.supervisor.shares_memory:
+            yield
+            return
+        try:
+            with time("wake"):
+                self.supervisor.wake()
+            yield
+        finally:
+            with time("sleep"):
+                self.supervisor.rest()
 
     def _mention_overlong(self) -> None:
         """Says once that prompts are too long."""
@@ -256,6 +273,9 @@ class GRPOTrainer:
 
     def _warn(self, step: Step) -> None:
         """Warns on the console of problems with a step's rollouts."""
+        if self.supervisor.offload.warning and not self.mentioned_memory:
+            self.mentioned_memory = True
+            self.run.say(self.supervisor.offload.warning)
         if self.signal.num_steps == 1:
             self.run.say(f"warning: no group of step {self.run.step} has rewards that differ; it taught nothing")
         if step.metrics["rollout/failed"]:
@@ -286,13 +306,14 @@ class GRPOTrainer:
         """Metrics of completions of each held-out prompt: mean reward, error rates of rewards, and rates of passing
         if the config says which reward decides it."""
         rollout = self.config.rollout
-        groups = self.rollouts.collect(
-            self.validation,
-            rollout.validation_samples,
-            rollout.validation_temperature,
-            rollout.validation_top_p,
-            rollout.validation_top_k,
-        )
+        with self._generators_awake(lambda name: contextlib.nullcontext()):
+            groups = self.rollouts.collect(
+                self.validation,
+                rollout.validation_samples,
+                rollout.validation_temperature,
+                rollout.validation_top_p,
+                rollout.validation_top_k,
+            )
         written = [[rollout for rollout in group if rollout.completion.finish != "error"] for group in groups]
         pairs = [(prompt, group) for prompt, group in zip(self.validation, written, strict=True) if group]
         if not pairs:

@@ -11,9 +11,9 @@ from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
-from automodel_rl.engine.offload import Offloaded, _as_bytes
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.offload import Offload, _as_bytes
 from automodel_rl.model.part_forward import layers_of
 from automodel_rl.parallel.sharding import local_tensor
 from tests.rank_pool import RankPool
@@ -45,7 +45,7 @@ def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig) -> tuple
         outputs.append(engine.train_step(microbatches, sft_loss))
     weights = [local_tensor(p.detach()).clone() for _, p in handle.named_parameters()]
     numbers = [number for output in outputs for number in (output.loss, output.grad_norm)]
-    return (numbers, weights), calls, engine._offloaded is not None
+    return (numbers, weights), calls, engine._moments.is_on_host
 
 
 def compare_modes(folder: Path, parallel: ParallelConfig, modes: list[str]) -> None:
@@ -94,7 +94,7 @@ def fail_inside(folder: Path) -> None:
         if failure is not None:
             failure(engine)
             assert not bytes_on_device(engine)
-            assert engine._offloaded is not None
+            assert engine._moments.is_on_host
         assert engine.train_step(microbatches, sft_loss) == steady.train_step(microbatches, sft_loss)
     pairs = zip(engine.handle.parts[0].parameters(), steady.handle.parts[0].parameters(), strict=True)
     assert all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs)
@@ -126,7 +126,7 @@ def fail_on_the_way_in(engine: Engine) -> None:
         return _as_bytes(storage)
 
     entered = engine.moments_on_device()
-    with mock.patch("automodel_rl.engine.offload._as_bytes", as_bytes), pytest.raises(PlantedError):
+    with mock.patch("automodel_rl.model.offload._as_bytes", as_bytes), pytest.raises(PlantedError):
         entered.__enter__()
 
 
@@ -136,10 +136,17 @@ def test_moments_are_on_the_host_after_a_failure_and_training_goes_on(ranks: Ran
 
 
 def test_offloaded_tensors_come_back_bit_for_bit() -> None:
-    tensors = [torch.randn(100), torch.randn(7, 3, dtype=torch.float64)]
-    expected = [tensor.clone() for tensor in tensors]
-    waiting = Offloaded(tensors)
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-    waiting.restore()
-    for tensor, before in zip(tensors, expected, strict=True):
-        assert torch.equal(tensor, before)
+    tensors = [torch.randn(100), torch.randn(7, 3, dtype=torch.float64), torch.empty(0)]
+    alias = tensors[0][3:50]
+    offload = Offload(lambda: [*tensors, alias])
+    for _ in range(2):  # the memory on the host is used again
+        expected = [tensor.clone() for tensor in tensors]
+        assert offload.to_host() >= 100 * 4 + 21 * 8
+        assert offload.to_host() == 0
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        offload.to_device()
+        offload.to_device()
+        for tensor, before in zip(tensors, expected, strict=True):
+            assert torch.equal(tensor, before)
+        assert torch.equal(alias, expected[0][3:50])
+        tensors[0] += 1

@@ -94,10 +94,13 @@ def test_a_generator_that_dies_is_started_again(ranks: RankPool, workspace: Path
     settings = values(workspace, tmp_path / "steady", length={"steps": 4}, parallel={"dp_shard": 2})
     ranks(2).run(train, settings)
     for name, failures, loads, restarts in (("generating", 2, -1, 2), ("loading weights", 0, 3, 1)):
-        flaky = settings | {"output": str(tmp_path / name)}
+        # The trainer's weights wait on the host during rollouts, so they come back for the sync to the new one.
+        flaky = settings | {"output": str(tmp_path / name), "memory": {"offload": {}}}
         assert ranks(2).run(run_flaky, flaky, failures, loads) == [("", restarts), ("", restarts)]
         for one, two in zip(metrics_of(tmp_path / name), metrics_of(tmp_path / "steady"), strict=True):
             assert one["train/loss"] == two["train/loss"]
+            assert "time/wake_s" in one
+            assert "time/wake_s" not in two
         assert_same_weights(tmp_path / name / "final", tmp_path / "steady" / "final")
 
 

@@ -189,6 +189,33 @@ def test_weights_go_the_way_that_fits_the_generators_place(changes: dict[str, An
             {"weight_sync": {"checksum": True}, "rollout": {"generator": "vllm"}},
             "vllm keeps weights in other shapes than checkpoints",
         ),
+        (
+            {"rollout": {"generator": "vllm", "devices": [1], "vllm": {"sleep": 2}}},
+            "rollout.vllm.sleep=2: rollout.devices are apart from the trainer",
+        ),
+        (
+            {"rollout": {"generator": "vllm", "vllm": {"sleep": "auto", "servers": ["http://localhost:1"]}}},
+            "rollout.vllm.sleep=auto: rollout.vllm.servers have memory apart from the trainer",
+        ),
+        (
+            {"rollout": {"generator": "vllm", "vllm": {"sleep": 2}}, "weight_sync": {"adapters": "alone"}},
+            "the weights that vLLM drops are not sent again: use 1 or auto",
+        ),
+        (
+            {
+                "rollout": {"generator": "vllm", "vllm": {"sleep": 1}, "max_staleness": 1},
+                "loss": {"correction": {"kind": "truncate"}},
+            },
+            "rollout.vllm.sleep with rollout.max_staleness=1: generators write while the model trains",
+        ),
+        (
+            {
+                "rollout": {"own_process": True, "max_staleness": 1},
+                "loss": {"correction": {"kind": "truncate"}},
+                "memory": {"offload": {}},
+            },
+            "memory.offload with rollout.max_staleness=1: generators write while the model trains",
+        ),
     ],
 )
 def test_weight_sync_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -196,6 +223,16 @@ def test_weight_sync_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(GRPO | changes | {"rollout": rollout}))
     with pytest.raises(InputError, match=message):
         load_config(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("sleep", "adapters", "level"),
+    [("none", "merged", 0), (1, "merged", 1), ("auto", "merged", 2), ("auto", "alone", 1)],
+)
+def test_vllm_sleeps_as_deep_as_its_weights_allow(sleep: Any, adapters: str, level: int) -> None:
+    rollout = GRPO["rollout"] | {"generator": "vllm", "vllm": {"sleep": sleep}}
+    config = GRPOConfig.model_validate(GRPO | {"rollout": rollout, "weight_sync": {"adapters": adapters}})
+    assert config.sleep_level == level
 
 
 def test_help_lists_keys_of_lists_and_of_optional_sections() -> None:

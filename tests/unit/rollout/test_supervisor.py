@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from automodel_rl.config.model import OffloadConfig
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.rollout import supervisor
+from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
 
 
@@ -33,20 +35,41 @@ class Sync:
         self.transport = transport
 
 
+class Sleeper(GeneratorProcess):
+    """A generator that notes in a log what happens to its memory."""
+
+    def __init__(self, number: int, generators: "Generators"):
+        self.number, self.generators = number, generators
+
+    def close(self) -> None:
+        self.generators.closed.append(self.number)
+
+    def sleep(self, level: int, seconds: float) -> None:
+        self._note(f"sleep {level}")
+
+    def wake(self, what: str, seconds: float) -> None:
+        self._note(f"wake {what}")
+
+    def _note(self, what: str) -> None:
+        if what == self.generators.fails_at:
+            raise WeightSyncError(f"{what} failed")
+        self.generators.log.append(what)
+
+
 class Generators:
     """Makes numbered ones, and knows which are closed."""
 
     def __init__(self) -> None:
         self.made = 0
         self.closed: list[int] = []
-        self.problem = ""
+        self.log: list[str] = []
+        self.problem = self.fails_at = ""
 
     def make(self, *_: Any) -> tuple[Any, str]:
         if self.problem:
             raise InputError(self.problem)
         self.made += 1
-        number = self.made
-        return SimpleNamespace(close=lambda: self.closed.append(number)), f"way {number}"
+        return Sleeper(self.made, self), f"way {self.made}"
 
 
 @pytest.fixture
@@ -61,10 +84,23 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> Generators:
     return made
 
 
-def make_supervisor() -> tuple[GeneratorSupervisor, Any]:
-    config: Any = SimpleNamespace(weight_sync=None)
-    made = GeneratorSupervisor(config, None, None)  # type: ignore[arg-type]
-    return made, made.sync
+def make_supervisor(sleep_level: int = 0, log: list[str] | None = None) -> tuple[GeneratorSupervisor, Any]:
+    """A supervisor and its weight sync; with a log, the trainer shares its memory."""
+    config: Any = SimpleNamespace(weight_sync=SimpleNamespace(timeout=1.0), sleep_level=sleep_level)
+    notes = [] if log is None else log
+    offload = OffloadConfig() if log is not None else None
+    handle = SimpleNamespace(
+        memory=SimpleNamespace(offload=offload),
+        layout=SimpleNamespace(device=torch.device("cpu")),
+        to_host=lambda: notes.append("weights to host"),
+        to_device=lambda: notes.append("weights to device"),
+    )
+    engine: Any = SimpleNamespace(handle=handle, moments_to_host=lambda: notes.append("moments to host"))
+    made = GeneratorSupervisor(config, engine, None)  # type: ignore[arg-type]
+    sync: Any = made.sync
+    if log is not None:
+        sync.log = log
+    return made, sync
 
 
 @pytest.mark.usefixtures("generators")
@@ -110,3 +146,81 @@ def test_a_generator_that_does_not_start_again_is_a_problem_until_it_does(genera
     assert made.generator is not None
     assert made.problem == ""
     assert generators.closed == [1]
+
+
+WAKING = [
+    "moments to host",
+    "wake weights",
+    "sent {} to way {}",
+    "weights to host",
+    "wake kv_cache",
+]
+RESTING = ["sleep 2", "weights to device"]
+
+
+def waking(sync: int, way: int = 1) -> list[str]:
+    return [line.format(sync, way) for line in WAKING]
+
+
+def test_generator_and_trainer_have_the_memory_in_turns(generators: Generators) -> None:
+    log = generators.log
+    made, _ = make_supervisor(2, log)
+    assert log == ["weights to host", "sleep 2", "weights to device"]  # it starts in the memory that it will have
+    log.clear()
+    made.load_weights()
+    assert log == []  # it sleeps
+    for sync in (1, 2):  # a rollout and a validation
+        made.wake()
+        made.rest()
+        made.rest()
+        assert log == [*waking(sync), *RESTING]
+        log.clear()
+    assert made.policy_versions((1, 2)) == (1, 1)
+
+
+@pytest.mark.parametrize("fails_at", ["wake weights", "wake kv_cache"])
+def test_a_generator_that_does_not_wake_is_made_anew_in_the_memory_that_it_will_have(
+    generators: Generators, fails_at: str
+) -> None:
+    log = generators.log
+    made, _ = make_supervisor(2, log)
+    made.load_weights()
+    generators.fails_at = fails_at
+    made.wake()
+    assert made.problem == f"{fails_at} failed"
+    generators.fails_at = ""
+    log.clear()
+    made.restart(failed=True)
+    assert generators.closed == [1]
+    assert log == ["disconnected", "sleep 2", *RESTING, *waking(2, 2)]
+    assert made.problem == ""
+
+
+def test_a_generator_that_does_not_sleep_is_closed_for_the_trainer_needs_the_memory(generators: Generators) -> None:
+    made, _ = make_supervisor(2, generators.log)
+    made.load_weights()
+    made.wake()
+    generators.fails_at = "sleep 2"
+    made.rest()
+    assert generators.closed == [1]
+    assert generators.log[-1] == "weights to device"
+    assert made.problem == "sleep 2 failed"
+
+
+def test_the_other_ranks_generators_sleep_while_one_is_restarted(generators: Generators) -> None:
+    made, _ = make_supervisor(2, generators.log)
+    made.load_weights()
+    made.wake()
+    generators.log.clear()
+    made.restart(failed=False)
+    assert generators.log == ["disconnected", *RESTING, *waking(2)]
+
+
+def test_generators_that_stay_awake_get_weights_before_the_trainer_leaves(generators: Generators) -> None:
+    log = generators.log
+    made, _ = make_supervisor(0, log)
+    made.load_weights()
+    made.wake()
+    made.rest()
+    expected = ["weights to host", "weights to device"]  # while it starts
+    assert log == [*expected, "sent 1 to way 1", "moments to host", "weights to host", "weights to device"]

@@ -18,6 +18,7 @@ from automodel_rl.generator_messages import (
     Commit,
     Committed,
     InitTransfer,
+    LoadAdapter,
     Loaded,
     LoadWeights,
     MakeRoom,
@@ -43,7 +44,13 @@ class SamplingParams:
         self.seed, self.temperature = seed, temperature
 
 class LLM:
-    def __init__(self, model, *, logprobs_mode, dtype="auto", enable_return_routed_experts=False):
+    def __init__(
+        self, model, *, logprobs_mode, dtype="auto", enable_return_routed_experts=False, enable_sleep_mode=False,
+        enable_lora=False, max_loras=0
+    ):
+        self.loras, self.max_loras = {}, max_loras
+        self.asleep = set()
+        assert not enable_sleep_mode or "expandable" not in os.environ["PYTORCH_ALLOC_CONF"]
         self.says_routes = enable_return_routed_experts
         assert logprobs_mode == "processed_logprobs"
         if model == "missing":
@@ -51,16 +58,39 @@ class LLM:
         assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(os.environ)
         self.loaded, self.waiting, self.llm_engine, self.open = 0, {}, self, False
 
-    def add_request(self, name, prompt, params):
+    def add_lora(self, request):
+        assert os.listdir(request.lora_path) and request.lora_int_id not in self.loras
+        self.loras[request.lora_int_id] = request.lora_name
+        assert len(self.loras) <= self.max_loras
+        return True
+
+    def remove_lora(self, number):
+        del self.loras[number]
+        return True
+
+    def add_request(self, name, prompt, params, lora_request=None):
+        if lora_request is not None:
+            self.loaded = 100 + len(self.loras)
+            assert self.loras[lora_request.lora_int_id] == lora_request.lora_name
         if prompt["prompt_token_ids"] == [99]:
             raise ValueError("the prompt is too long")
         self.waiting[name] = [prompt["prompt_token_ids"], params, 3]
+
+    def sleep(self, level):
+        assert not self.waiting and not self.asleep and level in (1, 2)
+        self.asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, tags):
+        (tag,) = tags
+        assert tag == "weights" or self.asleep == {"kv_cache"}
+        self.asleep.remove(tag)
 
     def abort_request(self, names):
         for name in names:
             self.waiting.pop(name, None)
 
     def step(self):
+        assert not self.asleep
         print("noise on stdout")
         outputs = []
         for name, request in list(self.waiting.items()):
@@ -85,7 +115,7 @@ class LLM:
         assert request["init_info"] == {"buffers": []}
 
     def start_weight_update(self, is_checkpoint_format):
-        assert is_checkpoint_format and not self.open
+        assert is_checkpoint_format and not self.open and "weights" not in self.asleep
         self.open = True
 
     def update_weights(self, request):
@@ -109,6 +139,11 @@ class LLM:
 def python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {
         "vllm/__init__.py": STAND_IN,
+        "vllm/lora/request.py": (
+            "from types import SimpleNamespace\n"
+            "def LoRARequest(name, number, path):\n"
+            "    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)\n"
+        ),
         "vllm/sampling_params.py": "class RequestOutputKind:\n    FINAL_ONLY = 2\n",
         "vllm/distributed/weight_transfer/factory.py": (
             "class WeightTransferEngineFactory:\n"
@@ -259,3 +294,58 @@ def test_a_worker_of_another_version_is_refused_at_the_start(monkeypatch: pytest
         InputError, match="different versions of automodel_rl/generator_messages.py, .*: start the run again"
     ):
         make_process()
+
+
+@pytest.mark.usefixtures("python_path")
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_process_that_sleeps_writes_nothing_before_it_is_awake_and_has_weights(
+    level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+    generator = make_process(enable_sleep_mode=True)
+    requests = [Request([1, 2], 8, 0.5)]
+    try:
+        written = generator.submit(requests * 50)
+        for _ in range(2):  # the second time it sleeps already
+            generator.sleep(level, 5.0)
+        assert len(written()) == 50  # it wrote them first
+        with pytest.raises(RuntimeError, match="it sleeps"):
+            generator.generate(requests)
+        generator.wake("weights", 5.0)
+        with pytest.raises(RuntimeError, match="it sleeps"):
+            generator.generate(requests)
+        generator.wake("kv_cache", 5.0)
+        if level == 2:
+            with pytest.raises(RuntimeError, match="none came after a sleep"):
+                generator.generate(requests)
+            assert send_weights(generator, 3, "a") == Committed(3)
+        (completion,) = generator.generate(requests)
+        assert completion.versions == ((3, 3) if level == 2 else (0, 0))
+        with pytest.raises(WeightSyncError, match="AssertionError"):
+            generator.wake("kv_cache", 5.0)
+    finally:
+        generator.close()
+
+
+@pytest.mark.usefixtures("python_path")
+def test_completions_end_with_the_adapter_that_they_began_with_and_no_place_is_leaked(tmp_path: Path) -> None:
+    generator = make_process(enable_lora=True, max_loras=3)
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "some").touch()
+    many = [Request([1, 2], 8, 0.5)] * 50
+    try:
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            generator.generate(many)  # nothing is written by the base alone
+        before: Any = None
+        for version in range(1, 101):
+            generator.send(LoadAdapter(version, str(tmp_path / "adapters")))
+            assert expect(generator, Committed, 5.0) == Committed(version)
+            written = generator.submit(many)
+            if before is not None:
+                assert {completion.versions for completion in before()} == {(version - 1, version - 1)}
+            before = written
+        generator.send(LoadAdapter(101, str(tmp_path / "not there")))
+        with pytest.raises(WeightSyncError, match="FileNotFoundError"):
+            expect(generator, Committed, 5.0)
+    finally:
+        generator.close()

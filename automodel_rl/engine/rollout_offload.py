@@ -1,0 +1,58 @@
+"""Lends the trainer's device memory to generators during rollouts."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from automodel_rl.engine.engine import Engine
+
+MOST_KEPT = 0.1
+"""Largest share of the offloaded bytes that may stay out of other processes' reach."""
+
+
+class RolloutOffload:
+    """Moves the trainer's weights and moments to the host during rollouts, as `memory.offload` asks.
+
+    Args:
+        engine: the engine that trains.
+
+    Attributes:
+        warning: a line about memory that other processes cannot use although it was offloaded; empty if there is none.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine, self.handle = engine, engine.handle
+        offload = self.handle.memory.offload
+        self.what: tuple[str, ...] = () if offload is None else offload.what
+        self.warning = ""
+
+    def before_sync(self) -> None:
+        """Offloads what a weight sync does not need: the moments. They stay on the host until an optimizer step."""
+        if "moments" in self.what:
+            self._move(self.engine.moments_to_host)
+
+    def after_sync(self) -> None:
+        """Offloads the weights."""
+        if "weights" in self.what:
+            self._move(self.handle.to_host)
+
+    def restore(self) -> None:
+        """Brings the weights back."""
+        self.handle.to_device()
+
+    def _move(self, to_host: Callable[[], int]) -> None:
+        device = self.handle.layout.device
+        if device.type != "cuda":
+            to_host()
+            return
+        before, _ = torch.cuda.mem_get_info(device)
+        moved = to_host()
+        gc.collect()
+        torch.cuda.empty_cache()
+        freed = torch.cuda.mem_get_info(device)[0] - before
+        if freed < (1 - MOST_KEPT) * moved:
+            self.warning = (
+                f"warning: of {moved / 2**30:.1f} GiB that were offloaded, generators can use {freed / 2**30:.1f}: the "
+                "rest is in pieces, beside memory that the trainer still uses"
+            )

@@ -1,0 +1,77 @@
+"""Adapters alone for vLLM: a folder in PEFT's format, in memory, under a new name for each weight sync.
+
+vLLM reads adapters from files only. It takes them while requests run, which end with the adapter that they began with.
+Checked with vLLM 0.23.0.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from automodel_rl.generator_messages import Committed, LoadAdapter
+from automodel_rl.hf.adapter_pieces import write_for_vllm
+from automodel_rl.hf.buckets import Plan
+from automodel_rl.lora.peft import AdapterOrigin
+from automodel_rl.weight_sync.channel import Channel, expect
+from automodel_rl.weight_sync.slots import Slot, Slots
+from automodel_rl.weight_sync.transport import Transport
+
+IN_MEMORY = Path("/dev/shm")
+
+
+class VllmAdapters(Transport):
+    """Writes the adapters of all stages to files, and lets this rank's vLLM load them.
+
+    Args:
+        channel: the channel to this rank's generator.
+        origin: the model that the adapters belong to.
+        device: this rank's device.
+        seconds: longest wait for an answer.
+    """
+
+    reach = "all stages"
+    whole = True
+
+    def __init__(self, channel: Channel, origin: AdapterOrigin, device: torch.device, seconds: float):
+        self.channel, self.origin, self.device, self.seconds = channel, origin, device, seconds
+        self.plans: Sequence[Plan] = []
+        self.tensors: dict[str, Tensor] = {}
+
+    def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
+        self.plans = plans
+        return Slots.allocate(num_bytes, num_buffers, self.device)
+
+    def begin(self, version: int) -> None:
+        self.tensors = {}
+
+    def release(self, slot: Slot) -> None:
+        """Does nothing: `send` has read the slot."""
+
+    def send(self, sender: int, number: int, slot: Slot) -> None:
+        plan = self.plans[sender]
+        bucket = plan.buckets[number]
+        elements = bucket.elements(slot.buffer).cpu()  # waits for the slot's stream
+        for chunk in bucket.chunks:
+            spec = plan.tensors[chunk.tensor]
+            flat = elements[chunk.offset : chunk.offset + chunk.count]
+            self.tensors[spec.name] = flat.view(spec.dtype).view(spec.shape).clone()
+
+    def commit(self, version: int, *, sums: bool) -> Committed:
+        folder = Path(tempfile.mkdtemp(prefix="automodel_rl_", dir=IN_MEMORY if IN_MEMORY.is_dir() else None))
+        try:
+            write_for_vllm(folder, self.tensors, self.origin)
+            self.channel.send(LoadAdapter(version, str(folder)))
+            return expect(self.channel, Committed, self.seconds)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def give_up(self) -> None:
+        """Forgets the adapters: the generator keeps those that it has, of an older version."""
+        self.tensors = {}
+
+    def close(self) -> None:
+        """Does nothing: no connection is open."""
