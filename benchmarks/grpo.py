@@ -5,12 +5,14 @@
     python benchmarks/grpo.py PROMPTS.jsonl --generator vllm --vllm-python PYTHON --device 1  on another one
     python benchmarks/grpo.py PROMPTS.jsonl --workload W2 --replay ...                     with router replay
     python benchmarks/grpo.py PROMPTS.jsonl --change loss.on_policy=false memory.compile=false   other settings
+    python benchmarks/grpo.py PROMPTS.jsonl --change rollout.vllm.sleep=2 memory.offload={}      memory in turns
     python benchmarks/grpo.py PROMPTS.jsonl --tiny                                         check the script on a CPU
 
 W1, a dense 1.5B model, or W2, a mixture of 3.2B, with random weights and a tokenizer trained on the prompts, bf16. 16
 prompts x 8 completions of at most 256 tokens; the reward is the share of digits, so that random models differ in it.
 Prints a JSON line a step, and one with the medians over the steps after the first. With --replay every step also has
-the mean and the largest |generator's - trainer's log-probability| with replay and without.
+the mean and the largest |generator's - trainer's log-probability| with replay and without. On a GPU every step has the
+most memory of the device that all processes together used during rollouts, in the rest of the step, and in between.
 """
 
 import argparse
@@ -20,6 +22,9 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +55,12 @@ def main() -> None:
     output = Path(tempfile.mkdtemp(prefix="automodel_rl_grpo_")) / "run"
     trainer = GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options)))
     differences = watch_differences(trainer) if options.replay else []
+    memory = watch_memory(trainer) if torch.cuda.is_available() else []
     trainer.train()
     records = read_lines(output / "metrics.jsonl")
-    for record, measured in zip(records, differences, strict=False):
-        record |= measured
+    for measurements in (differences, memory):
+        for record, measured in zip(records, measurements, strict=False):
+            record |= measured
     for record in records:
         print(json.dumps({key: value for key, value in record.items() if shown(record, key)}))
     records = records[1:] or records
@@ -75,6 +82,7 @@ def shown(record: dict[str, Any], key: str) -> bool:
         "train/logprob_error",
         "rollout/completion",
         "rollout/reward_mean",
+        "peak/",
         "perf/",
         "memory/",
     )
@@ -106,15 +114,51 @@ def watch_differences(trainer: Any) -> list[dict[str, float]]:
     return found
 
 
+def watch_memory(trainer: Any) -> list[dict[str, float]]:
+    """The most of the device's memory in use, by all processes, in the phases of each step: `peak/rollout_gib` while
+    completions are written, `peak/exchange_gib` while memory changes hands, `peak/trainer_gib` in between. The list
+    grows at the end of every step."""
+    phase, peaks, found = ["trainer"], {}, []
+
+    def sample() -> None:
+        while True:
+            free, total = torch.cuda.mem_get_info()
+            key = f"peak/{phase[0]}_gib"
+            peaks[key] = max(peaks.get(key, 0.0), (total - free) / 2**30)
+            time.sleep(0.005)
+
+    def within(method: Callable[..., Any], during: str, after: str) -> Callable[..., Any]:
+        def watched(*arguments: Any) -> Any:
+            phase[0] = during
+            try:
+                return method(*arguments)
+            finally:
+                phase[0] = after
+
+        return watched
+
+    def load_weights() -> None:  # ends a step
+        send()
+        found.append(dict(peaks))
+        peaks.clear()
+
+    supervisor, send = trainer.supervisor, trainer.supervisor.load_weights
+    supervisor.wake = within(supervisor.wake, "exchange", "rollout")
+    supervisor.rest = within(supervisor.rest, "exchange", "trainer")
+    supervisor.load_weights = load_weights
+    threading.Thread(target=sample, daemon=True).start()
+    return found
+
+
 def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
     from workload import model_sizes, write_model
 
-    from automodel_rl.data.sources import JsonLines
     from automodel_rl.quickstart.model import train_tokenizer
 
     sizes = model_sizes(options.workload, options.tiny)
     write_model(folder, sizes)
-    texts = [str(record) for record in itertools.islice(JsonLines(Path(options.prompts)), 1000)]
+    with Path(options.prompts).open() as lines:
+        texts = [*itertools.islice(lines, 1000)]
     train_tokenizer(texts, 400 if options.tiny else 4000).save_pretrained(folder)
 
 

@@ -32,7 +32,6 @@ from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pa
 from automodel_rl.config import ModelConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.sources import JsonLines
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.quickstart.model import train_tokenizer
@@ -74,7 +73,8 @@ def main() -> None:
 
 
 def tokenize(path: Path, vocab_size: int, count: int) -> list[TokenSequence]:
-    records = [record["messages"] for record in JsonLines(path)]
+    with path.open() as lines:
+        records = [json.loads(line)["messages"] for line in lines]
     tokenizer = train_tokenizer([m["content"] for messages in records for m in messages], vocab_size)
     chat = ChatTokenizer(tokenizer, "all")
     return [chat(Chat(messages), str(path)) for messages in records[:count]]

@@ -1,6 +1,8 @@
 """The package as a whole: public names with texts, light imports, and rules that every file keeps."""
 
 import ast
+import importlib
+import importlib.util
 import inspect
 import re
 import resource
@@ -129,6 +131,16 @@ def test_files_and_functions_are_short(file: Path) -> None:
     for function in functions_of(file):
         lines = (function.end_lineno or 0) - function.lineno + 1
         assert lines <= MOST_LINES_OF_A_FUNCTION, f"{function.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda file: file.name)
+def test_benchmarks_which_no_test_runs_import_names_that_exist(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("automodel_rl"):
+            module = importlib.import_module(node.module or "")
+            for name in node.names:
+                known = name.name in vars(module) or name.name in dir(module)
+                assert known or importlib.util.find_spec(f"{node.module}.{name.name}"), f"{node.module}.{name.name}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
