@@ -117,6 +117,12 @@ class CommonBatchConfig(Section):
     8,192 in a pipeline and on a CPU; the console and metrics.jsonl say how many. Give a number if the same examples
     shall be cut on every GPU."""
 
+    min_microbatches: Positive = 1
+    """Fewest microbatches of each data rank in an optimizer step. There are never fewer than pipeline stages."""
+
+    microbatches_multiple: Positive = 1
+    """The number of microbatches of each data rank in an optimizer step is a multiple of this."""
+
     @property
     def capacity(self) -> int:
         """`microbatch_tokens`, once it is decided."""

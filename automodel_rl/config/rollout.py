@@ -208,6 +208,10 @@ class FilterConfig(Section):
     """Factor of all rewards, applied before anything else."""
 
 
+LARGEST_BUFFER = 2**28
+"""Largest size in bytes of a buffer for weight syncs that `auto` chooses."""
+
+
 class WeightSyncConfig(Section):
     transport: Transport | Literal["auto"] = "auto"
     """How weights are sent. local: to a generator in this process. ipc: to a generator's process on the same device,
@@ -215,9 +219,10 @@ class WeightSyncConfig(Section):
     NCCL, or over gloo on the CPU. vllm: vLLM's own weight transfer, over IPC on the same device and over NCCL to other
     devices. auto: the one that fits the generator's place."""
 
-    buffer_mib: Annotated[float, Field(gt=0)] = 256.0
+    buffer_mib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """Size of a buffer in MiB. Buffers stay allocated between weight syncs. A larger tensor is sent in several buffers;
-    for vllm, the buffers are made as large as the largest tensor."""
+    for vllm, the buffers are made as large as the largest tensor. auto: 256, or less where a GPU has so little memory
+    left at the start that all buffers would take more than a twentieth of it."""
 
     num_buffers: Positive = 4
     """Number of buffers, which are used in turn, each on a stream of its own: one is filled while another is being

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
-from automodel_rl.config.data import ExamplesConfig
+from automodel_rl.config.data import CommonBatchConfig, ExamplesConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.images import cut
 from automodel_rl.data.messages import Chat
@@ -47,7 +47,7 @@ class ExampleDataset(Dataset):
     Args:
         sources: configs of the sources of the records.
         chat: makes token sequences of chats.
-        microbatch_tokens: most tokens of an example.
+        batch: the config section that says how many tokens a microbatch holds, which an example must fit into.
         context: most tokens of a sequence, a limit of the model; None for no limit.
         data: the config section with another limit, and with what happens to an example that is too long.
 
@@ -65,12 +65,12 @@ class ExampleDataset(Dataset):
         self,
         sources: Sequence[SourceConfig],
         chat: ChatTokenizer,
-        microbatch_tokens: int,
+        batch: CommonBatchConfig,
         context: int | None,
         data: ExamplesConfig,
     ):
-        self.chat, self.microbatch_tokens, self.overlong = chat, microbatch_tokens, data.overlong
-        self.longest = min(limit for limit in (microbatch_tokens, context, data.max_tokens) if limit is not None)
+        self.chat, self.batch, self.overlong = chat, batch, data.overlong
+        self.longest = min(limit for limit in (batch.capacity, context, data.max_tokens) if limit is not None)
         self.sources = Sources(sources, functools.partial(open_examples, data=data))
 
     def _held(self, draw: Draw) -> tuple[Chat | Text | Pair, str]:
@@ -101,9 +101,9 @@ class ExampleDataset(Dataset):
     def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...]) -> Example:
         """Cuts the longest sequences until all fit into a microbatch together, or drops the example."""
         lengths = [len(sequence) for sequence in sequences]
-        if sum(lengths) <= self.microbatch_tokens and max(lengths) <= self.longest:
+        if sum(lengths) <= self.batch.capacity and max(lengths) <= self.longest:
             return Example(draw, sequences)
-        limit = min(_common_limit(lengths, self.microbatch_tokens), self.longest)
+        limit = min(_common_limit(lengths, self.batch.capacity), self.longest)
         shorter = tuple(cut(sequence, limit) for sequence in sequences)
         if self.overlong == "drop" or not all(sequence.loss_mask[1:].any() for sequence in shorter):
             return Example(draw, ())

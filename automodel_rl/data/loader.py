@@ -1,5 +1,7 @@
 """Loading of global batches. Each data rank loads its share, and loading can be resumed between any two steps."""
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +11,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from automodel_rl.batch import Microbatch, TokenSequence, pack
+from automodel_rl.config.data import CommonBatchConfig
 from automodel_rl.data.examples import Example, ExampleDataset, checked
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.errors import InputError
@@ -134,9 +137,7 @@ class PackedLoader:
                 f"{self.dataset.longest} tokens that data.max_tokens, batch.microbatch_tokens and the model's context "
                 "allow, so all were dropped: raise the least of them, or use shorter examples"
             )
-        packed = pack_step(
-            sequences, self.dataset.microbatch_tokens, self.layout, self.cost, together=self.dataset.together
-        )
+        packed = pack_step(sequences, self.dataset.batch, self.layout, self.cost, together=self.dataset.together)
         return replace(
             packed,
             num_truncated=sum(example.truncated for example in examples),
@@ -147,7 +148,7 @@ class PackedLoader:
 
 def pack_step(
     sequences: Sequence[TokenSequence],
-    microbatch_tokens: int,
+    batch: CommonBatchConfig,
     layout: Layout,
     cost: Callable[[int], float],
     together: int = 1,
@@ -156,19 +157,16 @@ def pack_step(
 
     Args:
         sequences: all sequences of the global batch, the same on every rank.
-        microbatch_tokens: most tokens of a microbatch.
+        batch: the config section that says how many tokens a microbatch holds, and how many microbatches there are.
         layout: this rank's place in the layout.
         cost: the work of a sequence as a function of its length, in FLOPs.
         together: number of consecutive sequences that share a microbatch.
     """
-    microbatches = pack(
-        sequences,
-        microbatch_tokens,
-        share=layout.data_share,
-        min_microbatches=layout.parallel.pp,
-        together=together,
-        cost=cost,
-    )
+    fewest, multiple = max(batch.min_microbatches, layout.parallel.pp), batch.microbatches_multiple
+    whole = functools.partial(pack, sequences, batch.capacity, share=layout.data_share, together=together, cost=cost)
+    microbatches = whole(min_microbatches=fewest)
+    if len(microbatches) % multiple:
+        microbatches = whole(min_microbatches=math.ceil(len(microbatches) / multiple) * multiple)
     # Some microbatches are empty only if there are fewer groups of sequences than microbatches.
     num_microbatches = min(len(microbatches) * layout.parallel.num_data_ranks, len(sequences) // together)
     size = StepSize(

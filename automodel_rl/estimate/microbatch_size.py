@@ -6,6 +6,7 @@ from transformers import PretrainedConfig
 
 from automodel_rl.config import GRPOConfig, ParallelConfig, RunConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.config.rollout import LARGEST_BUFFER
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
@@ -102,7 +103,8 @@ def generator_bytes(config: RunConfig, model_bytes: int, device_bytes: float) ->
     if not isinstance(config, GRPOConfig):
         return 0
     rollout, sync = config.rollout, config.weight_sync
-    buffers = sync.num_buffers * min(sync.buffer_mib * 2**20, model_bytes)
+    size = LARGEST_BUFFER if sync.buffer_mib == "auto" else sync.buffer_mib * 2**20
+    buffers = sync.num_buffers * min(size, model_bytes)
     if rollout.devices or (rollout.generator == "vllm" and rollout.vllm.servers):
         return buffers
     on_device = model_bytes if rollout.generator == "transformers" else rollout.vllm.memory_fraction * device_bytes

@@ -66,7 +66,7 @@ class PackedData:
 
     def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
         context = describe_model(self.handle.config).context
-        return self.kind(sources, self.chat, self.config.batch.capacity, context, self.config.data)
+        return self.kind(sources, self.chat, self.config.batch, context, self.config.data)
 
     def _loader(self, sources: Sequence[SourceConfig], seed: int | None, epochs: float | None) -> PackedLoader:
         return PackedLoader(

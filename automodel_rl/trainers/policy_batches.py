@@ -25,7 +25,7 @@ def pack_optimizer_steps(groups: Sequence[Group], config: GRPOConfig, handle: Mo
     return [
         pack_step(
             [_to_sequence(group, rollout, config) for group, rollout in rollouts_of_optimizer_step(groups, i, count)],
-            config.batch.capacity,
+            config.batch,
             handle.layout,
             handle.flops,
         )

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from automodel_rl.config import WeightSyncConfig
+from automodel_rl.config.rollout import LARGEST_BUFFER
 from automodel_rl.errors import WeightSyncError, reason
 from automodel_rl.generator_messages import Committed
 from automodel_rl.model.handle import ModelHandle
@@ -17,6 +18,12 @@ from automodel_rl.weight_sync.slots import Slots
 from automodel_rl.weight_sync.transport import Transport
 
 T = TypeVar("T")
+
+SMALLEST_BUFFER = 2**24
+"""Smallest size in bytes of a buffer that `auto` chooses."""
+
+BUFFERS_SHARE = 0.05
+"""Share of a GPU's free memory that all buffers together may take."""
 
 
 class WeightSync:
@@ -41,7 +48,7 @@ class WeightSync:
         self.producer = Producer(
             handle,
             sync_dtype(config, handle),
-            int(config.buffer_mib * 2**20),
+            buffer_bytes(config, handle),
             whole=transport.whole,
             adapters_alone=config.adapters == "alone",
             reach=transport.reach,
@@ -142,6 +149,17 @@ class WeightSync:
             self.slots = None
         if self._problem:
             raise WeightSyncError(self._problem)
+
+
+def buffer_bytes(config: WeightSyncConfig, handle: ModelHandle) -> int:
+    """Size of a buffer, the same on all ranks. A collective of all ranks."""
+    if config.buffer_mib != "auto":
+        return int(config.buffer_mib * 2**20)
+    own, device = LARGEST_BUFFER, handle.layout.device
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        own = min(own, int(BUFFERS_SHARE * free) // config.num_buffers)
+    return max(SMALLEST_BUFFER, min(gather_objects(own, handle.layout.world_control)))
 
 
 def sync_dtype(config: WeightSyncConfig, handle: ModelHandle) -> torch.dtype:

@@ -48,7 +48,7 @@ def measure_packing(config: AnyConfig) -> Packing:
 
     kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
     context = describe_model(read_config(find_model(config.model, with_weights=False).folder)).context
-    dataset = kind(config.data.train, open_chat_tokenizer(config), capacity, context, config.data)
+    dataset = kind(config.data.train, open_chat_tokenizer(config), config.batch, context, config.data)
     size = min(count // kind.together, SAMPLE)
     draws = next(iter(BatchSampler(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))
     examples = [checked(dataset[draw]) for draw in draws]

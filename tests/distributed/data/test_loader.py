@@ -5,6 +5,7 @@ from itertools import islice
 from pathlib import Path
 
 from automodel_rl.config import DataConfig, ParallelConfig, SourceConfig
+from automodel_rl.config.data import CommonBatchConfig
 from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
 from automodel_rl.data.examples import ChatDataset
 from automodel_rl.data.loader import PackedLoader
@@ -17,6 +18,9 @@ from tests.rank_pool import RankPool
 
 Microbatches = list[list[int]]
 """Token ids of every microbatch."""
+
+
+BATCH = CommonBatchConfig(microbatch_tokens=128)
 
 
 def write_data(folder: Path) -> None:
@@ -35,7 +39,7 @@ def load(folder: Path, overlong: str) -> tuple[list[Microbatches], list[tuple[in
     chat = ChatTokenizer(load_tokenizer(folder, 10_000), "all")
 
     def make_loader() -> PackedLoader:
-        dataset = ChatDataset((source,), chat, 128, None, data)
+        dataset = ChatDataset((source,), chat, BATCH, None, data)
         return PackedLoader(dataset, 16, layout, float, Order(1, epochs=1))
 
     def microbatches(step) -> Microbatches:
@@ -81,9 +85,12 @@ def sequences_by_place(folder: Path, num_ranks: int) -> Steps:
     layout = build_layout(ParallelConfig(dp_shard=num_ranks), join_process_group(num_ranks))
     source = SourceConfig(path=str(folder / "data.jsonl"))
     chat = ChatTokenizer(load_tokenizer(folder, 10_000), "all")
-    dataset = ChatDataset((source,), chat, 128, None, DataConfig(train=(source,), overlong="drop"))
+    batch = CommonBatchConfig(microbatch_tokens=128, min_microbatches=5, microbatches_multiple=4)
+    dataset = ChatDataset((source,), chat, batch, None, DataConfig(train=(source,), overlong="drop"))
     found: Steps = []
     for step in PackedLoader(dataset, 16, layout, float, Order(1, epochs=1)):
+        assert len(step.microbatches) >= 8
+        assert len(step.microbatches) % 4 == 0
         microbatches = [
             (microbatch.order, microbatch.input_ids.split(microbatch.lengths))
             for microbatch in step.microbatches

@@ -25,7 +25,7 @@ from pyarrow import Table, ipc, parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from automodel_rl.config.data import DataConfig
+from automodel_rl.config.data import CommonBatchConfig, DataConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.checks import check_records
 from automodel_rl.data.examples import ChatDataset, PairDataset, checked
@@ -215,13 +215,13 @@ def expected_of(turns: Turns, family: str) -> Trained:
 def trained_by_package(folder: Path, case: Case, has_marks: bool) -> list[Trained]:
     for name, records in case.files.items():
         write(folder / name, records)
-    path = folder / (case.path or next(iter(case.files)))
-    config = DataConfig.model_validate({"train": [{"path": str(path), **case.source}], **case.data})
+    path = str(folder / (case.path or next(iter(case.files))))
+    config = DataConfig.model_validate({"train": [{"path": path, **case.source}], **case.data})
     check_records(config, read_pair if case.is_pairs else read_chat)
     chat = ChatTokenizer(tokenizer_of(case.family, has_marks), config.train_on)
-    dataset = (PairDataset if case.is_pairs else ChatDataset)(config.train, chat, 10_000, None, config)
-    examples = [checked(dataset[(0, number)]) for number in range(dataset.sources.sizes[0])]
-    found = [sequence for example in examples for sequence in example.sequences]
+    kind = PairDataset if case.is_pairs else ChatDataset
+    dataset = kind(config.train, chat, CommonBatchConfig(microbatch_tokens=10_000), None, config)
+    found = [sequence for n in range(dataset.sources.sizes[0]) for sequence in checked(dataset[(0, n)]).sequences]
     return [(sequence.input_ids.tolist(), sequence.loss_mask.int().tolist()) for sequence in found]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
-from automodel_rl.config.data import ExamplesConfig
+from automodel_rl.config.data import CommonBatchConfig, ExamplesConfig
 from automodel_rl.data.examples import ChatDataset, Example, PairDataset
 from automodel_rl.data.messages import Chat
 
@@ -33,6 +33,10 @@ def source(tmp_path: Path, record: dict) -> tuple[SourceConfig, ...]:
     return (SourceConfig(path=str(path)),)
 
 
+def batch(microbatch_tokens: int) -> CommonBatchConfig:
+    return CommonBatchConfig(microbatch_tokens=microbatch_tokens)
+
+
 def limits(**values: object) -> ExamplesConfig:
     return ExamplesConfig.model_validate({"train": "none.jsonl", **values})
 
@@ -45,9 +49,9 @@ def test_a_chat_is_cut_to_the_row_and_to_the_context(
     tmp_path: Path, microbatch_tokens: int, context: int | None, expected: list[int], truncated: bool
 ) -> None:
     sources = source(tmp_path, {"messages": [{"role": "assistant", "content": LETTERS}]})
-    example = ChatDataset(sources, Letters(), microbatch_tokens, context, limits())[(0, 0)]
+    example = ChatDataset(sources, Letters(), batch(microbatch_tokens), context, limits())[(0, 0)]
     assert (lengths_of(example), example.truncated) == (expected, truncated)
-    dropped = ChatDataset(sources, Letters(), microbatch_tokens, context, limits(overlong="drop"))[(0, 0)]
+    dropped = ChatDataset(sources, Letters(), batch(microbatch_tokens), context, limits(overlong="drop"))[(0, 0)]
     assert lengths_of(dropped) == ([] if truncated else expected)
 
 
@@ -59,11 +63,11 @@ def test_of_a_pair_the_longer_one_is_cut_first(
     tmp_path: Path, microbatch_tokens: int, context: int | None, expected: list[int]
 ) -> None:
     sources = source(tmp_path, {"prompt": "a", "chosen": LETTERS, "rejected": LETTERS[:10]})
-    example = PairDataset(sources, Letters(), microbatch_tokens, context, limits())[(0, 0)]
+    example = PairDataset(sources, Letters(), batch(microbatch_tokens), context, limits())[(0, 0)]
     assert lengths_of(example) == expected
 
 
 @pytest.mark.parametrize(("most", "expected"), [(30, 20), (20, 20), (7, 7)])
 def test_max_tokens_is_a_limit_of_its_own(tmp_path: Path, most: int, expected: int) -> None:
     sources = source(tmp_path, {"messages": [{"role": "assistant", "content": LETTERS}]})
-    assert lengths_of(ChatDataset(sources, Letters(), 20, None, limits(max_tokens=most))[(0, 0)]) == [expected]
+    assert lengths_of(ChatDataset(sources, Letters(), batch(20), None, limits(max_tokens=most))[(0, 0)]) == [expected]
