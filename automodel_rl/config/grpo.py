@@ -199,6 +199,17 @@ class GRPOConfig(RunConfig):
                 "rollout.vllm.sleep=2 with weight_sync.adapters=alone: the weights that vLLM drops are not sent again: "
                 "use 1 or auto"
             )
+        size = rollout.vllm.tensor_parallel
+        if size > 1 and own:
+            raise ValueError(
+                f"rollout.vllm.tensor_parallel={size}: only a vLLM on the ranks' own devices is split by the run: set "
+                "it to 1, or leave rollout.devices and servers out"
+            )
+        if size > 1 and self.parallel.world_size % size:
+            raise ValueError(
+                f"rollout.vllm.tensor_parallel={size} does not divide the {self.parallel.world_size} ranks: use a "
+                "divisor"
+            )
         key = "rollout.vllm.sleep" if self.sleep_level else "memory.offload"
         if rollout.max_staleness and (self.sleep_level or self.memory.offload):
             raise ValueError(

@@ -21,6 +21,10 @@ class VllmConfig(Section):
     memory_fraction: Fraction = 0.4
     """Share of the device's memory for vLLM's weights and cache."""
 
+    tensor_parallel: Positive = 1
+    """Number of GPUs over which each vLLM is split. So many consecutive ranks of a machine share one, and the first of
+    them leads it. It must divide the number of ranks on a machine."""
+
     sleep: Literal["none", 1, 2, "auto"] = "none"
     """Whether vLLM on a rank's device gives its memory back between rollouts. none: it keeps it. 1: its weights wait on
     the host. 2: its weights are dropped, and each rollout begins with a whole weight sync. auto: 2, or 1 with

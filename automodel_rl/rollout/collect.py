@@ -62,7 +62,7 @@ class RolloutCollector:
     ) -> Pending:
         """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
-        mine = asked[dist.get_rank() :: dist.get_world_size()]
+        mine = asked[self.supervisor.ranks.dealt]
         requests = [
             Request(prompt.token_ids, self._seed(prompt, sample), temperature, top_p, top_k) for prompt, sample in mine
         ]
@@ -183,7 +183,7 @@ class RolloutCollector:
         return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
     def _rewarded(self, completions: Sequence[Completion], pending: Pending) -> list[list[Rollout]]:
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        rank, ranks = dist.get_rank(), self.supervisor.ranks
         texts, prompts = [self._text(completion) for completion in completions], [prompt for prompt, _ in pending.mine]
         scorings = []
         for place, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
@@ -195,8 +195,10 @@ class RolloutCollector:
             Rollout(completion, text, score, writer=rank)
             for completion, text, score in zip(completions, texts, self.scorer.take(scorings), strict=True)
         ]
-        flat = interleave(gather_objects([_without_routes(rollout) for rollout in rollouts], self.world))
-        flat[rank::num_ranks] = rollouts
+        of_ranks = gather_objects([_without_routes(rollout) for rollout in rollouts], self.world)
+        flat = interleave([of_ranks[writer] for writer in ranks.writers])
+        if ranks.leads:
+            flat[ranks.dealt] = rollouts
         return [flat[start : start + pending.group_size] for start in range(0, len(flat), pending.group_size)]
 
     def _seed(self, prompt: Promptlike, sample: int) -> int:

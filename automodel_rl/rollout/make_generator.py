@@ -14,6 +14,7 @@ from automodel_rl.config import GRPOConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.rollout.engine_ranks import Bystander, EngineRanks
 from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.model_copy import ModelCopy
 from automodel_rl.rollout.protocol import Generator
@@ -32,9 +33,12 @@ from automodel_rl.weight_sync.vllm_adapters import VllmAdapters
 
 TRANSFORMERS_WORKER = ("-m", "automodel_rl.rollout.transformers_worker")
 
+SPLIT = {"distributed_executor_backend": "mp", "worker_extension_cls": "vllm_split_worker.SplitWorker"}
+"""Arguments of vllm.LLM if it is split over several GPUs, with a process for each."""
+
 
 def make_generator(
-    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase
+    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, ranks: EngineRanks
 ) -> tuple[Generator, Transport]:
     """Starts this rank's generator, and makes the transport by which it gets weights.
 
@@ -42,6 +46,7 @@ def make_generator(
         config: the run's config.
         handle: the model that is trained.
         tokenizer: the model's tokenizer.
+        ranks: the ranks that share the generator.
 
     Raises:
         InputError: the generator does not start.
@@ -50,7 +55,7 @@ def make_generator(
         return _transformers(config, handle, tokenizer)
     if config.rollout.vllm.servers:
         return _vllm_servers(config, handle, tokenizer)
-    return _vllm_process(config, handle, tokenizer)
+    return _vllm_process(config, handle, tokenizer, ranks)
 
 
 def _transformers(
@@ -74,7 +79,7 @@ def _transformers(
             "weight_sync.transport=collective: NCCL does not join two processes on one device: use ipc, or give the "
             "generators rollout.devices of their own"
         )
-    process = start_transformers(copy, writing, visible_device(rollout.devices, device))
+    process = start_transformers(copy, writing, visible_devices(rollout.devices, device))
     if config.transport == "ipc":
         return process, Ipc(process, device, weights.timeout)
     return process, Collective(process, handle.layout, weights.timeout)
@@ -110,9 +115,15 @@ def _vllm_servers(
 
 
 def _vllm_process(
-    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase
+    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, ranks: EngineRanks
 ) -> tuple[Generator, Transport]:
     rollout, weights, layout = config.rollout, config.weight_sync, handle.layout
+    origin = handle.adapter_origin if weights.adapters == "alone" else None
+    if not ranks.leads:
+        bystander = Bystander()
+        if origin is not None:
+            return bystander, VllmAdapters(bystander, origin, layout.device, weights.timeout)
+        return bystander, VllmSameDevice(bystander, layout, weights.timeout, ranks.group)
     options = {
         "model": str(handle.source),
         "dtype": str(sync_dtype(weights, handle)).removeprefix("torch."),
@@ -121,19 +132,21 @@ def _vllm_process(
         "skip_tokenizer_init": not rollout.stop,
         "weight_transfer_config": {"backend": "nccl" if rollout.devices else "same_device"},
         **({"enable_sleep_mode": True} if config.sleep_level else {}),
+        **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
         **({"enable_return_routed_experts": True} if config.router_replay.enabled else {}),
         **rollout.vllm.options,
     }
-    origin = handle.adapter_origin if weights.adapters == "alone" else None
     if origin is not None:
         options = _adapter_options(origin.config.rank, rollout.max_staleness) | options
         del options["weight_transfer_config"]
     settings = VllmSettings(options, _sampling(config, handle, tokenizer))
-    process = start_vllm(rollout.vllm.python, settings, visible_device(rollout.devices, layout.device))
+    devices = visible_devices(rollout.devices, layout.device, ranks.size)
+    process = start_vllm(rollout.vllm.python, settings, devices)
     if origin is not None:
         return process, VllmAdapters(process, origin, layout.device, weights.timeout)
-    way = VllmNccl if rollout.devices else VllmSameDevice
-    return process, way(process, layout, weights.timeout)
+    if rollout.devices:
+        return process, VllmNccl(process, layout, weights.timeout)
+    return process, VllmSameDevice(process, layout, weights.timeout, ranks.group)
 
 
 def _adapter_options(rank: int, max_staleness: int) -> dict[str, Any]:
@@ -154,12 +167,13 @@ def _sampling(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedToke
     return sampling
 
 
-def visible_device(devices: Sequence[int], device: torch.device) -> str | None:
+def visible_devices(devices: Sequence[int], device: torch.device, count: int = 1) -> str | None:
     """CUDA_VISIBLE_DEVICES for this rank's generator; None to inherit it.
 
     Args:
         devices: the generators' own devices, by their number on the machine; empty if each shares its rank's device.
         device: this rank's device.
+        count: number of ranks, from this one on, whose devices the generator shares.
 
     Raises:
         InputError: there are fewer devices for generators than ranks.
@@ -176,4 +190,5 @@ def visible_device(devices: Sequence[int], device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[device.index] if visible else str(device.index)
+    own = range(device.index, device.index + count)
+    return ",".join(visible.split(",")[number] if visible else str(number) for number in own)

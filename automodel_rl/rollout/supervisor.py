@@ -18,6 +18,7 @@ from automodel_rl.engine import Engine
 from automodel_rl.engine.rollout_offload import RolloutOffload
 from automodel_rl.errors import WeightSyncError, innermost
 from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.rollout.engine_ranks import EngineRanks
 from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.make_generator import make_generator
 from automodel_rl.rollout.protocol import Generator
@@ -44,18 +45,21 @@ class GeneratorSupervisor:
         problem: why the generator cannot write, "" if it can. `restart` repairs it.
         policy_version: the policy version that generators got last, or get when they wake, from 1 on.
         offload: the trainer's memory, which generators have during rollouts.
+        ranks: the ranks that share this rank's generator.
         world: a process group of all ranks. Its collectives may take as long as generators do.
     """
 
     def __init__(self, config: GRPOConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
         self.config, self.handle, self.tokenizer = config, engine.handle, tokenizer
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.ranks = EngineRanks.join(config.rollout.vllm.tensor_parallel if config.rollout.generator == "vllm" else 1)
         self.offload = RolloutOffload(engine)
         self._is_awake = False
         self.problem = ""
         self.offload.after_sync()  # the generator starts in the memory that it will have
         self.generator: Generator | None
         self.generator, transport = self._start()
+        gather_objects("", self.world)  # waits until the generators that use this rank's device sleep
         self.offload.restore()
         self.sync = WeightSync(self.handle, transport, config.weight_sync)
         self.policy_version = 0
@@ -77,10 +81,12 @@ class GeneratorSupervisor:
         """Lets generators write, in the memory that they share with the trainer, until `rest`."""
         self._is_awake = True
         self.offload.before_sync()
+        self.ranks.meet()  # the generator may use the devices of all of them
         if self.config.sleep_level:
             self._ask(lambda generator: generator.wake("weights", self.config.weight_sync.timeout))
             self._send()
         self.offload.after_sync()
+        self.ranks.meet()
         if self.config.sleep_level:
             self._ask(lambda generator: generator.wake("kv_cache", self.config.weight_sync.timeout))
 
@@ -93,6 +99,7 @@ class GeneratorSupervisor:
             self._ask(lambda generator: generator.sleep(self.config.sleep_level, PATIENCE.total_seconds()))
             if self.problem and self.generator is not None:
                 self.generator.close()  # the trainer needs the memory
+        self.ranks.meet()
         self.offload.restore()
 
     def policy_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
@@ -128,9 +135,8 @@ class GeneratorSupervisor:
 
     def _ask(self, ask: Callable[[GeneratorProcess], None]) -> None:
         """Asks the generator to sleep or to wake, unless it has failed. A failure becomes `problem`."""
-        if self.problem or self.generator is None:
+        if self.problem or not isinstance(self.generator, GeneratorProcess):  # a bystander has no memory
             return
-        assert isinstance(self.generator, GeneratorProcess)
         try:
             ask(self.generator)
         except WeightSyncError as problem:
@@ -138,9 +144,8 @@ class GeneratorSupervisor:
 
     def _start(self) -> tuple[Generator, Transport]:
         """Starts this rank's generator, which then sleeps if it shares memory."""
-        generator, transport = make_generator(self.config, self.handle, self.tokenizer)
-        if self.config.sleep_level:
-            assert isinstance(generator, GeneratorProcess)
+        generator, transport = make_generator(self.config, self.handle, self.tokenizer, self.ranks)
+        if self.config.sleep_level and isinstance(generator, GeneratorProcess):
             try:
                 generator.sleep(self.config.sleep_level, PATIENCE.total_seconds())
             except WeightSyncError:

@@ -42,6 +42,8 @@ def start_vllm(python: str | None, settings: VllmSettings, device: str | None) -
         for name in _ALLOCATOR_VARIABLES:
             parts = environment.get(name, "").split(",")
             environment[name] = ",".join(part for part in parts if EXPANDABLE not in part)
+    # CUDA may be initialised where vLLM starts its workers, and must not be forked then.
+    environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = device
     options = {**settings.options, "logprobs_mode": "processed_logprobs"}

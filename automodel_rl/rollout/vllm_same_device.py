@@ -22,9 +22,9 @@ DEVICE_ARGUMENT = 6
 
 @dataclass
 class SameDeviceInit(WeightTransferInitInfo):
-    """The arguments of rebuild_cuda_tensor for each buffer."""
+    """The arguments of rebuild_cuda_tensor for each buffer of each worker."""
 
-    buffers: list[tuple[Any, ...]]
+    buffers: list[list[tuple[Any, ...]]]
 
 
 @dataclass
@@ -47,7 +47,7 @@ class SameDeviceEngine(WeightTransferEngine[SameDeviceInit, SameDeviceUpdate]):
     def init_transfer_engine(self, init_info: SameDeviceInit) -> None:
         device = torch.accelerator.current_device_index()
         self.buffers = []
-        for arguments in init_info.buffers:
+        for arguments in init_info.buffers[self.parallel_config.rank]:
             here = [*arguments]
             here[DEVICE_ARGUMENT] = device
             self.buffers.append(rebuild_cuda_tensor(*here))

@@ -75,6 +75,11 @@ def share(num_bytes: int, device: torch.device, filled: torch.cuda.Event | None)
     return buffer, SharedBuffer(num_bytes, None, arguments, filled.ipc_handle())
 
 
+def interprocess_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event for `share`; None on the CPU."""
+    return torch.cuda.Event(interprocess=True) if device.type == "cuda" else None
+
+
 def unlink(shared: SharedBuffer) -> None:
     """Removes the file of a buffer, which both sides have opened or given up. Open buffers keep their memory."""
     if shared.file is not None:

@@ -4,14 +4,14 @@ vLLM loads whole tensors by their names in checkpoints, one expert at a time, so
 one call. Checked with vLLM 0.23.0.
 """
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.errors import WeightSyncError, innermost, reason
 from automodel_rl.generator_messages import Begin, Commit, Committed, InitTransfer, Loaded, LoadWeights, Ready
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.launch.local import free_port
@@ -19,9 +19,11 @@ from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, patience
 from automodel_rl.weight_sync.nccl import NcclSender
-from automodel_rl.weight_sync.shared_memory import share
+from automodel_rl.weight_sync.shared_memory import interprocess_event, share, unlink
 from automodel_rl.weight_sync.slots import Slot, Slots, in_time, wait_until
 from automodel_rl.weight_sync.transport import Transport
+
+T = TypeVar("T")
 
 MOST_UNANSWERED = 8
 """Most buckets that may wait for vLLM's answer. Messages of more could fill the pipe and block this rank."""
@@ -87,23 +89,71 @@ class _Vllm(Transport):
 
 
 class VllmSameDevice(_Vllm):
-    """Sends to a process of vLLM on this rank's device."""
+    """Sends to a process of vLLM on this rank's device, or to one that is split over the devices of several ranks.
+
+    Each worker of vLLM reads the buffers of the rank on its device. All these ranks fill theirs with the same bytes.
+    The first of them talks to vLLM, and they go on together.
+
+    Args:
+        channel: the channel to this rank's generator; that of a bystander on all ranks but the first.
+        layout: this rank's place.
+        seconds: longest wait for an answer.
+        group: the ranks on whose devices vLLM is; None for this rank alone.
+    """
+
+    def __init__(self, channel: VllmChannel, layout: Layout, seconds: float, group: dist.ProcessGroup | None = None):
+        super().__init__(channel, layout, seconds)
+        self.group = group
+        self._failure = ""  # of this rank alone, for the others to learn
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
-        self.plans = plans
-        made = [share(num_bytes, self.layout.device, torch.cuda.Event(interprocess=True)) for _ in range(num_buffers)]
-        self.channel.send(InitTransfer({"buffers": [shared.cuda for _, shared in made]}))
-        expect(self.channel, Ready, self.seconds)
-        self.num_buffers = num_buffers
+        self.plans, self.num_buffers, self._failure, device = plans, num_buffers, "", self.layout.device
+        made = self._together(
+            lambda: [share(num_bytes, device, interprocess_event(device)) for _ in range(num_buffers)]
+        )
+        own = [shared.cuda or (shared.file,) for _, shared in made]
+        of_workers = [own] if self.group is None else gather_objects(own, self.group)
+        self._together(lambda: self._open(of_workers))
+        for _, shared in made:
+            unlink(shared)
         return Slots([buffer for buffer, _ in made])
 
+    def begin(self, version: int) -> None:
+        self._failure = ""
+        self._together(functools.partial(super().begin, version))
+
     def release(self, slot: Slot) -> None:
-        self._take_answers(self.num_buffers - 1)
+        self._together(lambda: self._take_answers(self.num_buffers - 1))
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         if slot.stream is not None:
             slot.stream.synchronize()  # vLLM reads it once it has the message, without waiting for this stream
-        self._load({"buffer": slot.number, **self._describe(sender, number)})
+        self._together(lambda: None)  # each worker reads another rank's buffer
+        try:
+            self._load({"buffer": slot.number, **self._describe(sender, number)})
+        except WeightSyncError as error:
+            self._failure = str(error)
+
+    def commit(self, version: int, *, sums: bool) -> Committed:
+        return self._together(functools.partial(super().commit, version, sums=sums))
+
+    def _open(self, of_workers: list[list[tuple[Any, ...]]]) -> None:
+        self.channel.send(InitTransfer({"buffers": of_workers}))
+        expect(self.channel, Ready, self.seconds)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Does work on all ranks of the engine. If it fails on one, it raises on all, and no rank waits for another."""
+        done: list[T] = []
+        try:
+            if not self._failure:
+                done.append(work())
+        except Exception as error:
+            self._failure = reason(error)
+        failures = [self._failure] if self.group is None else gather_objects(self._failure, self.group)
+        problems = [text for text in failures if text]
+        if problems:
+            raise WeightSyncError(problems[0])
+        return done[0]
 
     def close(self) -> None:
         """Does nothing: the buffers are freed with the slots."""

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from automodel_rl.config import GRPOConfig
 from automodel_rl.errors import RolloutError
 from automodel_rl.generator_messages import Request
+from automodel_rl.rollout.engine_ranks import Bystander, EngineRanks
 from automodel_rl.rollout.make_generator import make_generator
 from automodel_rl.rollout.protocol import Completion, Generator
 from automodel_rl.rollout.transformers_generator import TransformersGenerator
@@ -102,6 +104,45 @@ def test_a_generator_that_dies_is_started_again(ranks: RankPool, workspace: Path
             assert "time/wake_s" in one
             assert "time/wake_s" not in two
         assert_same_weights(tmp_path / name / "final", tmp_path / "steady" / "final")
+
+
+def run_split(settings: Settings) -> int:
+    """Trains with a generator that two ranks share, which fails at first. The completions that this rank wrote."""
+    written = 0
+
+    class Counting(Flaky):
+        def generate(self, requests: Sequence[Request], *hooks: Any, **more: Any) -> list[Completion]:
+            nonlocal written
+            completions = super().generate(requests, *hooks, **more)
+            written += len(completions)
+            return completions
+
+    def make(config: GRPOConfig, handle: Any, tokenizer: Any, ranks: EngineRanks) -> tuple[Generator, Transport]:
+        rollout = config.rollout.model_copy(update={"generator": "transformers"})
+        generator, transport = make_generator(config.model_copy(update={"rollout": rollout}), handle, tokenizer, ranks)
+        generator.__class__ = Counting
+        return (generator if ranks.leads else Bystander()), transport
+
+    Flaky.left = 1
+    with mock.patch("automodel_rl.rollout.supervisor.make_generator", make):
+        trainer_of(settings).train()
+    return written
+
+
+def test_ranks_that_share_a_generator_leave_the_writing_to_the_first(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "own", length={"steps": 2, "validate_every": 2}, parallel={"dp_shard": 2})
+    ranks(2).run(train, settings)
+    rollout = settings["rollout"] | {"generator": "vllm", "vllm": {"tensor_parallel": 2}}
+    shared = settings | {"output": str(tmp_path / "shared"), "rollout": rollout, "memory": {"offload": {}}}
+    written, none = ranks(2).run(run_split, shared)
+    assert written >= 2 * settings["rollout"]["prompts"] * settings["rollout"]["group_size"]
+    assert none == 0
+    assert_same_weights(tmp_path / "shared" / "final", tmp_path / "own" / "final")
+    assert [row["val/reward_mean"] for row in metrics_of(tmp_path / "shared") if "val/reward_mean" in row] == [
+        row["val/reward_mean"] for row in metrics_of(tmp_path / "own") if "val/reward_mean" in row
+    ]
 
 
 def test_a_generator_that_stays_dead_ends_the_run_with_nothing_lost(

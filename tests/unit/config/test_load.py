@@ -198,6 +198,14 @@ def test_weights_go_the_way_that_fits_the_generators_place(changes: dict[str, An
             "rollout.vllm.sleep=auto: rollout.vllm.servers have memory apart from the trainer",
         ),
         (
+            {"rollout": {"generator": "vllm", "devices": [1, 2], "vllm": {"tensor_parallel": 2}}},
+            "rollout.vllm.tensor_parallel=2: only a vLLM on the ranks' own devices is split",
+        ),
+        (
+            {"rollout": {"generator": "vllm", "vllm": {"tensor_parallel": 2}}},
+            "rollout.vllm.tensor_parallel=2 does not divide the 1 ranks",
+        ),
+        (
             {"rollout": {"generator": "vllm", "vllm": {"sleep": 2}}, "weight_sync": {"adapters": "alone"}},
             "the weights that vLLM drops are not sent again: use 1 or auto",
         ),

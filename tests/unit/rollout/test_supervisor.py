@@ -86,7 +86,8 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> Generators:
 
 def make_supervisor(sleep_level: int = 0, log: list[str] | None = None) -> tuple[GeneratorSupervisor, Any]:
     """A supervisor and its weight sync; with a log, the trainer shares its memory."""
-    config: Any = SimpleNamespace(weight_sync=SimpleNamespace(timeout=1.0), sleep_level=sleep_level)
+    rollout = SimpleNamespace(generator="transformers")
+    config: Any = SimpleNamespace(weight_sync=SimpleNamespace(timeout=1.0), sleep_level=sleep_level, rollout=rollout)
     notes = [] if log is None else log
     offload = OffloadConfig() if log is not None else None
     handle = SimpleNamespace(
