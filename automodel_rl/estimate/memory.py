@@ -38,6 +38,7 @@ class RankMemory:
 
     Attributes:
         shards_at_once: whether each layer's gradients are reduced at once, as with a single microbatch.
+        optimizer: weights, moments and reduced gradients in the optimizer step, if moments come from the host for it.
     """
 
     weights: int
@@ -49,13 +50,14 @@ class RankMemory:
     head: int
     backward: int
     shards_at_once: bool = False
+    optimizer: int = 0
 
     @property
     def peak(self) -> int:
         """The most memory in use at one time. With one microbatch, gradients take the place of activations."""
         both = (self.gradients, self.activations)
         lasting = self.weights + self.moments + self.gathered + self.buffers + self.head + self.backward
-        return lasting + (max(both) if self.shards_at_once else sum(both))
+        return max(self.optimizer, lasting + (max(both) if self.shards_at_once else sum(both)))
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ class MemoryModel:
             head=self._head(parallel) if parallel.num_stages - 1 in indices else 0,
             backward=max(most_backward, reduction if parallel.pp == 1 else 0),
             shards_at_once=not adds_up,
+            optimizer=(shards + moments + trained_shards) * self.master if memory.offload_optimizer else 0,
         )
 
     def _message(self, parallel: ParallelConfig) -> int:

@@ -6,8 +6,8 @@ from transformers import PretrainedConfig
 
 from automodel_rl.config import GRPOConfig, ParallelConfig, RunConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.config.rollout import LARGEST_BUFFER
 from automodel_rl.estimate.memory import MemoryModel
+from automodel_rl.estimate.rollout_phases import rollout_phases
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
 
@@ -61,8 +61,9 @@ def choose_microbatch_size(config: RunConfig, language: PretrainedConfig, device
     model = MemoryModel(language, config.model, STEP, config.optimizer)
     parallel, memory = config.parallel, config.memory
     longest = config.longest_sequence if isinstance(config, GRPOConfig) else 0
-    weights = sum(model.plan(parallel, memory, parallel.pp).stage_weights) * dtypes_of(config.model)[0].itemsize
-    room = USED * device_bytes - generator_bytes(config, weights, device_bytes)
+    step = model.plan(parallel, memory, parallel.pp)
+    weights = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
+    room = USED * device_bytes - rollout_phases(config, language, weights, step.ranks[0], device_bytes).beside_training
     num_tokens = largest_microbatch(model, parallel, memory, room)
     if parallel.pp > 1:
         num_tokens = min(num_tokens, max(MOST_IN_A_PIPELINE, -(-longest // STEP) * STEP))
@@ -90,22 +91,3 @@ def largest_microbatch(model: MemoryModel, parallel: ParallelConfig, memory: Mem
         middle = (least + most + 1) // 2
         least, most = (middle, most) if fits(middle) else (least, middle - 1)
     return least * STEP
-
-
-def generator_bytes(config: RunConfig, model_bytes: int, device_bytes: float) -> float:
-    """Bytes that a generator takes on each rank's device, including the buffers for weight syncs.
-
-    Args:
-        config: the run's config.
-        model_bytes: bytes of the model's weights in the dtype in which they are sent.
-        device_bytes: memory of the device.
-    """
-    if not isinstance(config, GRPOConfig):
-        return 0
-    rollout, sync = config.rollout, config.weight_sync
-    size = LARGEST_BUFFER if sync.buffer_mib == "auto" else sync.buffer_mib * 2**20
-    buffers = sync.num_buffers * min(size, model_bytes)
-    if rollout.devices or (rollout.generator == "vllm" and rollout.vllm.servers):
-        return buffers
-    on_device = model_bytes if rollout.generator == "transformers" else rollout.vllm.memory_fraction * device_bytes
-    return buffers + on_device

@@ -21,6 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from automodel_rl.batch import AttentionCall, LocalMicrobatch
+from automodel_rl.compat.flash_kernels import Segments
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config.model import Attention
 from automodel_rl.errors import InputError
@@ -244,7 +245,7 @@ def _with_sinks(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters
 ) -> Tensor:
     starts, longest = (call.cu_queries, call.cu_keys), (call.longest_query, call.longest_key)
-    segments = flash_sinks.Segments(*starts, *longest, parameters.scale, parameters.window)
+    segments = Segments(*starts, *longest, parameters.scale, parameters.window)
     assert parameters.sinks is not None
     return flash_sinks.attention(q, k, v, parameters.sinks, kernel, segments)
 

@@ -9,7 +9,8 @@ from automodel_rl.config import ComponentsConfig, ParallelConfig
 from automodel_rl.config.components import one_layout
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
-from automodel_rl.estimate.microbatch_size import GIB, choose_microbatch_size, generator_bytes
+from automodel_rl.estimate.microbatch_size import GIB, choose_microbatch_size
+from automodel_rl.estimate.rollout_phases import USABLE_IN_ROLLOUTS, RolloutPhases, rollout_phases
 from automodel_rl.hf.read import read_supported_config, with_local_model
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
@@ -55,19 +56,25 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
     if components is not None:
         encoder = plan_encoder(full, config.model, config.memory, components, packing.patches or 0, config.optimizer)
     peak = _peak(step, encoder, components)
-    generator = generator_bytes(config, sum(step.stage_weights) * compute.itemsize, device.num_bytes)
-    capacity = USABLE * device.num_bytes - generator
-    fits = peak <= capacity
+    model_bytes = sum(step.stage_weights) * compute.itemsize
+    fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
+    phases = rollout_phases(config, language_config(full), model_bytes, fullest, device.num_bytes)
+    capacity = USABLE * device.num_bytes - phases.beside_training
+    fullest_phase = max(phases.weight_sync, phases.rollout)
+    rollouts_fit = fullest_phase <= USABLE_IN_ROLLOUTS * device.num_bytes
+    fits = peak <= capacity and rollouts_fit
     search = Search(model, description, config, packing, device, capacity)
     seconds = search.seconds(parallel, config.memory, step.timeline.bubble)
-    others = _others(search, parallel, fits, seconds) if encoder is None else []
+    others = _others(search, parallel, fits, seconds) if encoder is None and rollouts_fit else []
     if as_json:
         record = _record(parallel, step, packing, device.name, fits, [other for _, other in others])
         record |= {
             "microbatch_tokens": config.batch.capacity,
             "world_size": config.world_size,
             "peak_bytes": peak,
-            "generator_bytes": generator,
+            "generator_bytes": phases.beside_training,
+            "rollout_bytes": phases.rollout,
+            "weight_sync_bytes": phases.weight_sync,
             "seconds": seconds,
             "tokens_per_second": search.num_tokens / seconds,
         }
@@ -77,18 +84,36 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
         print(_tables(parallel, step, packing, device.name, config.batch.capacity))
         if encoder is not None and components is not None:
             print(_encoder_table(encoder, components, packing))
-        if generator:
-            print(f"generator: {generator / GIB:.1f} GiB on every rank, besides the step")
+        if phases.rollout:
+            print(_phases_text(phases))
         rate = f"{search.num_tokens / seconds:,.0f} tokens/s"
         print(f"about {seconds:.3g} s a step, {rate} (an estimate, for comparisons)")
         print(*(f"{why}: {other}\n" for why, other in others), sep="", end="")
     if not fits:
-        raise DoesNotFitError(
+        raise DoesNotFitError(_misfit(peak, capacity, None if rollouts_fit else fullest_phase, device))
+    if not as_json:
+        print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device.name} has to fill")
+
+
+def _misfit(peak: float, capacity: float, rollouts: float | None, device: Device) -> str:
+    """The verdict that training does not fit, or rollouts, if their bytes are given."""
+    if rollouts is None:
+        return (
             f"verdict: does not fit: {peak / GIB:.1f} GiB on the fullest rank, and {device.name} has "
             f"{capacity / GIB:.1f} GiB to fill"
         )
-    if not as_json:
-        print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device.name} has to fill")
+    return (
+        f"verdict: does not fit: {rollouts / GIB:.1f} GiB in rollouts or weight syncs, and {device.name} has "
+        f"{USABLE_IN_ROLLOUTS * device.num_bytes / GIB:.1f} GiB for them: lower rollout.vllm.memory_fraction, or add "
+        "--memory.offload {} --rollout.vllm.sleep auto"
+    )
+
+
+def _phases_text(phases: RolloutPhases) -> str:
+    return (
+        f"GiB on the fullest rank: {phases.beside_training / GIB:.1f} of the generator besides the step; in rollouts "
+        f"{phases.rollout / GIB:.1f}, in weight syncs {phases.weight_sync / GIB:.1f}, the trainer's included"
+    )
 
 
 def _others(search: Search, parallel: ParallelConfig, fits: bool, seconds: float) -> list[tuple[str, str]]:

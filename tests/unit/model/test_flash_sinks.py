@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import AttentionCall
+from automodel_rl.compat.flash_kernels import KERNELS, FlashKernel, Segments
 from automodel_rl.model import flash_sinks
 from automodel_rl.model.attention import AttentionParameters, eager, varlen
-from automodel_rl.model.flash_sinks import FlashKernel, Segments
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -54,7 +54,7 @@ def backward(
 
 @pytest.fixture(autouse=True)
 def kernel_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(flash_sinks.KERNELS, "varlen", FlashKernel(forward, backward))
+    monkeypatch.setitem(KERNELS, "varlen", FlashKernel(forward, backward))
 
 
 def make_call(query_lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> AttentionCall:

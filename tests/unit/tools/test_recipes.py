@@ -9,7 +9,8 @@ from transformers import AutoConfig
 
 from automodel_rl.config import load_config
 from automodel_rl.errors import DoesNotFitError
-from automodel_rl.estimate.microbatch_size import generator_bytes
+from automodel_rl.estimate.memory import RankMemory
+from automodel_rl.estimate.rollout_phases import ASLEEP, rollout_phases
 from automodel_rl.tools.plan.command import plan
 from automodel_rl.tools.plan.devices import find_device
 
@@ -100,16 +101,44 @@ def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert json.loads(capsys.readouterr().out)["fits"]
 
 
+H200 = find_device("H200").num_bytes
+SIDE_BY_SIDE = ["--rollout.vllm.memory_fraction", "0.5", "--rollout.vllm.servers", "[]"]
+APART = ["--rollout.devices", "[1]"]
+IN_TURNS = [*SIDE_BY_SIDE, "--rollout.vllm.sleep", "2", "--memory.offload", "{}"]
+
+
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("overrides", "beside", "sync", "rollout"),
     [
-        (["--rollout.generator", "transformers"], 1000.0),
-        (["--rollout.vllm.memory_fraction", "0.5"], 0.5 * find_device("H200").num_bytes),
-        (["--rollout.devices", "[1]"], 0.0),
+        (["--rollout.generator", "transformers"], 1000, 1030, 1030),
+        (SIDE_BY_SIDE, 0.5 * H200, 0.5 * H200 + 30, 0.5 * H200 + 30),
+        ([*SIDE_BY_SIDE, "--memory.offload", "{}"], 0.5 * H200, 0.5 * H200 + 10, 0.5 * H200),
+        (IN_TURNS, ASLEEP, 1010, 0.5 * H200),
+        ([*IN_TURNS, "--memory.offload.what", "[moments]"], ASLEEP, 1010, 0.5 * H200 + 10),
+        ([*IN_TURNS, "--rollout.vllm.tensor_parallel", "2", "--parallel.dp_shard", "2"], ASLEEP, 510, 0.5 * H200),
+        (APART, 0, 30, 30),
     ],
 )
-def test_plans_leave_room_for_the_generator(overrides: list[str], expected: float) -> None:
+def test_plans_know_what_is_on_the_device_in_every_phase(
+    overrides: list[str], beside: float, sync: float, rollout: float
+) -> None:
+    """A model of 1000 bytes, with 10 bytes of weights and 20 of moments on the rank."""
     config = load_config(CONFIGS / "qwen3_0.6b" / "grpo.yaml", overrides)
-    assert generator_bytes(config, 1000, find_device("H200").num_bytes) == pytest.approx(
-        expected + 4 * 1000
-    )  # and buffers
+    rank = RankMemory(10, 20, 0, 0, 0, 0, 0, 0)
+    found = rollout_phases(config, AutoConfig.for_model("qwen3"), 1000, rank, H200)
+    buffers = 4 * 1000  # as large as the whole model, which is small
+    assert found.beside_training == pytest.approx(beside + buffers)
+    assert found.weight_sync == pytest.approx(sync + buffers)
+    assert found.rollout == pytest.approx(rollout + buffers)
+
+
+def test_a_plan_whose_rollouts_do_not_fit_says_how_they_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = dict(SHAPES["llama3_70b"])
+    AutoConfig.for_model(shape.pop("model_type"), **shape).save_pretrained(tmp_path)
+    file = CONFIGS / "llama3_70b" / "grpo_16_gpus.yaml"
+    awake = load_config(
+        file, ["--model.path", str(tmp_path), "--rollout.vllm.sleep", "none", "--memory.offload", "null"]
+    )
+    with pytest.raises(DoesNotFitError, match="add --memory.offload {} --rollout.vllm.sleep auto"):
+        plan(awake, None, find_device("H200"), as_json=False)
+    assert "in rollouts" in capsys.readouterr().out

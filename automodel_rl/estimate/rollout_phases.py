@@ -1,0 +1,71 @@
+"""Memory of a rank's device in the phases of a step besides training: rollouts, and weight syncs before them."""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from automodel_rl.config import GRPOConfig, RunConfig
+from automodel_rl.config.rollout import LARGEST_BUFFER
+from automodel_rl.estimate.memory import RankMemory
+
+ASLEEP = 2 * 2**30
+"""Bytes that a vLLM keeps while it sleeps: its CUDA context, graphs and communicators. Measured: 1.3 GiB on one GPU."""
+
+USABLE_IN_ROLLOUTS = 0.97
+"""Share of a device's memory that rollouts may fill. vLLM's share of it is a limit that it keeps by itself."""
+
+
+@dataclass(frozen=True)
+class RolloutPhases:
+    """Bytes on a rank's device, by phase.
+
+    Attributes:
+        beside_training: the generator's part and the buffers of weight syncs while the model trains.
+        weight_sync: everything while the generator gets weights.
+        rollout: everything while the generator writes.
+    """
+
+    beside_training: float = 0
+    weight_sync: float = 0
+    rollout: float = 0
+
+
+def rollout_phases(
+    config: RunConfig, language: PretrainedConfig, model_bytes: int, rank: RankMemory, device_bytes: float
+) -> RolloutPhases:
+    """The phases of a run of reinforcement learning; all 0 for others.
+
+    Args:
+        config: the run's config.
+        language: the Hugging Face config of the language model.
+        model_bytes: bytes of the whole model in the dtype in which it is sent.
+        rank: the memory of training on the rank.
+        device_bytes: memory of the device.
+    """
+    if not isinstance(config, GRPOConfig):
+        return RolloutPhases()
+    rollout, memory = config.rollout, config.memory
+    buffers = _buffers(config, language, model_bytes)
+    what = () if memory.offload is None else memory.offload.what
+    weights, moments = rank.weights, rank.moments
+    without_moments = 0 if "moments" in what else moments
+    lasting = buffers + without_moments + (0 if "weights" in what else weights)
+    if rollout.devices or (rollout.generator == "vllm" and rollout.vllm.servers):
+        return RolloutPhases(buffers, buffers + weights + without_moments, lasting)
+    is_vllm = rollout.generator == "vllm"
+    awake = rollout.vllm.memory_fraction * device_bytes if is_vllm else float(model_bytes)
+    in_sync = model_bytes / rollout.vllm.tensor_parallel if config.sleep_level else awake
+    return RolloutPhases(
+        beside_training=buffers + (ASLEEP if config.sleep_level else awake),
+        weight_sync=buffers + in_sync + weights + without_moments,
+        rollout=lasting + awake,
+    )
+
+
+def _buffers(config: GRPOConfig, language: PretrainedConfig, model_bytes: int) -> float:
+    """Bytes of the buffers of weight syncs. vLLM gets whole tensors, of which the embedding is the largest."""
+    sync = config.weight_sync
+    size = LARGEST_BUFFER if sync.buffer_mib == "auto" else sync.buffer_mib * 2**20
+    if config.rollout.generator == "vllm" and not (config.model.lora and sync.adapters == "alone"):
+        size = max(size, 2 * language.vocab_size * language.hidden_size)
+    return sync.num_buffers * min(size, model_bytes)
