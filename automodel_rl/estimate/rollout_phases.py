@@ -29,6 +29,11 @@ class RolloutPhases:
     weight_sync: float = 0
     rollout: float = 0
 
+    @property
+    def peak(self) -> float:
+        """The most bytes in use outside of training."""
+        return max(self.weight_sync, self.rollout)
+
 
 def rollout_phases(
     config: RunConfig, language: PretrainedConfig, model_bytes: int, rank: RankMemory, device_bytes: float

@@ -46,7 +46,6 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
     config = _on_gpus(with_local_model(config), num_gpus)
     parallel = config.parallel
     description = describe_model(full := read_supported_config(config))
-    compute, _ = dtypes_of(config.model)
     config = _with_microbatch_size(config, full, device)
     model = MemoryModel(language_config(full), config.model, config.batch.capacity, config.optimizer)
     packing = measure_packing(config)
@@ -56,12 +55,11 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
     if components is not None:
         encoder = plan_encoder(full, config.model, config.memory, components, packing.patches or 0, config.optimizer)
     peak = _peak(step, encoder, components)
-    model_bytes = sum(step.stage_weights) * compute.itemsize
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
+    model_bytes = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
     phases = rollout_phases(config, language_config(full), model_bytes, fullest, device.num_bytes)
     capacity = USABLE * device.num_bytes - phases.beside_training
-    fullest_phase = max(phases.weight_sync, phases.rollout)
-    rollouts_fit = fullest_phase <= USABLE_IN_ROLLOUTS * device.num_bytes
+    rollouts_fit = phases.peak <= USABLE_IN_ROLLOUTS * device.num_bytes
     fits = peak <= capacity and rollouts_fit
     search = Search(model, description, config, packing, device, capacity)
     seconds = search.seconds(parallel, config.memory, step.timeline.bubble)
@@ -86,11 +84,10 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
             print(_encoder_table(encoder, components, packing))
         if phases.rollout:
             print(_phases_text(phases))
-        rate = f"{search.num_tokens / seconds:,.0f} tokens/s"
-        print(f"about {seconds:.3g} s a step, {rate} (an estimate, for comparisons)")
+        print(_speed_text(seconds, search.num_tokens))
         print(*(f"{why}: {other}\n" for why, other in others), sep="", end="")
     if not fits:
-        raise DoesNotFitError(_misfit(peak, capacity, None if rollouts_fit else fullest_phase, device))
+        raise DoesNotFitError(_misfit(peak, capacity, None if rollouts_fit else phases.peak, device))
     if not as_json:
         print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device.name} has to fill")
 
@@ -107,6 +104,10 @@ def _misfit(peak: float, capacity: float, rollouts: float | None, device: Device
         f"{USABLE_IN_ROLLOUTS * device.num_bytes / GIB:.1f} GiB for them: lower rollout.vllm.memory_fraction, or add "
         "--memory.offload {} --rollout.vllm.sleep auto"
     )
+
+
+def _speed_text(seconds: float, num_tokens: float) -> str:
+    return f"about {seconds:.3g} s a step, {num_tokens / seconds:,.0f} tokens/s (an estimate, for comparisons)"
 
 
 def _phases_text(phases: RolloutPhases) -> str:
