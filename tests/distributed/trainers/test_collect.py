@@ -11,6 +11,7 @@ from automodel_rl.config import RewardConfig
 from automodel_rl.generator_messages import Request
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.rollout.collect import RolloutCollector
+from automodel_rl.rollout.engine_ranks import EngineRanks
 from automodel_rl.rollout.protocol import Completion, OnFinished
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from tests.rank_pool import RankPool
@@ -58,6 +59,7 @@ def collected() -> list[tuple[str, float]]:
     scorer.submitted = []
     supervisor = SimpleNamespace(
         handle=SimpleNamespace(config=SimpleNamespace(vocab_size=50)),
+        ranks=EngineRanks(),
         world=dist.group.WORLD,
         generator=Patient(scorer.submitted),
         problem="",
