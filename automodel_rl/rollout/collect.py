@@ -1,7 +1,7 @@
 """Collects rewarded completions of a batch of prompts. All ranks write and score their share."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from automodel_rl.batch import read_routes
 from automodel_rl.config import GRPOConfig
 from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.generator_messages import Request
-from automodel_rl.parallel.host_collectives import gather_objects, interleave
+from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.rollout.protocol import Completion, Generator, Promptlike, Rollout
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
@@ -24,21 +24,43 @@ class Pending:
 
     Attributes:
         group_size: number of completions of each prompt.
-        mine: this rank's share of the completions: for each, its prompt and its number among the prompt's completions.
+        asked: the completions that all ranks were asked for: for each, its prompt and its number among the prompt's.
         requests: the requests for them.
+        shares: places among them, by the rank whose generator writes them.
         generator: the generator that was asked.
-        scorings: completions that are scored already, by their place among the requests.
-        wait: waits for the completions and returns them.
+        underway: places that it was asked for.
+        wait: waits for them and returns them.
         error: why the generator could not be asked, or "".
+        done: this rank's completions, by place.
+        scorings: completions that are scored already, by place.
     """
 
     group_size: int
-    mine: list[tuple[Promptlike, int]]
+    asked: list[tuple[Promptlike, int]]
     requests: list[Request]
-    generator: Generator | None
-    wait: Callable[[], list[Completion]]
+    shares: list[list[int]]
+    generator: Generator | None = None
+    underway: list[int] = field(default_factory=list)
+    wait: Callable[[], list[Completion]] = list
     error: str = ""
+    done: dict[int, Completion] = field(default_factory=dict)
     scorings: dict[int, Scoring] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """Places of this rank's share that are not written yet."""
+        return [place for place in self.shares[dist.get_rank()] if place not in self.done]
+
+    def deal_again(self, writers: Sequence[int], failed: Sequence[int]) -> None:
+        """Deals what generators that failed were to write to those of `writers` that did not."""
+        others = [rank for rank in writers if rank not in failed]
+        if not others:
+            return
+        lost = [place for rank in failed for place in self.shares[rank]]
+        for rank in failed:
+            self.shares[rank] = []
+        for number, rank in enumerate(others):
+            self.shares[rank] = self.shares[rank] + lost[number :: len(others)]
 
 
 class RolloutCollector:
@@ -62,11 +84,10 @@ class RolloutCollector:
     ) -> Pending:
         """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
-        mine = asked[self.supervisor.ranks.dealt]
         requests = [
-            Request(prompt.token_ids, self._seed(prompt, sample), temperature, top_p, top_k) for prompt, sample in mine
+            Request(prompt.token_ids, self._seed(prompt, sample), temperature, top_p, top_k) for prompt, sample in asked
         ]
-        pending = Pending(group_size, mine, requests, self.supervisor.generator, list)
+        pending = Pending(group_size, asked, requests, self.supervisor.ranks.deal(len(asked)))
         self._ask(pending)
         return pending
 
@@ -76,8 +97,10 @@ class RolloutCollector:
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
-        written = zip(self._wait(pending), pending.mine, strict=True)
-        return self._rewarded([self._with_routes(completion, prompt) for completion, (prompt, _) in written], pending)
+        written = self._wait(pending)
+        return self._rewarded(
+            {place: self._with_routes(c, pending.asked[place][0]) for place, c in written.items()}, pending
+        )
 
     def collect(
         self, prompts: Sequence[Promptlike], group_size: int, temperature: float, top_p: float = 1.0, top_k: int = 0
@@ -88,66 +111,73 @@ class RolloutCollector:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
         pending = self.submit(prompts, group_size, temperature, top_p, top_k)
-        return self._rewarded([dataclasses.replace(c, routes=None) for c in self._wait(pending)], pending)
+        written = self._wait(pending)
+        return self._rewarded({place: dataclasses.replace(c, routes=None) for place, c in written.items()}, pending)
 
     def close(self) -> None:
         """Ends the processes of rewards. The supervisor closes the generator."""
         self.scorer.close()
 
     def _ask(self, pending: Pending) -> None:
+        """Lets the generator begin with what is missing of this rank's share."""
         pending.generator, pending.error = self.supervisor.generator, self.supervisor.problem
+        pending.underway = places = pending.missing
         if pending.generator is None or pending.error:
             return
-        scorings: dict[int, Scoring] = {}
-        pending.scorings = scorings
 
-        def score(place: int, completion: Completion) -> None:
+        def score(number: int, completion: Completion) -> None:
             """Begins to score a completion while others are still written."""
             if self._checked(completion).finish != "error":
-                scorings[place] = self.scorer.submit(self._text(completion), pending.mine[place][0].example)
+                place = places[number]
+                pending.scorings[place] = self.scorer.submit(self._text(completion), pending.asked[place][0].example)
 
         try:
-            pending.wait = pending.generator.submit(pending.requests, score)
+            pending.wait = pending.generator.submit([pending.requests[place] for place in places], score)
         except Exception as problem:
             pending.error = innermost(problem)
 
-    def _wait(self, pending: Pending) -> list[Completion]:
-        """This rank's completions. Generators that fail are restarted, and all ranks wait for them."""
-        completions: list[Completion] | None = None
+    def _wait(self, pending: Pending) -> dict[int, Completion]:
+        """This rank's completions, by place. Generators that fail are started again, while others write their share."""
         for attempt in range(self.config.rollout.retries + 1):
+            is_last = attempt == self.config.rollout.retries
             # First look for generators that lost their weights: others may wait for these, and would never finish.
             error = self.supervisor.problem
             errors = gather_objects(error, self.world)
             if not any(errors):
-                if completions is None:
-                    completions, error = self._completions(pending)
+                error = self._write(pending)
                 errors = gather_objects(error, self.world)
+                if any(errors) and not is_last:
+                    pending.deal_again(
+                        self.supervisor.ranks.writers, [rank for rank, text in enumerate(errors) if text]
+                    )
+                    error = error or self._write(pending)
             failed = next((rank for rank, text in enumerate(errors) if text), None)
-            if failed is None and completions is not None:
-                return completions
-            if attempt < self.config.rollout.retries:
+            if failed is None:
+                return pending.done
+            if not is_last:
                 self.supervisor.restart(bool(error))
         raise RolloutError(f"the generator of rank {failed} failed {attempt + 1} times: {errors[failed or 0]}")
 
-    def _completions(self, pending: Pending) -> tuple[list[Completion] | None, str]:
-        """Completions, or why there are none."""
-        if pending.generator is not self.supervisor.generator:  # the generator that was asked is gone
-            self._ask(pending)
+    def _write(self, pending: Pending) -> str:
+        """Waits until this rank's share is written. Returns why it cannot be, or ""."""
+        if pending.generator is not self.supervisor.generator or pending.underway != pending.missing:
+            self._ask(pending)  # the generator that was asked is gone, or the share has grown
         if pending.error:
-            return None, pending.error
+            return pending.error
         try:
             completions = pending.wait()
         except Exception as problem:
-            return None, innermost(problem)
+            return innermost(problem)
         completions = [self._dated(self._checked(completion)) for completion in completions]
         newest, most = self.supervisor.policy_version, self.config.rollout.max_staleness
         oldest = min((c.versions[0] for c in completions if c.versions is not None), default=newest)
         if newest - oldest > most:
-            return None, (
+            return (
                 f"the generator wrote with weights {newest - oldest} policy versions old, of "
                 f"rollout.max_staleness={most}"
             )
-        return completions, ""
+        pending.done |= zip(pending.underway, completions, strict=True)
+        return ""
 
     def _checked(self, completion: Completion) -> Completion:
         """The completion, or an error if it has a token outside the vocabulary, as from a server with another model."""
@@ -182,23 +212,24 @@ class RolloutCollector:
     def _text(self, completion: Completion) -> str:
         return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
-    def _rewarded(self, completions: Sequence[Completion], pending: Pending) -> list[list[Rollout]]:
-        rank, ranks = dist.get_rank(), self.supervisor.ranks
-        texts, prompts = [self._text(completion) for completion in completions], [prompt for prompt, _ in pending.mine]
+    def _rewarded(self, written: Mapping[int, Completion], pending: Pending) -> list[list[Rollout]]:
+        """The rollouts of each prompt, of all ranks, given the completions of this one by their place."""
+        rank = dist.get_rank()
+        texts = {place: self._text(completion) for place, completion in written.items()}
         scorings = []
-        for place, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        for place, text in texts.items():
             scoring = pending.scorings.get(place)
             # A completion that is checked later may become an error, whose text is empty.
             is_same = scoring is not None and scoring.completion == text
-            scorings.append(scoring if scoring and is_same else self.scorer.submit(text, prompt.example))
-        rollouts = [
-            Rollout(completion, text, score, writer=rank)
-            for completion, text, score in zip(completions, texts, self.scorer.take(scorings), strict=True)
-        ]
-        of_ranks = gather_objects([_without_routes(rollout) for rollout in rollouts], self.world)
-        flat = interleave([of_ranks[writer] for writer in ranks.writers])
-        if ranks.leads:
-            flat[ranks.dealt] = rollouts
+            example = pending.asked[place][0].example
+            scorings.append(scoring if scoring and is_same else self.scorer.submit(text, example))
+        scores = zip(written, self.scorer.take(scorings), strict=True)
+        own = {place: Rollout(written[place], texts[place], score, writer=rank) for place, score in scores}
+        every: dict[int, Rollout] = {}
+        for share in gather_objects({place: _without_routes(rollout) for place, rollout in own.items()}, self.world):
+            every |= share
+        every |= own
+        flat = [every[place] for place in range(len(pending.asked))]
         return [flat[start : start + pending.group_size] for start in range(0, len(flat), pending.group_size)]
 
     def _seed(self, prompt: Promptlike, sample: int) -> int:

@@ -69,10 +69,12 @@ class EngineRanks:
         """The ranks whose generators write."""
         return range(0, dist.get_world_size(), self.size)
 
-    @property
-    def dealt(self) -> slice:
-        """Places of this rank's share in what is dealt to the writers in turn."""
-        return slice(dist.get_rank() // self.size, None, len(self.writers)) if self.leads else slice(0)
+    def deal(self, count: int) -> list[list[int]]:
+        """Deals places to the writers in turn: the places of each rank."""
+        shares: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        for number, rank in enumerate(self.writers):
+            shares[rank] = [*range(number, count, len(self.writers))]
+        return shares
 
     def meet(self) -> None:
         """Waits for the other ranks of the engine."""

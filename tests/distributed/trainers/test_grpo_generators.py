@@ -49,19 +49,22 @@ class FlakyReceiver(Receiver):
 
 
 class Flaky(TransformersGenerator):
-    """Dies as often as `left` says, and then works."""
+    """Dies as often as `left` says, and then works. It counts what it has written."""
 
     left = 0
+    written = 0
 
     def generate(self, requests: Sequence[Request], *hooks: Any, **more: Any) -> list[Completion]:
         if Flaky.left:
             Flaky.left -= 1
             raise ConnectionError("the generator is gone")
+        Flaky.written += len(requests)
         return super().generate(requests, *hooks, **more)
 
 
 def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, int]:
     """How training ends when the generator fails so often at its third batch, and how many were made anew."""
+    Flaky.written = 0
     made = 0
 
     def make(*arguments: Any) -> tuple[Generator, Transport]:
@@ -106,27 +109,36 @@ def test_a_generator_that_dies_is_started_again(ranks: RankPool, workspace: Path
         assert_same_weights(tmp_path / name / "final", tmp_path / "steady" / "final")
 
 
+def run_flaky_on(rank: int, settings: Settings) -> tuple[str, int, int]:
+    """Trains with a generator that fails once on one rank, as `run_flaky`. Also says how many completions were
+    written."""
+    message, made = run_flaky(settings, 1 if int(os.environ["RANK"]) == rank else 0)
+    return message, made, Flaky.written
+
+
+def test_the_others_write_what_a_dead_generator_was_to_write(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "steady", length={"steps": 4}, parallel={"dp_shard": 2})
+    (*_, first), (*_, second) = ranks(2).run(run_flaky_on, -1, settings)
+    settings |= {"output": str(tmp_path / "flaky")}
+    share = settings["rollout"]["prompts"] * settings["rollout"]["group_size"] // 2
+    of_ranks = ranks(2).run(run_flaky_on, 1, settings)
+    assert of_ranks == [("", 0, first + share), ("", 1, second - share)]
+    assert_same_weights(tmp_path / "flaky" / "final", tmp_path / "steady" / "final")
+
+
 def run_split(settings: Settings) -> int:
     """Trains with a generator that two ranks share, which fails at first. The completions that this rank wrote."""
-    written = 0
-
-    class Counting(Flaky):
-        def generate(self, requests: Sequence[Request], *hooks: Any, **more: Any) -> list[Completion]:
-            nonlocal written
-            completions = super().generate(requests, *hooks, **more)
-            written += len(completions)
-            return completions
 
     def make(config: GRPOConfig, handle: Any, tokenizer: Any, ranks: EngineRanks) -> tuple[Generator, Transport]:
         rollout = config.rollout.model_copy(update={"generator": "transformers"})
         generator, transport = make_generator(config.model_copy(update={"rollout": rollout}), handle, tokenizer, ranks)
-        generator.__class__ = Counting
+        generator.__class__ = Flaky
         return (generator if ranks.leads else Bystander()), transport
 
-    Flaky.left = 1
+    Flaky.left, Flaky.written = 1, 0
     with mock.patch("automodel_rl.rollout.supervisor.make_generator", make):
         trainer_of(settings).train()
-    return written
+    return Flaky.written
 
 
 def test_ranks_that_share_a_generator_leave_the_writing_to_the_first(
