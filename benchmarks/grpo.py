@@ -137,14 +137,15 @@ def watch_memory(trainer: Any) -> list[dict[str, float]]:
 
         return watched
 
-    def load_weights() -> None:  # ends a step
+    def load_weights() -> None:  # comes before the first step, and at the end of each
         send()
-        found.append(dict(peaks))
+        if trainer.run.step:
+            found.append(dict(peaks))
         peaks.clear()
 
     supervisor, send = trainer.supervisor, trainer.supervisor.load_weights
     supervisor.wake = within(supervisor.wake, "exchange", "rollout")
-    supervisor.rest = within(supervisor.rest, "exchange", "trainer")
+    supervisor.sleep = within(supervisor.sleep, "exchange", "trainer")
     supervisor.load_weights = load_weights
     threading.Thread(target=sample, daemon=True).start()
     return found

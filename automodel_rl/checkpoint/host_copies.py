@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from automodel_rl.model.offload import ALIGNMENT, aligned, host_memory
+from automodel_rl.model.offload import aligned, host_memory
 
 
 class HostCopies:
@@ -23,9 +23,7 @@ class HostCopies:
         self._streams = {device: torch.cuda.Stream(device)} if device.type == "cuda" else {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._events: list[torch.cuda.Event] = []
-        self._getting_ready = threading.Thread(
-            target=self._get_ready, args=(sum(aligned(size, ALIGNMENT) for size in sizes),)
-        )
+        self._getting_ready = threading.Thread(target=self._get_ready, args=(sum(aligned(size) for size in sizes),))
         self._getting_ready.start()
 
     def _get_ready(self, num_bytes: int) -> None:
@@ -50,7 +48,7 @@ class HostCopies:
             Copies on the host, by name. They are complete after `wait`, and valid until the next call of `begin`.
         """
         self._getting_ready.join()
-        needed = sum(aligned(tensor.nbytes, ALIGNMENT) for tensor in tensors.values())
+        needed = sum(aligned(tensor.nbytes) for tensor in tensors.values())
         if self._memory.numel() < needed:
             self._allocate(needed)
         for device, stream in self._streams.items():
@@ -58,7 +56,7 @@ class HostCopies:
         copies, start = {}, 0
         for name, tensor in tensors.items():
             stretch = self._memory[start : start + tensor.nbytes]
-            start += aligned(tensor.nbytes, ALIGNMENT)
+            start += aligned(tensor.nbytes)
             copies[name] = stretch.view(tensor.dtype).view(tensor.shape)
             beside = self._streams.get(tensor.device)
             with contextlib.nullcontext() if beside is None else torch.cuda.stream(beside):

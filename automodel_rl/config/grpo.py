@@ -76,6 +76,11 @@ class GRPOConfig(RunConfig):
         return (1 if self.weight_sync.adapters == "alone" else 2) if sleep == "auto" else sleep
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether generators and the trainer have device memory in turns."""
+        return bool(self.sleep_level or self.memory.offload)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a reference policy is kept."""
         return self.loss.kl.coefficient > 0
@@ -189,11 +194,18 @@ class GRPOConfig(RunConfig):
         """Refuses to share devices between training and rollouts that are not one after the other, or not there."""
         rollout = self.rollout
         own = "vllm.servers have memory" if rollout.vllm.servers else "devices are" if rollout.devices else ""
-        if self.sleep_level and own:
+        if self.shares_memory and own:
+            what = f"rollout.vllm.sleep={rollout.vllm.sleep}" if self.sleep_level else "memory.offload"
             raise ValueError(
-                f"rollout.vllm.sleep={rollout.vllm.sleep}: rollout.{own} apart from the trainer, which "
-                "could not use it: set it to none"
+                f"{what}: rollout.{own} apart from the trainer's, and neither could use the other's: leave it out"
             )
+        for key, idle in (("sleep", "none"), ("tensor_parallel", 1)):
+            value = getattr(rollout.vllm, key)
+            if rollout.generator != "vllm" and value != idle:
+                raise ValueError(
+                    f"rollout.vllm.{key}={value} with rollout.generator={rollout.generator}: only vLLM does so: set it "
+                    f"to {idle}, or generator to vllm"
+                )
         if self.sleep_level == 2 and self.weight_sync.adapters == "alone":
             raise ValueError(
                 "rollout.vllm.sleep=2 with weight_sync.adapters=alone: the weights that vLLM drops are not sent again: "
@@ -211,7 +223,7 @@ class GRPOConfig(RunConfig):
                 "divisor"
             )
         key = "rollout.vllm.sleep" if self.sleep_level else "memory.offload"
-        if rollout.max_staleness and (self.sleep_level or self.memory.offload):
+        if rollout.max_staleness and self.shares_memory:
             raise ValueError(
                 f"{key} with rollout.max_staleness={rollout.max_staleness}: generators write while the model trains, "
                 "so neither can lend its memory: leave one of them out"

@@ -158,6 +158,12 @@ class MemoryConfig(Section):
     offload: OffloadConfig | None = None
     """Lend the trainer's memory to generators on the same device; null: it stays where it is."""
 
+    reference: Literal["auto", "host", "device"] = "auto"
+    """Place of the reference policy's weights (dpo, grpo). host: in host memory; they change places with the
+    trained ones, or come to the device before them after rollouts with `offload`. device: sharded, in the compute
+    dtype. auto: on the device from the second step on if it has room, and on the host if generators have the device's
+    memory in turns."""
+
     compile: Literal["auto"] | bool = "auto"
     """Compile every layer with torch.compile, which takes half a minute in the first step. auto: on CUDA in bfloat16,
     wherever compiled layers are supported."""

@@ -142,6 +142,15 @@ class RunConfig(Section):
         """Number of ranks of the job."""
         return self.parallel.world_size if self.components is None else self.components.world_size
 
+    @model_validator(mode="after")
+    def _has_reference(self) -> "RunConfig":
+        if self.memory.reference != "auto" and not self.needs_reference:
+            raise ValueError(
+                f"memory.reference={self.memory.reference}: this run keeps no reference policy: set it to auto, or "
+                "choose a loss that compares with one"
+            )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _language_layout(cls, values: Any) -> Any:

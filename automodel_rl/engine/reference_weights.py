@@ -1,7 +1,7 @@
 """The weights from which training started, for the reference policy."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -16,37 +16,51 @@ SPARE = 0.1
 class ReferenceWeights:
     """A copy of the trained weights that a model was loaded with, of all its parts. Frozen weights stay as they are.
 
-    The copy lies on the host at first. After the first step, whose peak of memory is known then, it moves to the device
-    in the compute dtype if there is room; the model computes the same with it. If adapters are trained, only they are
-    copied, so that adapters that had been trained before are part of the reference.
+    `memory.reference` says where the copy lies. On the host it has the master dtype. On the device it has the compute
+    dtype, with which the model computes the same. With `auto` it moves from the host to the device after the first
+    step, whose peak of memory is known then, if there is room. If adapters are trained, only they are copied, so that
+    adapters that had been trained before are part of the reference.
 
     Args:
         handle: the model.
+        lends_memory: whether generators have memory of the device in turns with the model. What is free while they
+            sleep is theirs, so `auto` leaves the copy on the host.
 
     Raises:
         RuntimeError: weights have changed since the model was loaded, by training or by a checkpoint.
+
+    Attributes:
+        is_on_device: whether the copy lies on the device.
     """
 
-    def __init__(self, handle: ModelHandle):
+    def __init__(self, handle: ModelHandle, *, lends_memory: bool = False):
         if handle.has_changed:
             raise RuntimeError("ReferenceWeights are the first weights: make them before a step or a resume")
-        self.handle = handle
+        self.handle, self.lends_memory = handle, lends_memory
         every = [parameter for part in handle.parts for parameter in part.parameters()]
         trained = [parameter for parameter in every if parameter.requires_grad]
         # Buffers are biases of routers. Parameters are cast before they are used, buffers are not.
         buffers = [buffer for part in handle.parts for _, buffer in stored_buffers(part)]
         self._shards = [local_tensor(tensor.detach()) for tensor in (*trained, *buffers)]
         self._dtypes = [handle.dtype] * len(trained) + [buffer.dtype for buffer in buffers]
-        self._copies = [_on_host(shard) for shard in self._shards]
+        self.is_on_device = handle.memory.reference == "device"
+        self._copies = self._on_device(self._shards) if self.is_on_device else [_on_host(s) for s in self._shards]
         self._uses = 0
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Gives the model the reference weights for this block. After it the model has its own again, bit for bit."""
+        """Gives the model the reference weights for this block. After it the model has its own again, bit for bit.
+
+        If the model is on the host it comes to the device, and its own weights do so only after the block.
+        """
         if self._uses == 1 and self._fits_on_device():
-            device = self.handle.layout.device
-            self._copies = [copy.to(device, dtype) for copy, dtype in zip(self._copies, self._dtypes, strict=True)]
+            self._copies, self.is_on_device = self._on_device(self._copies), True
         self._uses += 1
+        if self.handle.is_on_host:
+            with self.handle.to_device_after(self._shards):
+                _copy(self._copies, self._shards)
+                yield
+            return
         if self.is_on_device:
             with self._copied_over():
                 yield
@@ -57,15 +71,15 @@ class ReferenceWeights:
         finally:
             self._swap()
 
-    @property
-    def is_on_device(self) -> bool:
-        """Whether the copy lies on a GPU."""
-        return any(copy.is_cuda for copy in self._copies)
+    def _on_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies on the device, in the dtypes in which the model computes."""
+        device = self.handle.layout.device
+        return [tensor.to(device, dtype, copy=True) for tensor, dtype in zip(tensors, self._dtypes, strict=True)]
 
     def _fits_on_device(self) -> bool:
-        """Whether the device has room for the copy beside all that was reserved at the peak of a step."""
+        """Whether the copy may move to the device, and has room there beside all that a step had reserved."""
         device = self.handle.layout.device
-        if device.type != "cuda" or self.handle.memory.offload is not None:  # generators have the device in between
+        if device.type != "cuda" or self.handle.memory.reference != "auto" or self.lends_memory:
             return False
         needed = sum(copy.numel() * dtype.itemsize for copy, dtype in zip(self._copies, self._dtypes, strict=True))
         free, total = torch.cuda.mem_get_info(device)
@@ -98,7 +112,7 @@ class ReferenceWeights:
 @torch.no_grad()
 def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
+        target.copy_(source, non_blocking=True)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class RolloutOffload:
             self._move(self.handle.to_host)
 
     def restore(self) -> None:
-        """Brings the weights back."""
+        """Brings the weights back, if they are on the host."""
         self.handle.to_device()
 
     def _move(self, to_host: Callable[[], int]) -> None:
@@ -46,6 +46,7 @@ class RolloutOffload:
         if device.type != "cuda":
             to_host()
             return
+        torch.cuda.empty_cache()  # what was unused before is not counted
         before, _ = torch.cuda.mem_get_info(device)
         moved = to_host()
         gc.collect()

@@ -9,6 +9,7 @@ Counted in bytes, for the first rank of each FSDP group (no rank has more):
   activations    activations of microbatches between forward and backward, at the worst moment of the schedule
   buffers        messages between stages that this rank waits for; received activations count as activations
   head           logits of one chunk, gradients of a group of chunks, and the sum of the gradients of head and embedding
+  reference      the reference policy's weights in the compute dtype, with memory.reference=device
   backward       extra memory of one layer's backward, or of the reduction of one layer's gradients
 """
 
@@ -51,13 +52,14 @@ class RankMemory:
     backward: int
     shards_at_once: bool = False
     optimizer: int = 0
+    reference: int = 0
 
     @property
     def peak(self) -> int:
         """The most memory in use at one time. With one microbatch, gradients take the place of activations."""
         both = (self.gradients, self.activations)
         lasting = self.weights + self.moments + self.gathered + self.buffers + self.head + self.backward
-        return max(self.optimizer, lasting + (max(both) if self.shards_at_once else sum(both)))
+        return self.reference + max(self.optimizer, lasting + (max(both) if self.shards_at_once else sum(both)))
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ class MemoryModel:
             backward=max(most_backward, reduction if parallel.pp == 1 else 0),
             shards_at_once=not adds_up,
             optimizer=(shards + moments + trained_shards) * self.master if memory.offload_optimizer else 0,
+            reference=trained_shards * self.compute if memory.reference == "device" else 0,
         )
 
     def _message(self, parallel: ParallelConfig) -> int:

@@ -54,15 +54,16 @@ def rollout_phases(
     what = () if memory.offload is None else memory.offload.what
     weights, moments = rank.weights, rank.moments
     without_moments = 0 if "moments" in what else moments
-    lasting = buffers + without_moments + (0 if "weights" in what else weights)
+    always = buffers + rank.reference
+    lasting = always + without_moments + (0 if "weights" in what else weights)
     if rollout.devices or (rollout.generator == "vllm" and rollout.vllm.servers):
-        return RolloutPhases(buffers, buffers + weights + without_moments, lasting)
+        return RolloutPhases(buffers, always + weights + without_moments, lasting)
     is_vllm = rollout.generator == "vllm"
     awake = rollout.vllm.memory_fraction * device_bytes if is_vllm else float(model_bytes)
     in_sync = model_bytes / rollout.vllm.tensor_parallel if config.sleep_level else awake
     return RolloutPhases(
         beside_training=buffers + (ASLEEP if config.sleep_level else awake),
-        weight_sync=buffers + in_sync + weights + without_moments,
+        weight_sync=always + in_sync + weights + without_moments,
         rollout=lasting + awake,
     )
 

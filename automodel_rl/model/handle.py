@@ -1,7 +1,8 @@
 """ModelHandle: a Hugging Face model on its layout, whole or in pipeline stages, loaded and saved."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -318,9 +319,23 @@ class ModelHandle:
         """Brings everything back that `to_host` moved, bit for bit. If memory runs out, it can be called again."""
         self._weights.to_device()
 
+    def to_device_after(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Brings everything back. These tensors get their own values only after the block, in which they may have
+        others.
+
+        Args:
+            tensors: this rank's parameters and buffers, or shards of them.
+        """
+        return self._weights.to_device_after(tensors)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the weights are on the host."""
+        return self._weights.is_on_host
+
     def check_on_device(self) -> None:
         """Raises RuntimeError if the weights are on the host."""
-        if self._weights.is_on_host:
+        if self.is_on_host:
             raise RuntimeError("the model's weights are on the host: call ModelHandle.to_device() first")
 
     def named_hf_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,8 @@
 """Offloading: tensors wait on the host while their device memory is used for something else."""
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Offload:
             return 0
         every = (local_tensor(tensor.detach()).untyped_storage() for tensor in self._tensors())
         storages = {storage.data_ptr(): storage for storage in every if storage.nbytes()}  # tensors may share one
-        sizes = [aligned(storage.nbytes(), ALIGNMENT) for storage in storages.values()]
+        sizes = [aligned(storage.nbytes()) for storage in storages.values()]
         devices = {storage.device for storage in storages.values()}
         if self._host.numel() < sum(sizes):
             self._host = host_memory(sum(sizes), devices)
@@ -65,15 +66,34 @@ class Offload:
 
         If memory runs out it raises and brings back none, and can be called again.
         """
+        with self.to_device_after(()):
+            pass
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def to_device_after(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Brings everything back. These tensors get their own values only after the block, in which they may have
+        others.
+
+        Args:
+            tensors: some of the tensors that are on the host, or views of them.
+        """
+        waiting = self._waiting
         try:
-            for storage, host in self._waiting:
+            for storage, host in waiting:
                 storage.resize_(host.numel())
-                _as_bytes(storage).copy_(host, non_blocking=True)
+            later = _sizes_by_storage(tensors)
+            # A storage with more bytes than these tensors has other values, too.
+            _fill((storage, host) for storage, host in waiting if later.get(storage.data_ptr()) != storage.nbytes())
         except BaseException:
-            for storage, _ in self._waiting:
+            for storage, _ in waiting:
                 storage.resize_(0)
             raise
         self._waiting, self.is_on_host = [], False
+        try:
+            yield
+        finally:
+            _fill((storage, host) for storage, host in waiting if storage.data_ptr() in later)
 
 
 def host_memory(num_bytes: int, devices: Iterable[torch.device]) -> Tensor:
@@ -88,12 +108,30 @@ def host_memory(num_bytes: int, devices: Iterable[torch.device]) -> Tensor:
         if int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0:
             finalizer = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
             finalizer.atexit = False  # the driver may be gone by then
+        else:
+            with contextlib.suppress(RuntimeError):  # the driver reports this error once more, in the next kernel
+                torch.zeros(1, device="cuda")
     return memory
 
 
-def aligned(num_bytes: int, alignment: int) -> int:
-    """The size, rounded up to a multiple of the alignment."""
-    return -(-num_bytes // alignment) * alignment
+def aligned(num_bytes: int) -> int:
+    """The size, rounded up to a multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _sizes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the tensors in each storage, by its address."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        address = tensor.untyped_storage().data_ptr()
+        sizes[address] = sizes.get(address, 0) + tensor.nbytes
+    return sizes
+
+
+def _fill(storages: Iterable[tuple[torch.UntypedStorage, Tensor]]) -> None:
+    """Copies bytes on the host into storages."""
+    for storage, host in storages:
+        _as_bytes(storage).copy_(host, non_blocking=True)
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:

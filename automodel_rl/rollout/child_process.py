@@ -10,12 +10,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 LOOK_SECONDS = 0.5
 """Seconds between two checks that a child is alive. The pipe alone does not show its end: the child's own children may
 hold it open."""
+
+
+MOST_SECONDS_TO_DIE = 30.0
+"""Longest wait for processes that are killed, which the driver of a GPU may delay."""
 
 
 class ChildEndedError(RuntimeError):
@@ -85,15 +90,39 @@ class ChildProcess:
         except (OSError, EOFError):
             raise self._ended() from None
 
-    def close(self) -> None:
-        """Kills the child and everything that it has started in its session."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Ends the child and everything that it has started in its session.
+
+        Args:
+            seconds: longest wait for the child to end by itself, as it does where its pipe has an end. Then it and its
+                own children are killed.
+        """
+        self.connection.close()
+        _wait_while(lambda: self.process.poll() is None, seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.connection.close()
         self.process.wait()
+        _wait_while(lambda: _is_alive(self.process.pid), MOST_SECONDS_TO_DIE)  # else they would still hold memory
 
     def _ended(self) -> ChildEndedError:
         return ChildEndedError(f"its process ended with code {self.process.wait()}")
+
+
+def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
+    """Waits while a condition holds, at most so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and condition():
+        time.sleep(0.01)
+
+
+def _is_alive(group: int) -> bool:
+    """Whether a process of a group is alive. Those that are dead but not yet waited for are not."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group, *_ = status.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def _left(deadline: float) -> float:

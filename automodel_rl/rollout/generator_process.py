@@ -54,6 +54,7 @@ class GeneratorProcess:
         command: the worker's command.
         environment: the worker's environment variables; None for this process's.
         settings: the generator's settings, as its worker takes them.
+        end_seconds: longest wait for the worker to end by itself when it is closed.
 
     Raises:
         OSError: the process cannot be started.
@@ -62,8 +63,15 @@ class GeneratorProcess:
 
     num_workers = 1
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None, settings: Any):
-        self.child = ChildProcess(command, environment)
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None,
+        settings: Any,
+        *,
+        end_seconds: float = 0.0,
+    ):
+        self.child, self.end_seconds = ChildProcess(command, environment), end_seconds
         self._number = 0
         self._batches: dict[int, _Batch] = {}
         self._answers: deque[Message] = deque()
@@ -126,7 +134,7 @@ class GeneratorProcess:
         expect(self, MemoryChanged, seconds)
 
     def close(self) -> None:
-        self.child.close()
+        self.child.close(self.end_seconds)
         self._reader.join()
 
     def send(self, message: Message) -> None:

@@ -4,6 +4,8 @@ A generator on the trainer's device may share its memory in turns, as `memory.of
 
     wake   moments to the host, vLLM's weights awake, weight sync, trainer's weights to the host, vLLM's cache awake
     rest   vLLM asleep, trainer's weights back on the device; moments come back for the next optimizer step
+
+`rest` is two calls where something may come before the trainer's weights: `sleep` and `offload.restore`.
 """
 
 import datetime
@@ -72,35 +74,37 @@ class GeneratorSupervisor:
         if not self.config.sleep_level:
             self._send()
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether generators and the trainer have device memory in turns."""
-        return bool(self.config.sleep_level or self.offload.what)
-
     def wake(self) -> None:
         """Lets generators write, in the memory that they share with the trainer, until `rest`."""
         self._is_awake = True
         self.offload.before_sync()
+        self._free_unused()
         self.ranks.meet()  # the generator may use the devices of all of them
         if self.config.sleep_level:
             self._ask(lambda generator: generator.wake("weights", self.config.weight_sync.timeout))
             self._send()
         self.offload.after_sync()
+        self._free_unused()
         self.ranks.meet()
         if self.config.sleep_level:
             self._ask(lambda generator: generator.wake("kv_cache", self.config.weight_sync.timeout))
 
     def rest(self) -> None:
-        """Gives the shared memory back to the trainer. Does nothing if generators have none of it."""
+        """Gives the shared memory back to the trainer, whose weights then are there. Does nothing if generators have
+        none of it."""
+        self.sleep()
+        self.offload.restore()
+
+    def sleep(self) -> None:
+        """Lets generators give the shared memory back. The trainer's weights stay where they are."""
         if not self._is_awake:
             return
-        self._is_awake = False
         if self.config.sleep_level:
             self._ask(lambda generator: generator.sleep(self.config.sleep_level, PATIENCE.total_seconds()))
             if self.problem and self.generator is not None:
                 self.generator.close()  # the trainer needs the memory
         self.ranks.meet()
-        self.offload.restore()
+        self._is_awake = False
 
     def policy_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
         """The policy versions that two weight syncs sent. A sync after a failure sends the same version again."""
@@ -117,9 +121,9 @@ class GeneratorSupervisor:
             self._replace()
         else:
             self.sync.disconnect()  # the failed generator may be a member of this rank's links
-        gather_objects(
-            "", self.world
-        )  # waits: starting a generator may take longer than other collectives are allowed to
+            self._free_unused()
+        # Waits: starting a generator may take longer than other collectives are allowed to.
+        gather_objects("", self.world)
         was_awake = self._is_awake
         self.rest()
         if not self.config.sleep_level:
@@ -158,15 +162,19 @@ class GeneratorSupervisor:
         try:
             self.sync.send()
         except WeightSyncError as problem:
-            self.problem = str(problem)
+            self.problem = self.problem or str(problem)  # what failed first is the cause
+
+    def _free_unused(self) -> None:
+        """Frees memory of the device that this process keeps for later: generators need it."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _replace(self) -> None:
         if self.generator is not None:
             self.generator.close()
         self.generator, self.problem = None, ""
         self.sync.disconnect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the new generator needs the memory
+        self._free_unused()
         try:
             self.generator, transport = self._start()
         except Exception as problem:

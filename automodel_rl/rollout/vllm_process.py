@@ -17,7 +17,10 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 _RANK_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 """Beginnings of environment variables of this job, which vLLM would take for its own."""
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+END_SECONDS = 15.0
+"""Longest wait for a split vLLM to end by itself, and with it to give back the shared memory of its processes."""
+
 EXPANDABLE = "expandable_segments"
 """An option of torch's allocator with which vLLM's sleep frees nothing."""
 
@@ -39,16 +42,22 @@ def start_vllm(python: str | None, settings: VllmSettings, device: str | None) -
         "0"  # without it, a killed worker would leave a child of its own behind
     )
     if settings.options.get("enable_sleep_mode"):
-        for name in _ALLOCATOR_VARIABLES:
-            parts = environment.get(name, "").split(",")
-            environment[name] = ",".join(part for part in parts if EXPANDABLE not in part)
+        for name in _ALLOCATOR_VARIABLES & environment.keys():
+            parts = environment.pop(name).split(",")
+            if kept := [part for part in parts if EXPANDABLE not in part]:  # even an empty one hides the other
+                environment[name] = ",".join(kept)
     # CUDA may be initialised where vLLM starts its workers, and must not be forked then.
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = device
     options = {**settings.options, "logprobs_mode": "processed_logprobs"}
     try:
-        return GeneratorProcess([python, str(WORKER)], environment, dataclasses.replace(settings, options=options))
+        return GeneratorProcess(
+            [python, str(WORKER)],
+            environment,
+            dataclasses.replace(settings, options=options),
+            end_seconds=END_SECONDS if options.get("tensor_parallel_size", 1) > 1 else 0.0,
+        )
     except OSError as error:
         raise InputError(f"rollout.vllm.python={python}: cannot start it ({error.strerror})") from None
     except RuntimeError as error:

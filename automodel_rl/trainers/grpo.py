@@ -69,7 +69,7 @@ class GRPOTrainer:
         total_steps = config.length.steps or _steps_of_epochs(config, self.prompts)
         self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.steps_of_all_epochs)
         # The reference is made of the model's first weights, before a checkpoint replaces them.
-        self.reference = ReferenceWeights(self.handle) if config.needs_reference else None
+        self.reference = self._reference() if config.needs_reference else None
         self.errors = ErrorWatch(config.rewards)
         scorer = Scorer(config.rewards)
         self.supervisor = GeneratorSupervisor(config, self.engine, self.tokenizer)
@@ -119,6 +119,9 @@ class GRPOTrainer:
         self.run.save_model(self.tokenizer)
         return self.run.finish()
 
+    def _reference(self) -> ReferenceWeights:
+        return ReferenceWeights(self.handle, lends_memory=self.config.shares_memory)
+
     def _optimizer_steps(self, of_steps: list[Microbatches]) -> list[TrainOutput]:
         return [self.engine.train_step(microbatches, self.loss, self.readout) for microbatches in of_steps]
 
@@ -160,6 +163,7 @@ class GRPOTrainer:
             with step.time("pack"):
                 packed = self._pack(groups, step)
         except (RolloutError, InputError):
+            self.supervisor.offload.restore()
             self.run.abandon_step(before)
             raise
         step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
@@ -169,8 +173,9 @@ class GRPOTrainer:
 
     @contextlib.contextmanager
     def _generators_awake(self, time: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-        """Lets generators write in this block, in the memory that they share with the trainer, if they do."""
-        if not self.supervisor.shares_memory:
+        """Lets generators write in this block, in the memory that they share with the trainer, if they do. After it
+        the trainer's weights may still be on the host."""
+        if not self.config.shares_memory:
             yield
             return
         try:
@@ -179,7 +184,7 @@ class GRPOTrainer:
             yield
         finally:
             with time("sleep"):
-                self.supervisor.rest()
+                self.supervisor.sleep()
 
     def _mention_overlong(self) -> None:
         """Says once that prompts are too long."""
@@ -239,16 +244,20 @@ class GRPOTrainer:
         return packed
 
     def _with_logprobs(self, packed: list[PackedStep]) -> list[Microbatches]:
-        """Adds log-probabilities of the policy before this step, and of the reference, to all microbatches."""
+        """Adds log-probabilities of the policy before this step, and of the reference, to all microbatches.
+
+        The reference comes first: after a rollout, the policy's weights may still be on the host.
+        """
         everything = [microbatch for one in packed for microbatch in one.microbatches]
         stages = self.config.router_replay.stages
+        if self.reference is not None:
+            with self.reference.in_place():
+                everything = self._add_logprobs(everything, "ref_logprobs", replay="ref_logprobs" in stages)
+        self.supervisor.offload.restore()
         if not self.config.is_on_policy:
             everything = self._add_logprobs(everything, "old_logprobs", replay="old_logprobs" in stages)
         if self.config.router_replay.compare:
             everything = self._add_logprobs(everything, "live_logprobs", replay=False)
-        if self.reference is not None:
-            with self.reference.in_place():
-                everything = self._add_logprobs(everything, "ref_logprobs", replay="ref_logprobs" in stages)
         stream = iter(everything)
         return [[next(stream) for _ in one.microbatches] for one in packed]
 
@@ -306,14 +315,17 @@ class GRPOTrainer:
         """Metrics of completions of each held-out prompt: mean reward, error rates of rewards, and rates of passing
         if the config says which reward decides it."""
         rollout = self.config.rollout
-        with self._generators_awake(lambda name: contextlib.nullcontext()):
-            groups = self.rollouts.collect(
-                self.validation,
-                rollout.validation_samples,
-                rollout.validation_temperature,
-                rollout.validation_top_p,
-                rollout.validation_top_k,
-            )
+        try:
+            with self._generators_awake(lambda name: contextlib.nullcontext()):
+                groups = self.rollouts.collect(
+                    self.validation,
+                    rollout.validation_samples,
+                    rollout.validation_temperature,
+                    rollout.validation_top_p,
+                    rollout.validation_top_k,
+                )
+        finally:
+            self.supervisor.offload.restore()
         written = [[rollout for rollout in group if rollout.completion.finish != "error"] for group in groups]
         pairs = [(prompt, group) for prompt, group in zip(self.validation, written, strict=True) if group]
         if not pairs:

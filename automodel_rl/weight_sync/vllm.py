@@ -112,10 +112,12 @@ class VllmSameDevice(_Vllm):
             lambda: [share(num_bytes, device, interprocess_event(device)) for _ in range(num_buffers)]
         )
         own = [shared.cuda or (shared.file,) for _, shared in made]
-        of_workers = [own] if self.group is None else gather_objects(own, self.group)
-        self._together(lambda: self._open(of_workers))
-        for _, shared in made:
-            unlink(shared)
+        try:
+            of_workers = [own] if self.group is None else gather_objects(own, self.group)
+            self._together(lambda: self._open(of_workers))
+        finally:
+            for _, shared in made:
+                unlink(shared)
         return Slots([buffer for buffer, _ in made])
 
     def begin(self, version: int) -> None:

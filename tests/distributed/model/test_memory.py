@@ -150,3 +150,19 @@ def test_offloaded_tensors_come_back_bit_for_bit() -> None:
             assert torch.equal(tensor, before)
         assert torch.equal(alias, expected[0][3:50])
         tensors[0] += 1
+
+
+def test_tensors_may_have_other_values_before_their_own_come_back() -> None:
+    whole, shared = torch.randn(100), torch.randn(10)
+    part, frozen, expected = shared[:4], shared[4:], (whole.clone(), shared.clone())
+    offload = Offload(lambda: [whole, part, frozen])
+    offload.to_host()
+    entered = offload.to_device_after([whole, part])
+    entered.__enter__()
+    assert not offload.is_on_host
+    assert torch.equal(frozen, expected[1][4:])  # in a storage with one that waits
+    whole.zero_()
+    part.zero_()
+    assert not entered.__exit__(PlantedError, PlantedError(), None)  # a failure in between loses nothing
+    assert torch.equal(whole, expected[0])
+    assert torch.equal(shared, expected[1])

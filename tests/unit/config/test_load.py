@@ -191,7 +191,20 @@ def test_weights_go_the_way_that_fits_the_generators_place(changes: dict[str, An
         ),
         (
             {"rollout": {"generator": "vllm", "devices": [1], "vllm": {"sleep": 2}}},
-            "rollout.vllm.sleep=2: rollout.devices are apart from the trainer",
+            "rollout.vllm.sleep=2: rollout.devices are apart from the trainer's",
+        ),
+        (
+            {"rollout": {"own_process": True, "devices": [1]}, "memory": {"offload": {}}},
+            "memory.offload: rollout.devices are apart from the trainer's",
+        ),
+        ({"rollout": {"vllm": {"sleep": 2}}}, "rollout.vllm.sleep=2 with rollout.generator=transformers: only vLLM"),
+        (
+            {"rollout": {"vllm": {"tensor_parallel": 2}}},
+            "rollout.vllm.tensor_parallel=2 with rollout.generator=transformers: only vLLM",
+        ),
+        (
+            {"memory": {"reference": "device"}},
+            "memory.reference=device: this run keeps no reference policy",
         ),
         (
             {"rollout": {"generator": "vllm", "vllm": {"sleep": "auto", "servers": ["http://localhost:1"]}}},

@@ -173,7 +173,7 @@ def test_generator_and_trainer_have_the_memory_in_turns(generators: Generators) 
     for sync in (1, 2):  # a rollout and a validation
         made.wake()
         made.rest()
-        made.rest()
+        made.sleep()
         assert log == [*waking(sync), *RESTING]
         log.clear()
     assert made.policy_versions((1, 2)) == (1, 1)
@@ -181,15 +181,17 @@ def test_generator_and_trainer_have_the_memory_in_turns(generators: Generators) 
 
 @pytest.mark.parametrize("fails_at", ["wake weights", "wake kv_cache"])
 def test_a_generator_that_does_not_wake_is_made_anew_in_the_memory_that_it_will_have(
-    generators: Generators, fails_at: str
+    generators: Generators, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
     log = generators.log
     made, _ = make_supervisor(2, log)
     made.load_weights()
     generators.fails_at = fails_at
+    monkeypatch.setattr(Sync, "fails", fails_at == "wake weights")  # one without memory takes none, either
     made.wake()
     assert made.problem == f"{fails_at} failed"
     generators.fails_at = ""
+    monkeypatch.setattr(Sync, "fails", False)
     log.clear()
     made.restart(failed=True)
     assert generators.closed == [1]

@@ -50,7 +50,9 @@ class LLM:
     ):
         self.loras, self.max_loras = {}, max_loras
         self.asleep = set()
-        assert not enable_sleep_mode or "expandable" not in os.environ["PYTORCH_ALLOC_CONF"]
+        if enable_sleep_mode:
+            assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
+            assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
         self.says_routes = enable_return_routed_experts
         assert logprobs_mode == "processed_logprobs"
         if model == "missing":
@@ -302,6 +304,7 @@ def test_a_process_that_sleeps_writes_nothing_before_it_is_awake_and_has_weights
     level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     generator = make_process(enable_sleep_mode=True)
     requests = [Request([1, 2], 8, 0.5)]
     try:
