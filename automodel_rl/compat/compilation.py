@@ -98,7 +98,10 @@ def compile_for_any_size(function: Function) -> Function:
 
 def compile_for_rows(function: Function) -> Function:
     """Compiles a function at its first call: once for any number of rows, and once for each width of its matrices."""
-    compiled = torch.compile(function, dynamic=True)
+
+    @functools.cache
+    def compiled() -> Function:  # torch.compile itself imports the compiler, which takes seconds
+        return cast(Function, torch.compile(function, dynamic=True))
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -106,6 +109,6 @@ def compile_for_rows(function: Function) -> Function:
         for matrix in args:
             if isinstance(matrix, Tensor) and matrix.ndim == 2:
                 torch._dynamo.mark_static(matrix, 1)
-        return compiled(*args)
+        return compiled()(*args)
 
     return cast(Function, call)

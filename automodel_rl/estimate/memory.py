@@ -98,6 +98,7 @@ class MemoryModel:
     Attributes:
         parameters: number of parameters.
         active_parameters: number of those that one token is multiplied with.
+        values: the config as a dictionary.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class MemoryModel:
         optimizer: OptimizerConfig,
     ):
         self.config, self.microbatch_tokens = config, microbatch_tokens
+        self.values = config.to_dict()
         self._dtype, master = dtypes_of(model)
         self.compute, self.master = self._dtype.itemsize, master.itemsize
         self._model = empty_model(config, master, model)
@@ -117,6 +119,7 @@ class MemoryModel:
         # In a pipeline a tied head has a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
         self.parameters = sum(size.gathered for size in self._whole)
+        self._trained_share = sum(size.gathered for size in self._whole if size.is_trained) / self.parameters
         self.active_parameters = sum(_active(size, config) for size in self._whole)
         self._activations: Callable[..., LayerActivations] = cache(self._measure)
 
@@ -129,7 +132,7 @@ class MemoryModel:
     def least(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
         """Bytes that a rank needs at least for weights, moments and sums of gradients of several microbatches."""
         gathered = self.parameters / (parallel.pp * parallel.tp * parallel.ep)
-        trained = sum(size.gathered for size in self._whole if size.is_trained) / self.parameters * gathered
+        trained = self._trained_share * gathered
         moments = 0.0 if memory.offload_optimizer else trained * max(self._num_moments.values(), default=0)
         shards = (gathered + moments) / parallel.expert_ranks * parallel.ep
         return gathered * self.compute + shards * self.master + trained * self.master
@@ -218,9 +221,8 @@ class MemoryModel:
 
     def _of_layer(self, layer: int, parallel: ParallelConfig, memory: MemoryConfig) -> LayerActivations:
         """A layer's memory. Layers of the same kind are measured once."""
-        values = self.config.to_dict()
-        first_mixture = values.get("first_k_dense_replace") or 0
-        types = values.get("layer_types") or [None] * (layer + 1)
+        first_mixture = self.values.get("first_k_dense_replace") or 0
+        types = self.values.get("layer_types") or [None] * (layer + 1)
         kinds = [(number >= first_mixture, kind == LINEAR_ATTENTION) for number, kind in enumerate(types)]
         like = kinds.index(kinds[layer])
         axes = ParallelConfig(

@@ -65,13 +65,12 @@ def _of_layers(
     if parallel.tp > 1:  # two all-reduces a layer and pass
         seconds += 2 * passes * 2 * hidden * (parallel.tp - 1) / parallel.tp / _link(parallel, "tp", device)
     if parallel.cp > 1:  # keys and values are gathered, and their gradients scattered
-        values = config.to_dict()
-        heads = values.get("num_key_value_heads") or config.num_attention_heads
-        width = (values.get("head_dim") or config.hidden_size // config.num_attention_heads) * heads
+        heads = model.values.get("num_key_value_heads") or config.num_attention_heads
+        width = (model.values.get("head_dim") or config.hidden_size // config.num_attention_heads) * heads
         seconds += (passes + 1) * 2 * own_tokens * width * model.compute / _link(parallel, "cp", device)
-    if parallel.ep > 1:  # tokens go to their experts and back
-        chosen = experts_per_token(config)
-        seconds += 2 * passes * chosen * hidden * (parallel.ep - 1) / parallel.ep / _link(parallel, "ep", device)
+    if parallel.ep > 1:  # a token goes once to each other rank with experts of its own, and a sum comes back
+        met = (parallel.ep - 1) * (1 - (1 - 1 / parallel.ep) ** experts_per_token(config))
+        seconds += 2 * passes * met * hidden / _link(parallel, "ep", device)
     return layers * seconds
 
 

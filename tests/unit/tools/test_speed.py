@@ -1,0 +1,32 @@
+"""The estimate of a step's time: its messages are those that the ranks send."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from automodel_rl.config import ParallelConfig
+from automodel_rl.config.model import MemoryConfig
+from automodel_rl.tools.plan.devices import DEVICES
+from automodel_rl.tools.plan.speed import step_seconds
+
+
+def seconds_of_messages(num_chosen: int, ep: int) -> float:
+    """Seconds that a step takes longer with experts on several ranks."""
+    config = SimpleNamespace(num_hidden_layers=4, hidden_size=64, num_experts_per_tok=num_chosen)
+    model: Any = SimpleNamespace(
+        config=config, values={}, parameters=1e9, active_parameters=1e8, compute=2, master=4, num_moments=2
+    )
+    with_ep, without = (
+        step_seconds(model, ParallelConfig(dp_shard=4, ep=size), MemoryConfig(), 1e6, 0.0, DEVICES["H200"])
+        for size in (ep, 1)
+    )
+    return with_ep - without
+
+
+@pytest.mark.parametrize(
+    ("num_chosen", "ep", "ranks_met"), [(1, 2, 0.5), (8, 2, 1 - 0.5**8), (2, 4, 3 * (1 - 0.75**2))]
+)
+def test_a_token_travels_once_to_every_rank_with_experts_of_its_own(num_chosen: int, ep: int, ranks_met: float) -> None:
+    per_rank = seconds_of_messages(1, 4) / (3 / 4)
+    assert seconds_of_messages(num_chosen, ep) == pytest.approx(ranks_met * per_rank)
