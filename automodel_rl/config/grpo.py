@@ -212,12 +212,17 @@ class GRPOConfig(RunConfig):
                 "use 1 or auto"
             )
         size = rollout.vllm.tensor_parallel
-        if size > 1 and own:
+        if size > 1 and rollout.vllm.servers:
             raise ValueError(
-                f"rollout.vllm.tensor_parallel={size}: only a vLLM on the ranks' own devices is split by the run: set "
-                "it to 1, or leave rollout.devices and servers out"
+                f"rollout.vllm.tensor_parallel={size}: rollout.vllm.servers run already: leave it out, and start them "
+                f"with --tensor-parallel-size {size}"
             )
-        if size > 1 and self.parallel.world_size % size:
+        if rollout.generator == "vllm" and len(rollout.devices) % size:
+            raise ValueError(
+                f"rollout.devices={list(rollout.devices)} are not whole groups of rollout.vllm.tensor_parallel={size}: "
+                "list a multiple of it"
+            )
+        if size > 1 and not rollout.devices and self.parallel.world_size % size:
             raise ValueError(
                 f"rollout.vllm.tensor_parallel={size} does not divide the {self.parallel.world_size} ranks: use a "
                 "divisor"

@@ -23,7 +23,7 @@ class VllmConfig(Section):
 
     tensor_parallel: Positive = 1
     """Number of GPUs over which each vLLM is split. So many consecutive ranks of a machine share one, and the first of
-    them leads it. It must divide the number of ranks on a machine."""
+    them leads it; it must divide the number of ranks on a machine. With `devices`, each vLLM has so many of those."""
 
     sleep: Literal["none", 1, 2, "auto"] = "none"
     """Whether vLLM on a rank's device gives its memory back between rollouts. none: it keeps it. 1: its weights wait on
@@ -88,7 +88,7 @@ class RolloutConfig(Section):
 
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Devices for generators in processes of their own, by number on the machine. If empty, each generator shares its
-    rank's device."""
+    rank's device. There may be fewer vLLMs than ranks: the first ranks of a machine lead one each."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Most policy versions between the weights that wrote a completion and those that train on it. Above 0, generators

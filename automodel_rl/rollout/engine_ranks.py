@@ -1,4 +1,4 @@
-"""The ranks whose GPUs one vLLM uses together: the first of them leads it, the others lend theirs and write nothing."""
+"""The ranks that lead generators. Others only train, or lend their GPUs to a vLLM that another rank leads."""
 
 import os
 from collections import deque
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from automodel_rl.config import RolloutConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import (
     Begin,
@@ -28,46 +29,49 @@ from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
 
 @dataclass(frozen=True)
 class EngineRanks:
-    """Consecutive ranks of a machine that share one generator.
+    """The ranks that lead generators, and those that only train.
 
     Attributes:
-        size: number of the ranks, `rollout.vllm.tensor_parallel`.
-        group: a gloo group of them; None if each rank has a generator of its own.
+        writers: the ranks that lead a generator.
+        size: number of GPUs of each generator.
+        group: a gloo group of the consecutive ranks whose GPUs one generator uses; None if it uses one rank's, or GPUs
+            of its own.
     """
 
+    writers: tuple[int, ...]
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(cls, size: int) -> "EngineRanks":
-        """This rank's engine. A collective of all ranks.
+    def join(cls, rollout: RolloutConfig) -> "EngineRanks":
+        """This rank's generator. A collective of all ranks.
 
         Args:
-            size: number of ranks that share a generator.
+            rollout: the config's section `rollout`.
 
         Raises:
-            InputError: the ranks of a machine are not whole groups of this size.
+            InputError: the ranks or the GPUs of a machine are not as many as generators need.
         """
-        if size == 1:
-            return cls()
+        size = rollout.vllm.tensor_parallel if rollout.generator == "vllm" else 1
         world = dist.get_world_size()
         on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if rollout.devices and rollout.generator == "vllm":
+            led = _led_on(rollout.devices, size, on_machine)
+            return cls(tuple(rank for rank in range(world) if rank % on_machine < led), size)
+        if size == 1:
+            return cls(tuple(range(world)))
         if on_machine % size:
             raise InputError(
                 f"rollout.vllm.tensor_parallel={size}: the {on_machine} ranks on a machine are not whole groups of "
                 "this size: use a divisor of their number"
             )
-        return cls(size, own_group([[*range(first, first + size)] for first in range(0, world, size)], "gloo"))
+        groups = [[*range(first, first + size)] for first in range(0, world, size)]
+        return cls(tuple(range(0, world, size)), size, own_group(groups, "gloo"))
 
     @property
     def leads(self) -> bool:
         """Whether this rank's generator writes."""
-        return dist.get_rank() % self.size == 0
-
-    @property
-    def writers(self) -> range:
-        """The ranks whose generators write."""
-        return range(0, dist.get_world_size(), self.size)
+        return dist.get_rank() in self.writers
 
     def deal(self, count: int) -> list[list[int]]:
         """Deals places to the writers in turn: the places of each rank."""
@@ -82,8 +86,19 @@ class EngineRanks:
             gather_objects(None, self.group)
 
 
+def _led_on(devices: Sequence[int], size: int, num_ranks: int) -> int:
+    """Number of generators on a machine with GPUs of their own: its first ranks lead one each."""
+    led, over = divmod(len(devices), size)
+    if over or not 0 < led <= num_ranks:
+        raise InputError(
+            f"rollout.devices={list(devices)} with rollout.vllm.tensor_parallel={size}: each vLLM has {size} of them, "
+            f"and one of the {num_ranks} ranks on a machine leads it: list {size} for each of at most {num_ranks}"
+        )
+    return led
+
+
 class Bystander:
-    """The generator and the channel of a rank whose GPU another rank's generator uses: it agrees with everything."""
+    """The generator and the channel of a rank that leads none: it agrees with everything."""
 
     num_workers = 0
 

@@ -54,6 +54,7 @@ class GeneratorProcess:
         command: the worker's command.
         environment: the worker's environment variables; None for this process's.
         settings: the generator's settings, as its worker takes them.
+        num_workers: number of processes that hold weights: the worker, or so many children of its own.
         end_seconds: longest wait for the worker to end by itself when it is closed.
 
     Raises:
@@ -61,17 +62,17 @@ class GeneratorProcess:
         RuntimeError: the generator does not start; the text says why.
     """
 
-    num_workers = 1
-
     def __init__(
         self,
         command: Sequence[str],
         environment: Mapping[str, str] | None,
         settings: Any,
         *,
+        num_workers: int = 1,
         end_seconds: float = 0.0,
     ):
-        self.child, self.end_seconds = ChildProcess(command, environment), end_seconds
+        self.child = ChildProcess(command, environment)
+        self.num_workers, self.end_seconds = num_workers, end_seconds
         self._number = 0
         self._batches: dict[int, _Batch] = {}
         self._answers: deque[Message] = deque()

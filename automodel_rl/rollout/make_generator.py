@@ -33,8 +33,11 @@ from automodel_rl.weight_sync.vllm_adapters import VllmAdapters
 
 TRANSFORMERS_WORKER = ("-m", "automodel_rl.rollout.transformers_worker")
 
-SPLIT = {"distributed_executor_backend": "mp", "worker_extension_cls": "vllm_split_worker.SplitWorker"}
+SPLIT = {"distributed_executor_backend": "mp"}
 """Arguments of vllm.LLM if it is split over several GPUs, with a process for each."""
+
+READS_BUFFERS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
+"""Further arguments if these are the GPUs of ranks, whose buffers its processes read."""
 
 
 def make_generator(
@@ -46,7 +49,7 @@ def make_generator(
         config: the run's config.
         handle: the model that is trained.
         tokenizer: the model's tokenizer.
-        ranks: the ranks that share the generator.
+        ranks: the ranks that lead generators, and those that share this rank's.
 
     Raises:
         InputError: the generator does not start.
@@ -79,10 +82,21 @@ def _transformers(
             "weight_sync.transport=collective: NCCL does not join two processes on one device: use ipc, or give the "
             "generators rollout.devices of their own"
         )
+    _check_devices(rollout.devices)
     process = start_transformers(copy, writing, visible_devices(rollout.devices, device))
     if config.transport == "ipc":
         return process, Ipc(process, device, weights.timeout)
     return process, Collective(process, handle.layout, weights.timeout)
+
+
+def _check_devices(devices: Sequence[int]) -> None:
+    """Refuses too few devices of their own for the generators of a machine's ranks."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if devices and len(devices) < local_ranks:
+        raise InputError(
+            f"rollout.devices={list(devices)}: each of the {local_ranks} ranks on a machine needs one: list "
+            f"{local_ranks}"
+        )
 
 
 def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -> GeneratorProcess:
@@ -121,9 +135,7 @@ def _vllm_process(
     origin = handle.adapter_origin if weights.adapters == "alone" else None
     if not ranks.leads:
         bystander = Bystander()
-        if origin is not None:
-            return bystander, VllmAdapters(bystander, origin, layout.device, weights.timeout)
-        return bystander, VllmSameDevice(bystander, layout, weights.timeout, ranks.group)
+        return bystander, _vllm_transport(bystander, config, handle, ranks)
     options = {
         "model": str(handle.source),
         "dtype": str(sync_dtype(weights, handle)).removeprefix("torch."),
@@ -133,6 +145,7 @@ def _vllm_process(
         "weight_transfer_config": {"backend": "nccl" if rollout.devices else "same_device"},
         **({"enable_sleep_mode": True} if config.sleep_level else {}),
         **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
+        **(READS_BUFFERS if ranks.group is not None else {}),
         **({"enable_return_routed_experts": True} if config.router_replay.enabled else {}),
         **rollout.vllm.options,
     }
@@ -142,11 +155,19 @@ def _vllm_process(
     settings = VllmSettings(options, _sampling(config, handle, tokenizer))
     devices = visible_devices(rollout.devices, layout.device, ranks.size)
     process = start_vllm(rollout.vllm.python, settings, devices)
-    if origin is not None:
-        return process, VllmAdapters(process, origin, layout.device, weights.timeout)
-    if rollout.devices:
-        return process, VllmNccl(process, layout, weights.timeout)
-    return process, VllmSameDevice(process, layout, weights.timeout, ranks.group)
+    return process, _vllm_transport(process, config, handle, ranks)
+
+
+def _vllm_transport(
+    channel: GeneratorProcess | Bystander, config: GRPOConfig, handle: ModelHandle, ranks: EngineRanks
+) -> Transport:
+    weights, layout = config.weight_sync, handle.layout
+    if weights.adapters == "alone":
+        assert handle.adapter_origin is not None
+        return VllmAdapters(channel, handle.adapter_origin, layout.device, weights.timeout)
+    if config.rollout.devices:
+        return VllmNccl(channel, layout, weights.timeout)
+    return VllmSameDevice(channel, layout, weights.timeout, ranks.group)
 
 
 def _adapter_options(rank: int, max_staleness: int) -> dict[str, Any]:
@@ -173,20 +194,11 @@ def visible_devices(devices: Sequence[int], device: torch.device, count: int = 1
     Args:
         devices: the generators' own devices, by their number on the machine; empty if each shares its rank's device.
         device: this rank's device.
-        count: number of ranks, from this one on, whose devices the generator shares.
-
-    Raises:
-        InputError: there are fewer devices for generators than ranks.
+        count: number of devices of the generator: of its own, or of this rank and those after it.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if devices:
-        local_ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        if len(devices) < local_ranks:
-            raise InputError(
-                f"rollout.devices={list(devices)}: each of the {local_ranks} ranks on a machine needs one: list "
-                f"{local_ranks}"
-            )
-        return str(devices[local_rank])
+        first = int(os.environ.get("LOCAL_RANK", "0")) * count
+        return ",".join(map(str, devices[first : first + count]))
     if device.type != "cuda":
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

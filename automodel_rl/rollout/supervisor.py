@@ -47,14 +47,14 @@ class GeneratorSupervisor:
         problem: why the generator cannot write, "" if it can. `restart` repairs it.
         policy_version: the policy version that generators got last, or get when they wake, from 1 on.
         offload: the trainer's memory, which generators have during rollouts.
-        ranks: the ranks that share this rank's generator.
+        ranks: the ranks that lead generators, and those that share this rank's.
         world: a process group of all ranks. Its collectives may take as long as generators do.
     """
 
     def __init__(self, config: GRPOConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
         self.config, self.handle, self.tokenizer = config, engine.handle, tokenizer
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.ranks = EngineRanks.join(config.rollout.vllm.tensor_parallel if config.rollout.generator == "vllm" else 1)
+        self.ranks = EngineRanks.join(config.rollout)
         self.offload = RolloutOffload(engine)
         self._is_awake = False
         self.problem = ""

@@ -51,12 +51,14 @@ def start_vllm(python: str | None, settings: VllmSettings, device: str | None) -
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = device
     options = {**settings.options, "logprobs_mode": "processed_logprobs"}
+    num_workers = int(options.get("tensor_parallel_size", 1))
     try:
         return GeneratorProcess(
             [python, str(WORKER)],
             environment,
             dataclasses.replace(settings, options=options),
-            end_seconds=END_SECONDS if options.get("tensor_parallel_size", 1) > 1 else 0.0,
+            num_workers=num_workers,
+            end_seconds=END_SECONDS if num_workers > 1 else 0.0,
         )
     except OSError as error:
         raise InputError(f"rollout.vllm.python={python}: cannot start it ({error.strerror})") from None

@@ -59,7 +59,7 @@ def collected() -> list[tuple[str, float]]:
     scorer.submitted = []
     supervisor = SimpleNamespace(
         handle=SimpleNamespace(config=SimpleNamespace(vocab_size=50)),
-        ranks=EngineRanks(),
+        ranks=EngineRanks((0,)),
         world=dist.group.WORLD,
         generator=Patient(scorer.submitted),
         problem="",

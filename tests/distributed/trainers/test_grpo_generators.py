@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from automodel_rl.config import GRPOConfig
 from automodel_rl.errors import RolloutError
 from automodel_rl.generator_messages import Request
@@ -141,13 +143,21 @@ def run_split(settings: Settings) -> int:
     return Flaky.written
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {"vllm": {"tensor_parallel": 2}}, "memory": {"offload": {}}},  # one on the devices of both
+        {"rollout": {"devices": [1, 2], "vllm": {"tensor_parallel": 2}}},  # one on devices of its own
+    ],
+    ids=str,
+)
 def test_ranks_that_share_a_generator_leave_the_writing_to_the_first(
-    ranks: RankPool, workspace: Path, tmp_path: Path
+    ranks: RankPool, workspace: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     settings = values(workspace, tmp_path / "own", length={"steps": 2, "validate_every": 2}, parallel={"dp_shard": 2})
     ranks(2).run(train, settings)
-    rollout = settings["rollout"] | {"generator": "vllm", "vllm": {"tensor_parallel": 2}}
-    shared = settings | {"output": str(tmp_path / "shared"), "rollout": rollout, "memory": {"offload": {}}}
+    rollout = settings["rollout"] | {"generator": "vllm"} | changes["rollout"]
+    shared = settings | changes | {"output": str(tmp_path / "shared"), "rollout": rollout}
     written, none = ranks(2).run(run_split, shared)
     assert written >= 2 * settings["rollout"]["prompts"] * settings["rollout"]["group_size"]
     assert none == 0

@@ -211,8 +211,12 @@ def test_weights_go_the_way_that_fits_the_generators_place(changes: dict[str, An
             "rollout.vllm.sleep=auto: rollout.vllm.servers have memory apart from the trainer",
         ),
         (
-            {"rollout": {"generator": "vllm", "devices": [1, 2], "vllm": {"tensor_parallel": 2}}},
-            "rollout.vllm.tensor_parallel=2: only a vLLM on the ranks' own devices is split",
+            {"rollout": {"generator": "vllm", "devices": [1, 2, 3], "vllm": {"tensor_parallel": 2}}},
+            "rollout.devices=.1, 2, 3. are not whole groups of rollout.vllm.tensor_parallel=2: list a multiple",
+        ),
+        (
+            {"rollout": {"generator": "vllm", "vllm": {"tensor_parallel": 2, "servers": ["http://localhost:1"]}}},
+            "rollout.vllm.servers run already: leave it out, and start them with --tensor-parallel-size 2",
         ),
         (
             {"rollout": {"generator": "vllm", "vllm": {"tensor_parallel": 2}}},

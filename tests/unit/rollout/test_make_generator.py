@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from automodel_rl.config import RolloutConfig
+from automodel_rl.config.rollout import VllmConfig
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.make_generator import visible_devices
+from automodel_rl.rollout import engine_ranks
+from automodel_rl.rollout.engine_ranks import EngineRanks
+from automodel_rl.rollout.make_generator import _check_devices, visible_devices
 
 
 def device(
@@ -21,7 +25,40 @@ def device(
 def test_devices_of_their_own_are_dealt_to_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device(monkeypatch, rank, (6, 7), None) for rank in (0, 1)] == ["6", "7"]
     with pytest.raises(InputError, match="each of the 2 ranks on a machine needs one: list 2"):
-        device(monkeypatch, 0, (6,), None)
+        _check_devices((6,))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert visible_devices((3, 4, 5, 6), torch.device("cuda", 1), 2) == "5,6"
+
+
+@pytest.mark.parametrize(
+    ("devices", "size", "writers"), [((4,), 1, (0, 4)), ((4, 5), 1, (0, 1, 4, 5)), ((4, 5, 6, 7), 2, (0, 1, 4, 5))]
+)
+def test_the_first_ranks_of_each_machine_lead_a_vllm_on_devices_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], size: int, writers: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(engine_ranks.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(engine_ranks.dist, "get_rank", lambda: 5)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    rollout = RolloutConfig(prompts=2, generator="vllm", devices=devices, vllm=VllmConfig(tensor_parallel=size))
+    ranks = EngineRanks.join(rollout)
+    assert (ranks.writers, ranks.size, ranks.group) == (writers, size, None)
+    assert ranks.leads == (5 in writers)
+    shares = ranks.deal(9)
+    assert sorted(place for share in shares for place in share) == [*range(9)]
+    assert [rank for rank, share in enumerate(shares) if share] == [*writers]
+
+
+@pytest.mark.parametrize(("devices", "size"), [((4, 5, 6), 2), ((4, 5, 6), 1)])
+def test_devices_that_no_rank_could_use_are_refused(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], size: int
+) -> None:
+    monkeypatch.setattr(engine_ranks.dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    rollout = RolloutConfig(prompts=2, generator="vllm", devices=devices, vllm=VllmConfig(tensor_parallel=size))
+    with pytest.raises(
+        InputError, match=f"one of the 2 ranks on a machine leads it: list {size} for each of at most 2"
+    ):
+        EngineRanks.join(rollout)
 
 
 def test_a_generator_shares_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> Generators:
     monkeypatch.setattr(supervisor, "make_generator", made.make)
     monkeypatch.setattr(supervisor, "WeightSync", Sync)
     monkeypatch.setattr(supervisor.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(supervisor.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(supervisor, "gather_objects", lambda own, _group: [own])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(Sync, "fails", False)
@@ -86,7 +87,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> Generators:
 
 def make_supervisor(sleep_level: int = 0, log: list[str] | None = None) -> tuple[GeneratorSupervisor, Any]:
     """A supervisor and its weight sync; with a log, the trainer shares its memory."""
-    rollout = SimpleNamespace(generator="transformers")
+    rollout = SimpleNamespace(generator="transformers", devices=())
     config: Any = SimpleNamespace(weight_sync=SimpleNamespace(timeout=1.0), sleep_level=sleep_level, rollout=rollout)
     notes = [] if log is None else log
     offload = OffloadConfig() if log is not None else None
