@@ -23,9 +23,13 @@ MOST_GRAPHS = 64
 """Most graphs of one function. A function of a layer has some for each kind of layer, and torch's own limit of 8 makes
 the rest run uncompiled."""
 
-OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction_non_strict_mode": True}
-"""The compiler fuses the two reductions of a norm's backward only from some number of tokens on, and would make a graph
-for fewer and one for more. This makes it fuse them always."""
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
+    "triton.mix_order_reduction_non_strict_mode": True,
+    "shape_padding": False,
+}
+"""Options without which the compiler would make one graph for few tokens and another for more. It fuses the two
+reductions of a norm's backward only from some number of tokens on: now always. And it pads odd widths, such as a low
+rank of adapters, where that seems to pay for so many tokens: now never."""
 
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

@@ -103,6 +103,7 @@ class Bystander:
     num_workers = 0
 
     def __init__(self) -> None:
+        self.addresses: list[str] = []
         self._coming: int | None = None
         self._answers: deque[Message] = deque()
 

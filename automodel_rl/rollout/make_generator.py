@@ -41,7 +41,11 @@ READS_BUFFERS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
 
 
 def make_generator(
-    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, ranks: EngineRanks
+    config: GRPOConfig,
+    handle: ModelHandle,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: EngineRanks,
+    is_first: bool = True,
 ) -> tuple[Generator, Transport]:
     """Starts this rank's generator, and makes the transport by which it gets weights.
 
@@ -50,6 +54,7 @@ def make_generator(
         handle: the model that is trained.
         tokenizer: the model's tokenizer.
         ranks: the ranks that lead generators, and those that share this rank's.
+        is_first: whether it is the run's first. Later, some servers may be gone.
 
     Raises:
         InputError: the generator does not start.
@@ -57,7 +62,7 @@ def make_generator(
     if config.rollout.generator == "transformers":
         return _transformers(config, handle, tokenizer)
     if config.rollout.vllm.servers:
-        return _vllm_servers(config, handle, tokenizer)
+        return _vllm_servers(config, handle, tokenizer, is_first)
     return _vllm_process(config, handle, tokenizer, ranks)
 
 
@@ -121,10 +126,12 @@ def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -
 
 
 def _vllm_servers(
-    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase
+    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, is_first: bool
 ) -> tuple[Generator, Transport]:
-    servers = connect_servers(config.rollout.vllm.servers, routes=config.router_replay.enabled)
-    generator = VllmServers(servers, _sampling(config, handle, tokenizer), leads=dist.get_rank() == 0)
+    routes = config.router_replay.enabled
+    servers = connect_servers(config.rollout.vllm.servers, routes, some_may_be_gone=not is_first)
+    sampling = _sampling(config, handle, tokenizer)
+    generator = VllmServers(servers, sampling, leads=dist.get_rank() == 0, routes=routes)
     return generator, VllmNccl(generator.weights, handle.layout, config.weight_sync.timeout)
 
 

@@ -24,6 +24,7 @@ from automodel_rl.rollout.engine_ranks import EngineRanks
 from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.make_generator import make_generator
 from automodel_rl.rollout.protocol import Generator
+from automodel_rl.rollout.vllm_servers import VllmServers
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
 
@@ -60,7 +61,7 @@ class GeneratorSupervisor:
         self.problem = ""
         self.offload.after_sync()  # the generator starts in the memory that it will have
         self.generator: Generator | None
-        self.generator, transport = self._start()
+        self.generator, transport = self._start(is_first=True)
         gather_objects("", self.world)  # waits until the generators that use this rank's device sleep
         self.offload.restore()
         self.sync = WeightSync(self.handle, transport, config.weight_sync)
@@ -71,6 +72,7 @@ class GeneratorSupervisor:
         """Gives all generators the weights that the model has now, as the next policy version. Those that sleep get
         them when they wake."""
         self.policy_version += 1
+        self._look_for_servers()
         if not self.config.sleep_level:
             self._send()
 
@@ -137,6 +139,14 @@ class GeneratorSupervisor:
         if self.generator is not None:
             self.generator.close()
 
+    def _look_for_servers(self) -> None:
+        """Lets the next weight sync go to the servers that are there now, if others have gone or come."""
+        if not self.config.rollout.vllm.servers:
+            return
+        have_changed = isinstance(self.generator, VllmServers) and self.generator.have_changed
+        if any(gather_objects(have_changed, self.world)):
+            self.sync.disconnect()
+
     def _ask(self, ask: Callable[[GeneratorProcess], None]) -> None:
         """Asks the generator to sleep or to wake, unless it has failed. A failure becomes `problem`."""
         if self.problem or not isinstance(self.generator, GeneratorProcess):  # a bystander has no memory
@@ -146,9 +156,9 @@ class GeneratorSupervisor:
         except WeightSyncError as problem:
             self.problem = str(problem)
 
-    def _start(self) -> tuple[Generator, Transport]:
+    def _start(self, is_first: bool) -> tuple[Generator, Transport]:
         """Starts this rank's generator, which then sleeps if it shares memory."""
-        generator, transport = make_generator(self.config, self.handle, self.tokenizer, self.ranks)
+        generator, transport = make_generator(self.config, self.handle, self.tokenizer, self.ranks, is_first)
         if self.config.sleep_level and isinstance(generator, GeneratorProcess):
             try:
                 generator.sleep(self.config.sleep_level, PATIENCE.total_seconds())
@@ -176,7 +186,7 @@ class GeneratorSupervisor:
         self.sync.disconnect()
         self._free_unused()
         try:
-            self.generator, transport = self._start()
+            self.generator, transport = self._start(is_first=False)
         except Exception as problem:
             self.problem = innermost(problem)
         else:

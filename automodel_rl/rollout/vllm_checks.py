@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.vllm_http import TOKEN_VARIABLE, VllmServer
+from automodel_rl.rollout.vllm_http import PROBE_SECONDS, TOKEN_VARIABLE, VllmServer
 
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs "
@@ -12,23 +12,30 @@ SERVE = (
 )
 
 
-def connect_servers(urls: Sequence[str], routes: bool) -> list[VllmServer]:
+def connect_servers(urls: Sequence[str], routes: bool, *, some_may_be_gone: bool = False) -> list[VllmServer]:
     """Connects to servers and checks them.
 
     Args:
         urls: the servers' addresses.
         routes: whether they must report which experts tokens go to.
+        some_may_be_gone: whether one that can be used is enough, as later in a run.
 
     Raises:
         InputError: a server cannot be used; the text says how to start it.
     """
-    servers = [VllmServer(url) for url in urls]
+    servers, problems = [VllmServer(url) for url in urls], []
     for server in servers:
-        _check(server, routes)
+        try:
+            check_server(server, routes)
+        except InputError as problem:
+            problems.append(problem)
+    if problems and not (some_may_be_gone and len(problems) < len(servers)):
+        raise problems[0]
     return servers
 
 
-def _check(server: VllmServer, routes: bool) -> None:
+def check_server(server: VllmServer, routes: bool) -> None:
+    """Raises InputError if a server cannot be used; the text says how to start it."""
     what = f"rollout.vllm.servers: {server.url}"
     if server.is_exposed:
         raise InputError(
@@ -36,7 +43,7 @@ def _check(server: VllmServer, routes: bool) -> None:
             f"{TOKEN_VARIABLE} to that key"
         )
     try:
-        info = json.dumps(server.get("/server_info?config_format=json"))
+        info = json.dumps(server.get("/server_info?config_format=json", PROBE_SECONDS))
     except (OSError, ValueError) as error:
         raise InputError(f"{what} does not answer ({error}): start it with {SERVE}") from None
     if server.get("/is_paused")["is_paused"]:

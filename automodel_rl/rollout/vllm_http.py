@@ -18,6 +18,9 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 ANSWER_SECONDS = 3600.0
 """Longest wait for an answer."""
 
+PROBE_SECONDS = 15.0
+"""Longest wait for the answer of a server that may be gone."""
+
 ANSWER_BYTES = 2**30
 """Most bytes of an answer."""
 
@@ -38,22 +41,27 @@ class VllmServer:
         host = urllib.parse.urlsplit(self.url).hostname or ""
         return host not in LOOPBACK and TOKEN_VARIABLE not in os.environ
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, seconds: float = ANSWER_SECONDS) -> Any:
         """The JSON at a path.
 
+        Args:
+            path: the path, with the query.
+            seconds: longest wait.
+
         Raises:
-            OSError: the server does not answer, or answers with an error.
+            HTTPError: the server answers with an error.
+            OSError: it does not answer.
             ValueError: the answer is not JSON, or too long.
         """
-        return self._answer(urllib.request.Request(self.url + path, headers=_authorization()))
+        return self._answer(urllib.request.Request(self.url + path, headers=_authorization()), seconds)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer to a body that is posted to a path; None if the answer is empty. Raises like `get`."""
         headers = {"Content-Type": "application/json", **_authorization()}
-        return self._answer(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers))
+        return self._answer(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), ANSWER_SECONDS)
 
-    def _answer(self, request: urllib.request.Request) -> Any:
-        with _OPENER.open(request, timeout=ANSWER_SECONDS) as response:
+    def _answer(self, request: urllib.request.Request, seconds: float) -> Any:
+        with _OPENER.open(request, timeout=seconds) as response:
             text = response.read(ANSWER_BYTES + 1)
         if len(text) > ANSWER_BYTES:
             raise ValueError(f"the answer is longer than {ANSWER_BYTES} bytes")

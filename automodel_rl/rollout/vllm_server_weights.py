@@ -20,7 +20,7 @@ from automodel_rl.generator_messages import (
     Ready,
     unknown,
 )
-from automodel_rl.rollout.vllm_http import VllmServer, at_once
+from automodel_rl.rollout.vllm_http import PROBE_SECONDS, VllmServer, at_once
 
 
 class ServerWeights:
@@ -29,16 +29,19 @@ class ServerWeights:
     If a weight sync fails, servers have no complete weights, and must be restarted.
 
     Args:
-        servers: the servers that get weights.
+        servers: the run's servers. Those that are there when weights are first sent, or sent after `close` of a
+            transport, get them from then on.
         leads: whether this rank sends to the servers. Other ranks only count versions.
 
     Attributes:
         version: the version of the weights that the servers have.
+        members: the servers that get weights.
         is_broken: whether a weight sync failed, so that servers have no complete weights.
     """
 
     def __init__(self, servers: Sequence[VllmServer], leads: bool):
         self.servers, self.leads = servers, leads
+        self.members = list(servers)
         self.version = 0
         self.is_broken = False
         self._coming = 0
@@ -47,8 +50,22 @@ class ServerWeights:
 
     @property
     def num_workers(self) -> int:
-        """Number of processes of all servers that hold weights; 0 on ranks that do not lead."""
-        return sum(self._world_sizes()) if self.leads else 0
+        """Number of processes of the servers that are there; 0 on ranks that do not lead.
+
+        Raises:
+            OSError: none is there.
+        """
+        if not self.leads:
+            return 0
+        self.members = [server for server in self.servers if is_there(server)]
+        if not self.members:
+            raise OSError(f"none of {', '.join(server.url for server in self.servers)} answers")
+        return sum(self._world_sizes())
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of the servers that get weights, which other ranks learn from the rank that leads."""
+        return [server.url for server in self.members]
 
     def send(self, message: Message) -> None:
         if not self.leads:
@@ -99,7 +116,8 @@ class ServerWeights:
     def _count(self, message: Message) -> None:
         """Counts versions, and answers in place of the servers."""
         match message:
-            case InitTransfer():
+            case InitTransfer(info):
+                self.members = [server for server in self.servers if server.url in info["servers"]]
                 self._answers.append(Ready())
             case Begin(version):
                 self._coming = version
@@ -114,16 +132,25 @@ class ServerWeights:
                 raise unknown(message)
 
     def _init(self, info: dict[str, Any]) -> None:
+        info = {key: value for key, value in info.items() if key != "servers"}
         offsets = itertools.accumulate(self._world_sizes(), initial=info["rank_offset"])
         bodies = [{"init_info": {**info, "rank_offset": offset}} for offset in offsets]
 
         def init(server: VllmServer, body: dict[str, Any]) -> None:
             server.post("/init_weight_transfer_engine", body)
 
-        at_once(init, self.servers, bodies)
+        at_once(init, self.members, bodies)
 
     def _world_sizes(self) -> list[int]:
-        return [server.get("/get_world_size?include_dp=true")["world_size"] for server in self.servers]
+        return [server.get("/get_world_size?include_dp=true")["world_size"] for server in self.members]
 
     def _to_all(self, path: str, body: dict[str, Any]) -> None:
-        at_once(lambda server: server.post(path, body), self.servers)
+        at_once(lambda server: server.post(path, body), self.members)
+
+
+def is_there(server: VllmServer) -> bool:
+    """Whether a server answers, and no weight sync to it has failed."""
+    try:
+        return not server.get("/is_paused", PROBE_SECONDS)["is_paused"]
+    except (OSError, ValueError):
+        return False

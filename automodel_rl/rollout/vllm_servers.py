@@ -2,19 +2,20 @@
 
 import base64
 import io
-import itertools
+import urllib.error
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from automodel_rl.errors import WeightSyncError
+from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Request, Written
 from automodel_rl.rollout.completions import completion_of
 from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.rollout.vllm_checks import check_server
 from automodel_rl.rollout.vllm_http import VllmServer
-from automodel_rl.rollout.vllm_server_weights import ServerWeights
+from automodel_rl.rollout.vllm_server_weights import ServerWeights, is_there
 
 REQUESTS_AT_ONCE = 64
 
@@ -33,20 +34,31 @@ from the checkpoint's generation_config.json."""
 class VllmServers:
     """A `Generator` that sends requests to servers in turn. `connect_servers` has checked the servers.
 
+    A server that no longer answers gets no requests until it has weights again; others write what it was to write.
+
     Args:
         servers: the servers that write completions.
         sampling: arguments of vllm.SamplingParams that are the same for every request.
         leads: whether this rank sends weights to the servers.
+        routes: whether servers must report which experts tokens go to.
 
     Attributes:
         weights: the channel of the servers' weights.
     """
 
-    def __init__(self, servers: Sequence[VllmServer], sampling: dict[str, Any], leads: bool):
-        self.servers, self.sampling = servers, sampling
+    def __init__(self, servers: Sequence[VllmServer], sampling: dict[str, Any], leads: bool, *, routes: bool = False):
+        self.servers, self.sampling, self.routes = servers, sampling, routes
         self.weights = ServerWeights(servers, leads)
-        self.model = servers[0].get("/v1/models")["data"][0]["id"]
+        there = next(server for server in servers if is_there(server))
+        self.model = there.get("/v1/models")["data"][0]["id"]
         self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE)
+        self._gone: dict[VllmServer, int] = {}  # those that did not answer, with the version of weights then
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether a server that gets weights is gone, or one that gets none is there. Only the leading rank knows."""
+        weights = self.weights
+        return weights.leads and any(self._is_usable(server) != (server in weights.members) for server in self.servers)
 
     def submit(
         self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
@@ -54,15 +66,12 @@ class VllmServers:
         if self.weights.is_broken:
             raise WeightSyncError("a server has no complete weights, for a weight sync failed: start the servers anew")
 
-        def complete(place: int, request: Request, server: VllmServer) -> Completion:
-            completion = self._complete(request, server)
+        def complete(place: int, request: Request) -> Completion:
+            completion = self._complete_anywhere(place, request)
             on_finished(place, completion)
             return completion
 
-        futures = [
-            self._requests.submit(complete, place, request, server)
-            for (place, request), server in zip(enumerate(requests), itertools.cycle(self.servers), strict=False)
-        ]
+        futures = [self._requests.submit(complete, place, request) for place, request in enumerate(requests)]
 
         def wait() -> list[Completion]:
             completions = [future.result() for future in futures]
@@ -80,7 +89,30 @@ class VllmServers:
         self._requests.shutdown(wait=False, cancel_futures=True)
         self.weights.close()
 
+    def _is_usable(self, server: VllmServer) -> bool:
+        try:
+            check_server(server, self.routes)
+        except InputError:
+            return False
+        return True
+
+    def _complete_anywhere(self, place: int, request: Request) -> Completion:
+        """A completion by one of the servers that have weights, for each place another one first."""
+        completion = Completion([], [], "error", "no server answers")
+        members = self.weights.members
+        for turn in range(len(members)):
+            server = members[(place + turn) % len(members)]
+            if self._gone.get(server) == self.weights.version:
+                continue
+            try:
+                return self._complete(request, server)
+            except OSError as error:
+                self._gone[server] = self.weights.version
+                completion = _failed(server, error)
+        return completion
+
     def _complete(self, request: Request, server: VllmServer) -> Completion:
+        """A completion by a server, or its error. Raises OSError if the server does not answer."""
         body = {
             "model": self.model,
             "prompt": request.prompt,
@@ -104,9 +136,13 @@ class VllmServers:
                 _decoded(choice.get("routed_experts")),
             )
             return completion_of(written)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            text = f"{server.url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return Completion([], [], "error", text)
+        except (urllib.error.HTTPError, ValueError, LookupError, TypeError) as error:
+            return _failed(server, error)
+
+
+def _failed(server: VllmServer, error: Exception) -> Completion:
+    text = f"{server.url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return Completion([], [], "error", text)
 
 
 def _decoded(routes: str | None) -> np.ndarray | None:

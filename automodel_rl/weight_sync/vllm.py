@@ -37,6 +37,11 @@ class VllmChannel(Channel, Protocol):
         """Number of processes that hold weights."""
         ...
 
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of the servers that get weights; empty for a process."""
+        ...
+
 
 class _Vllm(Transport):
     """The part that both ways share: messages about each bucket, and their answers.
@@ -175,12 +180,13 @@ class VllmNccl(_Vllm):
         self.plans = plans
         rank = dist.get_rank()
         place = (os.environ.get("MASTER_ADDR", "localhost"), free_port())
-        answers = gather_objects((*self._workers(), place), self.layout.world_control)
-        workers, problems, places = zip(*answers, strict=True)
+        answers = gather_objects((*self._workers(), place, self.channel.addresses), self.layout.world_control)
+        workers, problems, places, addresses = zip(*answers, strict=True)
         if any(problems):
             raise WeightSyncError(next(problem for problem in problems if problem))
         (host, port), world_size = places[0], 1 + sum(workers)
         init = {"master_address": host, "master_port": port, "world_size": world_size}
+        init |= {"servers": addresses[0]} if addresses[0] else {}
         self.channel.send(InitTransfer({**init, "rank_offset": 1 + sum(workers[:rank])}))
         self.is_ready = False
         if rank == 0:

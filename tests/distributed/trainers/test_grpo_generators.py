@@ -131,9 +131,13 @@ def test_the_others_write_what_a_dead_generator_was_to_write(ranks: RankPool, wo
 def run_split(settings: Settings) -> int:
     """Trains with a generator that two ranks share, which fails at first. The completions that this rank wrote."""
 
-    def make(config: GRPOConfig, handle: Any, tokenizer: Any, ranks: EngineRanks) -> tuple[Generator, Transport]:
+    def make(
+        config: GRPOConfig, handle: Any, tokenizer: Any, ranks: EngineRanks, is_first: bool
+    ) -> tuple[Generator, Transport]:
         rollout = config.rollout.model_copy(update={"generator": "transformers"})
-        generator, transport = make_generator(config.model_copy(update={"rollout": rollout}), handle, tokenizer, ranks)
+        generator, transport = make_generator(
+            config.model_copy(update={"rollout": rollout}), handle, tokenizer, ranks, is_first
+        )
         generator.__class__ = Flaky
         return (generator if ranks.leads else Bystander()), transport
 

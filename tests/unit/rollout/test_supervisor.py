@@ -11,6 +11,7 @@ from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.rollout import supervisor
 from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
+from automodel_rl.rollout.vllm_servers import VllmServers
 
 
 class Sync:
@@ -87,7 +88,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> Generators:
 
 def make_supervisor(sleep_level: int = 0, log: list[str] | None = None) -> tuple[GeneratorSupervisor, Any]:
     """A supervisor and its weight sync; with a log, the trainer shares its memory."""
-    rollout = SimpleNamespace(generator="transformers", devices=())
+    rollout = SimpleNamespace(generator="transformers", devices=(), vllm=SimpleNamespace(servers=()))
     config: Any = SimpleNamespace(weight_sync=SimpleNamespace(timeout=1.0), sleep_level=sleep_level, rollout=rollout)
     notes = [] if log is None else log
     offload = OffloadConfig() if log is not None else None
@@ -158,6 +159,20 @@ WAKING = [
     "wake kv_cache",
 ]
 RESTING = ["sleep 2", "weights to device"]
+
+
+@pytest.mark.usefixtures("generators")
+def test_servers_that_have_gone_or_come_make_the_ranks_connect_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, sync = make_supervisor()
+    made.config.rollout.vllm.servers = ("http://localhost:1",)
+    servers = VllmServers.__new__(VllmServers)
+    made.generator = servers
+    for have_changed in (False, True):
+        monkeypatch.setattr(VllmServers, "have_changed", have_changed)
+        sync.log.clear()
+        made.load_weights()
+        assert ("disconnected" in sync.log) == have_changed
+        assert sync.log[-1].startswith("sent")
 
 
 def waking(sync: int, way: int = 1) -> list[str]:

@@ -1,6 +1,7 @@
 """Servers of vLLM over HTTP: what they are asked, what they are told of weights, and which ones are refused."""
 
 import base64
+import contextlib
 import io
 import json
 import threading
@@ -72,13 +73,21 @@ class Server(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
+@contextlib.contextmanager
+def serving(port: int = 0) -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", port), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving() as address:
+        yield address
 
 
 def test_servers_answer_requests_one_by_one(url: str) -> None:
@@ -137,6 +146,48 @@ def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str) -
     with pytest.raises(WeightSyncError, match="start the servers anew"):
         generator.generate([Request([5], 7, 0.5)])
     generator.close()
+
+
+def init(generator: VllmServers, servers: list[str]) -> None:
+    """The beginning of a connection, as the transport does it."""
+    generator.weights.send(InitTransfer({"rank_offset": 1, "world_size": 5, "servers": servers}))
+    expect(generator.weights, Ready, 5.0)
+
+
+def test_the_others_write_for_a_server_that_is_gone_until_it_has_weights_again(url: str) -> None:
+    requests = [Request([5], seed, 0.5) for seed in range(4)]
+    with serving() as second:
+        generator, other = connect([url, second]), connect([url, second], leads=False)
+        assert not generator.have_changed
+    # The second one is gone now.
+    for one in (generator, other):
+        assert [completion.token_ids for completion in one.generate(requests)] == [[5, seed] for seed in range(4)]
+    assert generator.have_changed
+    assert not other.have_changed  # it is not asked
+    with pytest.raises(InputError, match=f"{second} does not answer"):
+        connect([url, second])
+    later = connect_servers([url, second], routes=False, some_may_be_gone=True)
+    assert len(later) == 2
+    assert generator.weights.num_workers == 2
+    assert generator.weights.addresses == [url]
+    for one in (generator, other):
+        init(one, [url])
+        assert send_weights(one.weights, 1, "a") == Committed(1)
+    assert not generator.have_changed
+    with serving(int(second.rpartition(":")[2])):  # it is there again, with the weights that it began with
+        assert generator.have_changed
+        for one in (generator, other):
+            assert one.weights.members == one.servers[:1]
+        assert generator.weights.num_workers == 4
+        for one in (generator, other):
+            init(one, generator.weights.addresses)
+            assert send_weights(one.weights, 2, "a") == Committed(2)
+            assert one.weights.members == one.servers
+        assert not generator.have_changed
+    with pytest.raises(InputError, match=f"{second} does not answer"):
+        connect_servers([second], routes=False, some_may_be_gone=True)
+    generator.close()
+    other.close()
 
 
 def test_servers_that_are_not_there_or_report_raw_logprobs_are_refused(
