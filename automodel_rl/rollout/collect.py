@@ -51,16 +51,19 @@ class Pending:
         """Places of this rank's share that are not written yet."""
         return [place for place in self.shares[dist.get_rank()] if place not in self.done]
 
-    def deal_again(self, writers: Sequence[int], failed: Sequence[int]) -> None:
-        """Deals what generators that failed were to write to those of `writers` that did not."""
-        others = [rank for rank in writers if rank not in failed]
-        if not others:
-            return
-        lost = [place for rank in failed for place in self.shares[rank]]
-        for rank in failed:
-            self.shares[rank] = []
+    def deal_again(self, lost: Sequence[Sequence[int]], others: Sequence[int]) -> None:
+        """Deals what generators that failed have not written to other ranks.
+
+        Args:
+            lost: the places of each rank that it will not write.
+            others: the ranks that write them.
+        """
+        self.shares = [
+            [place for place in share if place not in gone] for share, gone in zip(self.shares, lost, strict=True)
+        ]
+        every = [place for gone in lost for place in gone]
         for number, rank in enumerate(others):
-            self.shares[rank] = self.shares[rank] + lost[number :: len(others)]
+            self.shares[rank] += every[number :: len(others)]
 
 
 class RolloutCollector:
@@ -147,9 +150,10 @@ class RolloutCollector:
                 error = self._write(pending)
                 errors = gather_objects(error, self.world)
                 if any(errors) and not is_last:
-                    pending.deal_again(
-                        self.supervisor.ranks.writers, [rank for rank, text in enumerate(errors) if text]
-                    )
+                    lost = gather_objects(pending.missing if error else [], self.world)
+                    others = [rank for rank in self.supervisor.ranks.writers if not errors[rank]]
+                    if others:
+                        pending.deal_again(lost, others)
                     error = error or self._write(pending)
             failed = next((rank for rank, text in enumerate(errors) if text), None)
             if failed is None:

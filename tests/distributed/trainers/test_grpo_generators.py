@@ -51,21 +51,24 @@ class FlakyReceiver(Receiver):
 
 
 class Flaky(TransformersGenerator):
-    """Dies as often as `left` says, and then works. It counts what it has written."""
+    """Works as often as `works` says, dies as often as `left` says, and then works. It counts what it has written."""
 
-    left = 0
+    works = left = 0
     written = 0
 
     def generate(self, requests: Sequence[Request], *hooks: Any, **more: Any) -> list[Completion]:
-        if Flaky.left:
+        if requests and Flaky.works:
+            Flaky.works -= 1
+        elif requests and Flaky.left:
             Flaky.left -= 1
             raise ConnectionError("the generator is gone")
         Flaky.written += len(requests)
         return super().generate(requests, *hooks, **more)
 
 
-def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, int]:
-    """How training ends when the generator fails so often at its third batch, and how many were made anew."""
+def run_flaky(settings: Settings, failures: int, loads: int = -1, works: int = 0) -> tuple[str, int]:
+    """How training ends when the generator fails so often at its third batch, and how many were made anew. In that
+    batch it works so often before it fails."""
     Flaky.written = 0
     made = 0
 
@@ -86,7 +89,7 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1) -> tuple[str, 
         def counting(*arguments: Any, **options: Any) -> Any:
             nonlocal calls
             calls += 1
-            Flaky.left = failures if calls == 3 else 0
+            Flaky.left, Flaky.works = (failures, works) if calls == 3 else (0, 0)
             return wait(*arguments, **options)
 
         collector._wait = counting  # type: ignore[method-assign]
@@ -111,21 +114,26 @@ def test_a_generator_that_dies_is_started_again(ranks: RankPool, workspace: Path
         assert_same_weights(tmp_path / name / "final", tmp_path / "steady" / "final")
 
 
-def run_flaky_on(rank: int, settings: Settings) -> tuple[str, int, int]:
-    """Trains with a generator that fails once on one rank, as `run_flaky`. Also says how many completions were
+def run_flaky_on(settings: Settings, failures: Sequence[int], works: Sequence[int]) -> tuple[str, int, int]:
+    """Trains with generators that fail so often on each rank, as `run_flaky`. Also says how many completions were
     written."""
-    message, made = run_flaky(settings, 1 if int(os.environ["RANK"]) == rank else 0)
+    rank = int(os.environ["RANK"])
+    message, made = run_flaky(settings, failures[rank], works=works[rank])
     return message, made, Flaky.written
 
 
 def test_the_others_write_what_a_dead_generator_was_to_write(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "steady", length={"steps": 4}, parallel={"dp_shard": 2})
-    (*_, first), (*_, second) = ranks(2).run(run_flaky_on, -1, settings)
+    (*_, first), (*_, second) = ranks(2).run(run_flaky_on, settings, (0, 0), (0, 0))
     settings |= {"output": str(tmp_path / "flaky")}
     share = settings["rollout"]["prompts"] * settings["rollout"]["group_size"] // 2
-    of_ranks = ranks(2).run(run_flaky_on, 1, settings)
+    of_ranks = ranks(2).run(run_flaky_on, settings, (0, 1), (0, 0))
     assert of_ranks == [("", 0, first + share), ("", 1, second - share)]
     assert_same_weights(tmp_path / "flaky" / "final", tmp_path / "steady" / "final")
+    # The other one writes its own share, and dies twice at the lost one. That is dealt back, and nothing else.
+    settings |= {"output": str(tmp_path / "both")}
+    assert ranks(2).run(run_flaky_on, settings, (2, 1), (1, 0)) == [("", 2, first), ("", 1, second)]
+    assert_same_weights(tmp_path / "both" / "final", tmp_path / "steady" / "final")
 
 
 def run_split(settings: Settings) -> int:
