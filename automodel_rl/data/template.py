@@ -131,6 +131,13 @@ class ChatTemplate:
                     holder[key] = OTHER if isinstance(holder[key], str) else {OTHER: OTHER}
         return self._text(tree)
 
+    def opening_text(self, chat: Chat) -> str:
+        """The text of a chat, ready for the assistant's next turn. Raises InputError if the template refuses it."""
+        text = self._text(self._tree(chat), add_generation_prompt=True)
+        if text is not None:
+            return text
+        raise InputError(f"the chat template refuses a message of {chat.messages[-1]['role']} there")
+
     @functools.cached_property
     def header(self) -> str:
         """What the template writes before an answer of the assistant; empty if that cannot be told.
@@ -237,8 +244,7 @@ def _check_variables(variables: Mapping[str, Any], template: str) -> None:
     """Raises InputError for a variable that the template does not read, or that a chat sets itself."""
     if not variables:
         return
-    # The tag that some templates have is transformers' own.
-    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # transformers' own tag
     read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
     read -= {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
     for name in variables:

@@ -1,0 +1,168 @@
+"""How models write calls of tools: the formats of families, and the calls in a turn's text.
+
+A format is a response template of transformers (`PreTrainedTokenizerBase.parse_response`, from 5.13 on). A tokenizer
+that brings one of its own is read by it. Most published tokenizers have none; then the chat template shows the format.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.data.messages import Chat, Message
+from automodel_rl.data.template import PROBE, ChatTemplate
+from automodel_rl.errors import InputError
+
+Format = dict[str, Any]
+
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "What to look up."},
+                "count": {"type": "integer", "description": "Most results."},
+            },
+            "required": ["text", "count"],
+        },
+    },
+}
+
+PROBE_ARGUMENTS = {"text": f"a {PROBE}, 12", "count": 3}
+
+
+def _format(thought: str, calls: Format, end: str) -> Format:
+    """A format with thoughts between tags, any number of calls, and a text that a token ends."""
+    fields: Format = {"tool_calls": {"repeats": True, "transform": _NAMED, **calls}}
+    if thought:
+        fields["reasoning_content"] = {"open": f"<{thought}>", "close": f"</{thought}>", "content": "text"}
+    fields["content"] = {"close_pattern": rf"(?:{end})\s*|$", "content": "text"}
+    return {"defaults": {"role": "assistant"}, "fields": fields}
+
+
+_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_TEXT_VALUES = {"name": "text"}
+
+FORMATS: dict[str, Format] = {
+    "hermes": _format(
+        "think",
+        {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        r"<\|im_end\|>",
+    ),
+    "xml": _format(
+        "think",
+        {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>",
+                "value_parser": _TEXT_VALUES,
+            },
+        },
+        r"<\|im_end\|>",
+    ),
+    "glm": _format(
+        "think",
+        {
+            "open_pattern": r"<tool_call>(?P<name>[^\s<]+)\s*",
+            "close": "</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+                "value_parser": _TEXT_VALUES,
+            },
+        },
+        r"<\|observation\|>|<\|user\|>",
+    ),
+    "llama3": _format(
+        "",
+        {
+            "open_pattern": r'\{\s*"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+            "close_pattern": r"\}\s*(?=<\|eot_id\|>|<\|eom_id\|>|$)",
+            "content": "json",
+        },
+        r"<\|eot_id\|>|<\|eom_id\|>",
+    ),
+    "gpt_oss": {
+        "defaults": {"role": "assistant"},
+        "fields": {
+            "reasoning_content": {
+                "open": "<|channel|>analysis<|message|>",
+                "close": "<|end|>",
+                "content": "text",
+            },
+            "tool_calls": {
+                "open_pattern": r"to=functions\.(?P<name>[^\s<]+)[^{]*<\|message\|>",
+                "close": "<|call|>",
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            },
+            "content": {
+                "open": "<|channel|>final<|message|>",
+                "close_pattern": r"<\|return\|>|<\|end\|>",
+                "content": "text",
+            },
+        },
+    },
+}
+"""Formats by name. hermes: JSON between tags (Qwen2.5, Qwen3, Hermes). xml: a tag for each argument (Qwen3.5,
+Nemotron-3). glm: pairs of tags (GLM-4.5 on). llama3: bare JSON (Llama 3.1 on). gpt_oss: harmony's channels."""
+
+
+def read_turn(
+    tokenizer: PreTrainedTokenizerBase, form: Format, opening: str, text: str, tools: Sequence[dict[str, Any]]
+) -> Message:
+    """A turn of the assistant as a message, with `tool_calls` if it has some.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        form: the format.
+        opening: the end of the prompt, from the header of the turn on: it may have the beginning of a thought.
+        text: the turn's text, special tokens included.
+        tools: JSON schemas of the tools, by which values that are texts get their types.
+
+    Raises:
+        ValueError: the text begins a call that is malformed.
+    """
+    return tokenizer.parse_response(text, form, prefix=opening, tools=list(tools))
+
+
+def find_format(template: ChatTemplate) -> Format:
+    """The format in which the chat template writes calls: it reads a call back as it was.
+
+    Raises:
+        InputError: the template writes no calls, or in a format that is not known.
+    """
+    tokenizer = template.tokenizer
+    call = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": PROBE_ARGUMENTS}}
+    question: Message = {"role": "user", "content": PROBE}
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    before = template.opening_text(Chat([question], (PROBE_TOOL,)))
+    text = template.text(Chat([question, turn], (PROBE_TOOL,))) or ""
+    if "look_up" not in text[len(before) :]:
+        raise InputError("the chat template leaves out calls of tools: give one that writes them in data.chat_template")
+    own = tokenizer.response_template
+    header = template.header
+    written = text[text.rindex(header) + len(header) :] if header and header in text else text[len(before) :]
+    for form in [own] if own else [{**form, "start_anchor": header} for form in FORMATS.values()]:
+        try:
+            found = read_turn(tokenizer, form, header, written, [PROBE_TOOL])
+        except Exception:  # another family's format
+            continue
+        functions = [call["function"] for call in found.get("tool_calls") or []]
+        if functions == [{"name": "look_up", "arguments": PROBE_ARGUMENTS}]:
+            return form
+    raise InputError(
+        f"the chat template writes calls of tools in a format that is not known (hermes, xml, glm, llama3 and gpt_oss "
+        f"are): give the tokenizer a response_template. It writes: {' '.join(written.split())[:160]}"
+    )

@@ -1,0 +1,73 @@
+"""What a chat template writes between two turns of the assistant.
+
+A conversation of several turns is never tokenised again. The next prompt is
+
+    the last prompt + the turn as it was sampled + the suffix: what the template writes for the messages that follow it
+
+for decoding and encoding sampled tokens gives other tokens, and templates write earlier turns differently later.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from automodel_rl.data.messages import Chat, Message
+from automodel_rl.data.template import PROBE, ChatTemplate
+from automodel_rl.errors import InputError
+
+QUESTION: Message = {"role": "user", "content": "Go on."}
+
+
+class TurnSuffix:
+    """Writes the tokens between two turns.
+
+    The template writes a short conversation with a turn in it whose end is known, and the new messages after it. The
+    suffix is what follows the token that ends the turn.
+
+    Args:
+        template: the chat template.
+        tools: JSON schemas of the tools that the assistant may call.
+    """
+
+    def __init__(self, template: ChatTemplate, tools: Sequence[dict[str, Any]] = ()):
+        self.template, self.tools = template, tuple(tools)
+        self.tokenizer = template.tokenizer
+
+    def __call__(self, messages: Sequence[Message], called: Sequence[str], stop: int) -> list[int]:
+        """The suffix for messages that follow a turn, up to the place where the assistant's next turn begins.
+
+        Args:
+            messages: the messages: one of a tool for each call, or others.
+            called: names of the tools that the turn called, in order; empty if it called none.
+            stop: the token that ended the turn.
+
+        Raises:
+            InputError: the template does not write tool calls, or writes another token at the end of a turn.
+        """
+        chat = Chat([QUESTION, _turn(called), *messages], self.tools)
+        text = self.template.opening_text(chat)
+        mark = self.tokenizer.convert_ids_to_tokens(stop)
+        if PROBE not in text:
+            raise InputError(
+                "the chat template leaves out calls of tools: give one that writes them in data.chat_template"
+            )
+        tail = text[text.rindex(PROBE) + len(PROBE) :]
+        if mark not in tail:
+            raise InputError(
+                f"the turn ended with {mark!r}, which the chat template does not write between this turn and a message "
+                f"of {messages[0]['role']}"
+            )
+        first, *suffix = self.tokenizer(tail[tail.index(mark) :], add_special_tokens=False)["input_ids"]
+        if first != stop:
+            raise InputError(f"the tokenizer reads {mark!r}, which ends turns, as several tokens")
+        return suffix
+
+
+def _turn(called: Sequence[str]) -> Message:
+    """A turn with a text that no template contains at its end."""
+    if not called:
+        return {"role": "assistant", "content": PROBE}
+    calls = [
+        {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": {"text": PROBE}}}
+        for number, name in enumerate(called)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}

@@ -1,0 +1,38 @@
+"""Chat templates as models are published with them, from TRL's package, with small tokenizers that know their marks."""
+
+import re
+from importlib.metadata import files
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+MARKS = re.compile(r"<\|[A-Za-z0-9_]+\|?>|<｜[^｜]+｜>|</?s>|<\w+_of_turn>|<turn\|>|\[/?[A-Z_]{4,}\]")
+"""Pattern of special tokens."""
+
+CALLING = (
+    *("diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "glm4moe", "gptoss"),
+    *("lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl", "lfm2_v2", "llama3_1", "llama3_2", "muse_glimmer"),
+    *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "qwen2_5", "qwen3"),
+    *("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "qwen3_vl"),
+)
+"""Templates that write calls of tools."""
+
+SILENT = ("deepseek_r1_distill", "idefics3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm")
+"""Templates that leave calls out without a word."""
+
+
+def stock_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes with a published template."""
+    (file,) = (file for file in files("trl") or [] if file.match(f"chat_templates/{name}.jinja"))
+    template = Path(str(file.locate())).read_text()
+    bytewise = Tokenizer(models.BPE())
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    bytewise.train_from_iterator(["hello"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, bos_token="<bos>", eos_token="<eos>")
+    marks = sorted(set(MARKS.findall(template)) - {"<bos>", "<eos>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = template
+    return tokenizer
