@@ -104,6 +104,7 @@ class Bystander:
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
+        self.works_alone = True
         self._coming: int | None = None
         self._answers: deque[Message] = deque()
 

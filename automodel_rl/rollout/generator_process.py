@@ -73,6 +73,7 @@ class GeneratorProcess:
     ):
         self.child = ChildProcess(command, environment)
         self.num_workers, self.end_seconds = num_workers, end_seconds
+        self.works_alone = True
         self.addresses: list[str] = []
         self._number = 0
         self._batches: dict[int, _Batch] = {}

@@ -22,6 +22,8 @@ class Completion:
         routes: experts of the prompt's and the completion's tokens. A generator reports them in a form that
             `read_routes` takes, or None. `RolloutCollector` turns them into `Routes`. They are large, so only the rank
             whose generator wrote the completion has them.
+        sampled: whether each token was sampled by the generator; None if all were. The others are answers of tools or
+            an environment, written by the chat template.
     """
 
     token_ids: list[int]
@@ -30,6 +32,7 @@ class Completion:
     error: str = ""
     versions: tuple[int, int] | None = None
     routes: Any = None
+    sampled: list[bool] | None = None
 
 
 class Promptlike(Protocol):
@@ -69,7 +72,13 @@ def do_nothing(place: int, completion: Completion) -> None:
 
 
 class Generator(Protocol):
-    """Writes completions with weights of its own. Each rank has one, and uses it independently of the other ranks."""
+    """Writes completions with weights of its own. Each rank has one, and uses it independently of the other ranks.
+
+    Attributes:
+        works_alone: whether it writes while this process does something else. If not, it writes when waited for.
+    """
+
+    works_alone: bool
 
     def submit(
         self, requests: Sequence[Request], on_finished: OnFinished = do_nothing

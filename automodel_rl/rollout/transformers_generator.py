@@ -54,7 +54,7 @@ class TransformersGenerator:
     """
 
     def __init__(self, copy: ModelCopy, writing: Writing):
-        self.copy, self.writing = copy, writing
+        self.copy, self.writing, self.works_alone = copy, writing, False
         self.stop_ids = stop_ids(copy.config, writing.tokenizer, writing.stop_token_ids)
         self.model = build_model(copy)
         self.receiver = Receiver(synced_tensors(self.model, copy))

@@ -48,7 +48,7 @@ class VllmServers:
 
     def __init__(self, servers: Sequence[VllmServer], sampling: dict[str, Any], leads: bool, *, routes: bool = False):
         self.servers, self.sampling, self.routes = servers, sampling, routes
-        self.weights = ServerWeights(servers, leads)
+        self.weights, self.works_alone = ServerWeights(servers, leads), True
         there = next(server for server in servers if is_there(server))
         self.model = there.get("/v1/models")["data"][0]["id"]
         self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE)

@@ -1,0 +1,1 @@
+"""Episodes: conversations of several turns, in which tools or an environment answer the model."""

@@ -1,0 +1,63 @@
+"""The tokens of an episode: those that the generator was asked with and those that it wrote, and no others."""
+
+from collections.abc import Sequence
+
+from automodel_rl.rollout.protocol import Completion
+
+
+class Transcript:
+    """A prompt and what followed it.
+
+    Args:
+        prompt: the prompt's tokens, ready for the first turn.
+
+    Attributes:
+        token_ids: the tokens after the prompt.
+        sampled: whether each of them was sampled by the generator. Only those are trained.
+        turns: the completions of the turns, in order.
+    """
+
+    def __init__(self, prompt: Sequence[int]):
+        self.prompt = list(prompt)
+        self.token_ids: list[int] = []
+        self.sampled: list[bool] = []
+        self.turns: list[Completion] = []
+        self._logprobs: list[float] = []
+
+    @property
+    def opening(self) -> list[int]:
+        """All tokens so far: the prompt of the next turn."""
+        return self.prompt + self.token_ids
+
+    def add_turn(self, completion: Completion) -> None:
+        """Adds the tokens of a turn as they were sampled."""
+        self.turns.append(completion)
+        self._add(completion.token_ids, completion.logprobs, is_sampled=True)
+
+    def add_suffix(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens that the chat template wrote after a turn."""
+        self._add(token_ids, [0.0] * len(token_ids), is_sampled=False)
+
+    def completion(self, error: str = "") -> Completion:
+        """The episode as one completion. It has the log-probability 0 at tokens that were not sampled.
+
+        Args:
+            error: why the episode failed, if it did.
+        """
+        if error or not self.turns:
+            return Completion([], [], "error", error or "the episode has no turn")
+        known = [turn.versions for turn in self.turns if turn.versions is not None]
+        versions = (min(old for old, _ in known), max(new for _, new in known)) if known else None
+        end = next((place for place in reversed(range(len(self.sampled))) if self.sampled[place]), -1) + 1
+        return Completion(
+            self.token_ids[:end],
+            self._logprobs[:end],
+            self.turns[-1].finish,
+            versions=versions,
+            sampled=self.sampled[:end],
+        )
+
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:
+        self.token_ids += token_ids
+        self._logprobs += logprobs
+        self.sampled += [is_sampled] * len(token_ids)
