@@ -15,11 +15,13 @@ class Turn:
         text: the turn's text, without special tokens.
         calls: the calls of tools in it, each with `name` and `arguments`.
         is_cut: whether the turn was cut off at the most tokens of a turn.
+        problem: why a call in it cannot be read; empty if all can.
     """
 
     text: str
     calls: Sequence[Mapping[str, Any]] = ()
     is_cut: bool = False
+    problem: str = ""
 
 
 @dataclass(frozen=True)
