@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from automodel_rl.config.data import PolicyBatchConfig, PromptDataConfig
 from automodel_rl.config.losses import AdvantageConfig, PolicyLossConfig
 from automodel_rl.config.rollout import (
+    ENVIRONMENT,
     NEED_ANSWER,
     FilterConfig,
     RewardConfig,
@@ -87,8 +88,18 @@ class GRPOConfig(RunConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and completion."""
-        return self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        """Tokens of the longest prompt with its completion, or with its conversation."""
+        return self.rollout.max_prompt_tokens + self.rollout.completion_tokens
+
+    @property
+    def longest_keys(self) -> str:
+        """The keys that add up to the longest sequence, for error messages."""
+        rollout = self.rollout
+        if not rollout.has_turns:
+            return "rollout.max_prompt_tokens + rollout.max_new_tokens"
+        if rollout.max_tokens is not None:
+            return "rollout.max_prompt_tokens + rollout.max_tokens"
+        return "rollout.max_prompt_tokens + rollout.max_turns x rollout.max_new_tokens"
 
     @property
     def is_on_policy(self) -> bool:
@@ -128,13 +139,27 @@ class GRPOConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _environment_rewards(self) -> "GRPOConfig":
+        if self.rollout.environment is None and ENVIRONMENT in [reward.function for reward in self.rewards]:
+            raise ValueError(
+                "rewards.function=environment: there is no rollout.environment that gives rewards: name one, or use "
+                "another reward"
+            )
+        if self.rollout.has_turns and self.router_replay.enabled:
+            raise ValueError(
+                "router_replay.enabled=true with rollout.tools or rollout.environment: routes of several turns are not "
+                "joined yet: set it to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sizes(self) -> "GRPOConfig":
         rollout, batch = self.rollout, self.batch
         longest = self.longest_sequence
         if batch.microbatch_tokens != "auto" and batch.microbatch_tokens < longest:
             raise ValueError(
                 f"batch.microbatch_tokens={batch.microbatch_tokens} must hold the longest prompt and completion, "
-                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}: raise it, or lower one of these"
+                f"{self.longest_keys} = {longest}: raise it, or lower one of these"
             )
         if rollout.prompts % batch.optimizer_steps:
             raise ValueError(

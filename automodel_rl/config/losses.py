@@ -143,7 +143,8 @@ class PolicyLossConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
 
     max_completion_tokens: Positive | None = None
-    """Length that `normalise: constant` divides by; by default rollout.max_new_tokens."""
+    """Length that `normalise: constant` divides by; by default the most tokens that the model may write after a
+    prompt."""
 
     @model_validator(mode="after")
     def _parts_that_exclude_each_other(self) -> "PolicyLossConfig":

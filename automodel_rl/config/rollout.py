@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from automodel_rl.config.base import BatchSize, Fraction, PathText, Positive, Section
+from automodel_rl.config.episodes import EpisodeConfig
 
 Transport = Literal["local", "ipc", "collective", "vllm"]
 ReplayStage = Literal["old_logprobs", "ref_logprobs", "train"]
@@ -40,7 +41,7 @@ class VllmConfig(Section):
     """Further arguments of vllm.LLM, e.g. max_num_seqs."""
 
 
-class RolloutConfig(Section):
+class RolloutConfig(EpisodeConfig):
     prompts: BatchSize
     """Number of prompts of one step."""
 
@@ -70,7 +71,7 @@ class RolloutConfig(Section):
     """Most tokens of a prompt. Longer prompts are left out; the metrics count them."""
 
     max_new_tokens: Positive = 1024
-    """Most tokens of a completion."""
+    """Most tokens of a completion, or of each turn of a conversation."""
 
     stop: tuple[str, ...] = ()
     """Texts that end a completion, besides the end-of-sequence token. The completion includes the text that ended
@@ -107,8 +108,26 @@ class RolloutConfig(Section):
 
     vllm: VllmConfig = VllmConfig()
 
+    @property
+    def completion_tokens(self) -> int:
+        """Most tokens after a prompt."""
+        if not self.has_turns:
+            return self.max_new_tokens
+        return self.max_tokens or self.max_turns * self.max_new_tokens
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Most tokens after a prompt that the model itself writes."""
+        most = self.max_turns * self.max_new_tokens if self.has_turns else self.max_new_tokens
+        return min(most, self.completion_tokens)
+
     @model_validator(mode="after")
     def _placement(self) -> "RolloutConfig":
+        if self.completion_tokens < self.max_new_tokens:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} holds no turn of max_new_tokens={self.max_new_tokens}: raise it, or "
+                "lower max_new_tokens"
+            )
         if self.validation_samples > 1 and not self.validation_temperature:
             raise ValueError(
                 f"validation_samples={self.validation_samples} with validation_temperature=0: all completions of a "
@@ -138,13 +157,18 @@ class RolloutConfig(Section):
 NEED_ANSWER = ("exact_match", "last_number", "math")
 """Built-in rewards that compare a completion with the record's answer."""
 
+ENVIRONMENT = "environment"
+"""The built-in reward that an environment gives."""
+
 SCORES = {**dict.fromkeys((*NEED_ANSWER, "format"), (0.0, 1.0)), "length": (-math.inf, 0.0)}
 """Lowest and highest score of built-in rewards."""
 
 
 class RewardConfig(Section):
     function: str
-    """A built-in reward: exact_match, last_number, math, format or length. Or the import path `package.module:function`
+    """A built-in reward: exact_match, last_number, math, format, length, or environment, which is the sum of an
+    environment's rewards. In conversations of several turns the others get the last turn, and the whole conversation as
+    example["messages"]. Or the import path `package.module:function`
     of your own, called as function(completion: str, example: dict) -> float. An async function has many calls at once.
     A function whose first parameter is called completions gets lists, and returns a list. In place of a number it may
     return a number and a dict of metrics."""

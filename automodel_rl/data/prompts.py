@@ -1,12 +1,14 @@
 """Prompts for rollouts: an endless stream that is the same on every rank and in every run."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.messages import Message
 from automodel_rl.data.records import read_example, read_prompt
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.data.sources import Sources
@@ -21,11 +23,13 @@ class Prompt:
         token_ids: token ids of the prompt, ready for the assistant's turn.
         example: the record, as reward functions get it.
         number: the prompt's place in the stream.
+        messages: the messages of the prompt.
     """
 
     token_ids: list[int]
     example: dict[str, Any]
     number: int
+    messages: list[Message] = field(default_factory=list)
 
 
 class PromptStream:
@@ -36,13 +40,22 @@ class PromptStream:
         chat: makes token ids of chats.
         max_tokens: most tokens of a prompt.
         seed: the seed of the order; None keeps the order of the files.
+        tools: JSON schemas of the tools that the model may call in every prompt.
 
     Attributes:
         num_drawn: number of records drawn so far.
         num_overlong: number of these that were left out as too long.
     """
 
-    def __init__(self, sources: Sequence[SourceConfig], chat: ChatTokenizer, max_tokens: int, seed: int | None):
+    def __init__(
+        self,
+        sources: Sequence[SourceConfig],
+        chat: ChatTokenizer,
+        max_tokens: int,
+        seed: int | None,
+        tools: Sequence[dict[str, Any]] = (),
+    ):
+        self.tools = tuple(tools)
         self.sources, self.chat, self.max_tokens = Sources(sources), chat, max_tokens
         self.sampler = BatchSampler(self.sources.sizes, self.sources.weights, 1, Order(seed))
         self.num_drawn = self.num_overlong = 0
@@ -81,7 +94,12 @@ class PromptStream:
         """A record as a prompt, of any length."""
         record, config, where = self.sources.find(draw)
         chat = read_prompt(record, config, where)
-        return Prompt(self.chat.opening(chat, where), read_example(record, config), number)
+        if self.tools and chat.tools:
+            raise InputError(
+                f"{where}: has tools of its own, and the run has rollout.tools or an environment: remove one of the two"
+            )
+        chat = dataclasses.replace(chat, tools=chat.tools or self.tools)
+        return Prompt(self.chat.opening(chat, where), read_example(record, config), number, chat.messages)
 
     def every_prompt(self) -> list[Prompt]:
         """All prompts that are short enough, each once, in the order of the files."""

@@ -15,6 +15,7 @@ from automodel_rl.data.template import PROBE, ChatTemplate
 from automodel_rl.errors import InputError
 
 QUESTION: Message = {"role": "user", "content": "Go on."}
+ANSWER: Message = {"role": "tool", "content": "Done."}
 
 
 class TurnSuffix:
@@ -60,6 +61,27 @@ class TurnSuffix:
         if first != stop:
             raise InputError(f"the tokenizer reads {mark!r}, which ends turns, as several tokens")
         return suffix
+
+    def stop_ids(self) -> set[int]:
+        """The tokens with which the template ends turns: those that an answer follows, and those that a message of the
+        user follows. The generator has to stop at them.
+
+        Raises:
+            InputError: the template leaves out calls of tools, or ends turns with no special token.
+        """
+        calls = [str(tool["function"]["name"]) for tool in self.tools[:1]]
+        found = set()
+        for messages, called in (([QUESTION], []), *([([{**ANSWER, "name": calls[0]}], calls)] if calls else [])):
+            text = self.template.text(Chat([QUESTION, _turn(called), *messages], self.tools)) or ""
+            tail = text[text.rindex(PROBE) + len(PROBE) :] if PROBE in text else ""
+            places = {tail.find(mark): mark for mark in self.template.special_tokens if mark in tail}
+            if not places and called:
+                raise InputError(
+                    "the chat template does not end turns that call tools with a special token: give another one in "
+                    "data.chat_template"
+                )
+            found |= {self.tokenizer.convert_tokens_to_ids(places[min(places)])} if places else set()
+        return found
 
 
 def _turn(called: Sequence[str]) -> Message:

@@ -42,6 +42,11 @@ class RunFiles:
         return self.folder / "rollouts"
 
     @property
+    def environments(self) -> Path:
+        """What environments print."""
+        return self.folder / "environments"
+
+    @property
     def samples(self) -> Path:
         """Folder with a few completions of held-out prompts, by step."""
         return self.folder / "samples"

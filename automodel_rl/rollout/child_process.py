@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ class ChildProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
         self.connection, theirs = multiprocessing.Pipe()
+        self._sending = threading.Lock()
         try:
             # A session of its own, so that Ctrl-C reaches only the rank, which finishes its step first.
             self.process = subprocess.Popen(
@@ -57,9 +59,10 @@ class ChildProcess:
             theirs.close()
 
     def send(self, message: Any) -> None:
-        """Sends a message. Raises ChildEndedError if the child is gone."""
+        """Sends a message, from any thread. Raises ChildEndedError if the child is gone."""
         try:
-            self.connection.send(message)
+            with self._sending:
+                self.connection.send(message)
         except OSError:
             raise self._ended() from None
 

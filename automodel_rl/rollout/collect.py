@@ -13,7 +13,9 @@ from automodel_rl.config import GRPOConfig
 from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.generator_messages import Request
 from automodel_rl.parallel.host_collectives import gather_objects
-from automodel_rl.rollout.protocol import Completion, Generator, Promptlike, Rollout
+from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
+from automodel_rl.rollout.episodes.episode import Episode
+from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike, Rollout
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
 
@@ -33,6 +35,7 @@ class Pending:
         error: why the generator could not be asked, or "".
         done: this rank's completions, by place.
         scorings: completions that are scored already, by place.
+        episodes: conversations that this rank has begun, by place.
     """
 
     group_size: int
@@ -45,6 +48,7 @@ class Pending:
     error: str = ""
     done: dict[int, Completion] = field(default_factory=dict)
     scorings: dict[int, Scoring] = field(default_factory=dict)
+    episodes: dict[int, Episode] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[int]:
@@ -74,11 +78,18 @@ class RolloutCollector:
         supervisor: the supervisor of this rank's generator.
         tokenizer: the model's tokenizer.
         scorer: scores completions; closed with the collector.
+        conversations: drives completions of several turns; None if they have one. Closed with the collector.
     """
 
     def __init__(
-        self, config: GRPOConfig, supervisor: GeneratorSupervisor, tokenizer: PreTrainedTokenizerBase, scorer: Scorer
+        self,
+        config: GRPOConfig,
+        supervisor: GeneratorSupervisor,
+        tokenizer: PreTrainedTokenizerBase,
+        scorer: Scorer,
+        conversations: Conversations | None = None,
     ):
+        self.conversations = conversations
         self.config, self.supervisor, self.tokenizer, self.scorer = config, supervisor, tokenizer, scorer
         self.handle, self.world = supervisor.handle, supervisor.world
 
@@ -118,8 +129,10 @@ class RolloutCollector:
         return self._rewarded({place: dataclasses.replace(c, routes=None) for place, c in written.items()}, pending)
 
     def close(self) -> None:
-        """Ends the processes of rewards. The supervisor closes the generator."""
+        """Ends the processes of rewards and environments. The supervisor closes the generator."""
         self.scorer.close()
+        if self.conversations is not None:
+            self.conversations.close()
 
     def _ask(self, pending: Pending) -> None:
         """Lets the generator begin with what is missing of this rank's share."""
@@ -132,12 +145,27 @@ class RolloutCollector:
             """Begins to score a completion while others are still written."""
             if self._checked(completion).finish != "error":
                 place = places[number]
-                pending.scorings[place] = self.scorer.submit(self._text(completion), pending.asked[place][0].example)
+                example = scored_example(pending.asked[place][0], completion)
+                pending.scorings[place] = self.scorer.submit(self._text(completion), example)
 
         try:
-            pending.wait = pending.generator.submit([pending.requests[place] for place in places], score)
+            if self.conversations is None:
+                pending.wait = pending.generator.submit([pending.requests[place] for place in places], score)
+            else:
+                pending.wait = self._converse(self.conversations, pending, score)
         except Exception as problem:
             pending.error = innermost(problem)
+
+    def _converse(
+        self, conversations: Conversations, pending: Pending, on_finished: OnFinished
+    ) -> Callable[[], list[Completion]]:
+        """Begins this rank's conversations, or goes on with those that a lost generator has left."""
+        assert pending.generator is not None
+        for place in pending.underway:
+            if place not in pending.episodes:
+                pending.episodes[place] = conversations.episode(pending.asked[place][0], pending.requests[place])
+        episodes = [pending.episodes[place] for place in pending.underway]
+        return conversations.submit(pending.generator, episodes, on_finished)
 
     def _wait(self, pending: Pending) -> dict[int, Completion]:
         """This rank's completions, by place. Generators that fail are started again, while others write their share."""
@@ -174,6 +202,8 @@ class RolloutCollector:
             return innermost(problem)
         completions = [self._dated(self._checked(completion)) for completion in completions]
         newest, most = self.supervisor.policy_version, self.config.rollout.max_staleness
+        if self.conversations is not None:  # a long one costs itself: the generator is not to blame
+            completions = [_without_stale(completion, newest, most) for completion in completions]
         oldest = min((c.versions[0] for c in completions if c.versions is not None), default=newest)
         if newest - oldest > most:
             return (
@@ -214,7 +244,8 @@ class RolloutCollector:
         return dataclasses.replace(completion, routes=routes)
 
     def _text(self, completion: Completion) -> str:
-        return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        """The completion's text: of several turns, that of the last."""
+        return str(self.tokenizer.decode(completion.last_turn, skip_special_tokens=True))
 
     def _rewarded(self, written: Mapping[int, Completion], pending: Pending) -> list[list[Rollout]]:
         """The rollouts of each prompt, of all ranks, given the completions of this one by their place."""
@@ -225,7 +256,7 @@ class RolloutCollector:
             scoring = pending.scorings.get(place)
             # A completion that is checked later may become an error, whose text is empty.
             is_same = scoring is not None and scoring.completion == text
-            example = pending.asked[place][0].example
+            example = scored_example(pending.asked[place][0], written[place])
             scorings.append(scoring if scoring and is_same else self.scorer.submit(text, example))
         scores = zip(written, self.scorer.take(scorings), strict=True)
         own = {place: Rollout(written[place], texts[place], score, writer=rank) for place, score in scores}
@@ -238,6 +269,15 @@ class RolloutCollector:
 
     def _seed(self, prompt: Promptlike, sample: int) -> int:
         return int(np.random.SeedSequence([self.config.seed, prompt.number, sample]).generate_state(1)[0])
+
+
+def _without_stale(completion: Completion, newest: int, most: int) -> Completion:
+    """The completion, or an error if some of it is older than the run allows."""
+    if completion.versions is None or newest - completion.versions[0] <= most:
+        return completion
+    age = newest - completion.versions[0]
+    error = f"its first turn is {age} policy versions old, of rollout.max_staleness={most}"
+    return dataclasses.replace(completion, token_ids=[], logprobs=[], finish="error", error=error, versions=None)
 
 
 def _without_routes(rollout: Rollout) -> Rollout:

@@ -1,6 +1,7 @@
 """A generator in a process of its own, seen from the rank: sends it requests and weights, and receives completions."""
 
 import functools
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +76,7 @@ class GeneratorProcess:
         self.num_workers, self.end_seconds = num_workers, end_seconds
         self.works_alone = True
         self.addresses: list[str] = []
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._batches: dict[int, _Batch] = {}
         self._answers: deque[Message] = deque()
         self._news = threading.Condition()
@@ -106,9 +107,9 @@ class GeneratorProcess:
         """
         if not requests:
             return list
-        self._number += 1
-        batch = self._batches[self._number] = _Batch(len(requests), on_finished)
-        self.child.send(Generate(self._number, list(requests)))
+        number = next(self._numbers)
+        batch = self._batches[number] = _Batch(len(requests), on_finished)
+        self.child.send(Generate(number, list(requests)))
         return functools.partial(self._completions, batch)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.config import FilterConfig
 from automodel_rl.errors import InputError
 from automodel_rl.losses.advantages import has_signal, overlong_penalty
-from automodel_rl.rollout.protocol import Promptlike, Rollout
+from automodel_rl.rollout.episodes.metrics import conversation_metrics
+from automodel_rl.rollout.protocol import Conversation, Promptlike, Rollout
 from automodel_rl.rollout.rewards.counts import error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score
 
@@ -47,7 +48,7 @@ def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_to
     rewards = torch.tensor([rollout.score.total for rollout in rollouts], dtype=torch.float64) * config.reward_scale
     if not config.overlong_buffer:
         return rewards
-    lengths = torch.tensor([len(rollout.completion.token_ids) for rollout in rollouts])
+    lengths = torch.tensor([len(rollout.completion.last_turn) for rollout in rollouts])
     return rewards - config.overlong_penalty * overlong_penalty(lengths, max_new_tokens, config.overlong_buffer)
 
 
@@ -118,6 +119,18 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
         **{f"rollout/reward_{name}": sum(scores) / len(scores) for name, scores in zip(rewards, parts, strict=True)},
         **{f"rollout/error_rate_{name}": rate for name, rate in error_rates(all_scores(groups), rewards).items()},
         **{f"rollout/{name}": mean for name, mean in metric_means(all_scores(groups), rewards).items()},
+        **conversation_metrics([r.completion.conversation for r in rollouts if r.completion.conversation is not None]),
+    }
+
+
+def _conversation_record(conversation: Conversation | None) -> dict[str, Any]:
+    if conversation is None:
+        return {}
+    return {
+        "messages": conversation.messages,
+        "end": conversation.end,
+        "sampled": conversation.sampled.count(True),
+        "turns": conversation.metrics,
     }
 
 
@@ -137,7 +150,7 @@ def rollout_records(
     """
     return [
         {
-            "prompt": tokenizer.decode(group.prompt.token_ids),
+            "prompt": tokenizer.decode(rollout.prompt_of(group.prompt)),
             "completion": rollout.text,
             "reward": reward,
             "rewards": dict(zip(rewards, rollout.score.parts, strict=True)),
@@ -145,6 +158,7 @@ def rollout_records(
             "errors": [error for error in (*rollout.score.errors, rollout.completion.error) if error],
             "tokens": len(rollout.completion.token_ids),
             "finish": rollout.completion.finish,
+            **_conversation_record(rollout.completion.conversation),
             **details.get(id(rollout), {}),
         }
         for group in groups

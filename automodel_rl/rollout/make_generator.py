@@ -146,7 +146,7 @@ def _vllm_process(
     options = {
         "model": str(handle.source),
         "dtype": str(sync_dtype(weights, handle)).removeprefix("torch."),
-        "max_model_len": rollout.max_prompt_tokens + rollout.max_new_tokens,
+        "max_model_len": config.longest_sequence,
         "gpu_memory_utilization": rollout.vllm.memory_fraction,
         "skip_tokenizer_init": not rollout.stop,
         "weight_transfer_config": {"backend": "nccl" if rollout.devices else "same_device"},

@@ -1,11 +1,33 @@
 """The interface of generators: the prompts they take and the completions they return."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.rewards.scorer import Score
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a completion of several turns has besides its tokens.
+
+    Attributes:
+        prompt: the tokens of its prompt, with what its environment began with.
+        sampled: whether each token of the completion was sampled by the generator. The others are answers of tools or
+            of an environment, written by the chat template. Only sampled tokens are trained.
+        messages: its messages, those of the prompt included.
+        reward: the sum of the environment's rewards.
+        end: why it ended: "done", or the limit that ended it.
+        metrics: numbers of its turns, calls and environment, each added up over its turns.
+    """
+
+    prompt: list[int]
+    sampled: list[bool] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reward: float = 0.0
+    end: str = "done"
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -22,8 +44,7 @@ class Completion:
         routes: experts of the prompt's and the completion's tokens. A generator reports them in a form that
             `read_routes` takes, or None. `RolloutCollector` turns them into `Routes`. They are large, so only the rank
             whose generator wrote the completion has them.
-        sampled: whether each token was sampled by the generator; None if all were. The others are answers of tools or
-            an environment, written by the chat template.
+        conversation: what it has besides its tokens if it may have several turns.
     """
 
     token_ids: list[int]
@@ -32,7 +53,19 @@ class Completion:
     error: str = ""
     versions: tuple[int, int] | None = None
     routes: Any = None
-    sampled: list[bool] | None = None
+    conversation: Conversation | None = None
+
+    @property
+    def sampled(self) -> list[bool]:
+        """Whether each token was sampled by the generator, and not written by the chat template."""
+        return [True] * len(self.token_ids) if self.conversation is None else self.conversation.sampled
+
+    @property
+    def last_turn(self) -> list[int]:
+        """The tokens of the last turn: all tokens if there is one turn."""
+        sampled = self.sampled
+        start = len(sampled) - sampled[::-1].index(False) if False in sampled else 0
+        return self.token_ids[start:]
 
 
 class Promptlike(Protocol):
@@ -42,6 +75,8 @@ class Promptlike(Protocol):
     def token_ids(self) -> list[int]: ...
     @property
     def example(self) -> Mapping[str, Any]: ...
+    @property
+    def messages(self) -> Sequence[dict[str, Any]]: ...
     @property
     def number(self) -> int: ...
 
@@ -61,6 +96,11 @@ class Rollout:
     text: str
     score: Score
     writer: int = 0
+
+    def prompt_of(self, prompt: Promptlike) -> list[int]:
+        """The tokens before the completion, given its prompt."""
+        conversation = self.completion.conversation
+        return prompt.token_ids if conversation is None else conversation.prompt
 
 
 OnFinished = Callable[[int, Completion], None]

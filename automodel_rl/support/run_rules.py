@@ -60,10 +60,7 @@ def _rollout_length(asked: Combination) -> str | None:
     longest = run.longest_sequence
     if longest <= context:
         return None
-    return (
-        f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} is more than the model's context of "
-        f"{context} tokens: lower one of them"
-    )
+    return f"{run.longest_keys} = {longest} is more than the model's context of {context} tokens: lower one of them"
 
 
 ROLLOUT_LENGTH = Rule(

@@ -19,6 +19,7 @@ from automodel_rl.losses import LossFn, Readout, grpo_loss
 from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.observe.samples import Sample
 from automodel_rl.rollout.collect import RolloutCollector
+from automodel_rl.rollout.episodes.conversations import Conversations
 from automodel_rl.rollout.groups import Group, all_scores, pass_rates, rollout_metrics, rollout_records, shaped_rewards
 from automodel_rl.rollout.rewards.counts import ErrorWatch, error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
@@ -56,12 +57,17 @@ class GRPOTrainer:
     def __init__(self, config: GRPOConfig, resume: str = "never", max_minutes: float | None = None):
         self.loss = choose_loss(config, _own_loss(config))
         config, directory, chat, self.handle = open_run(config, resume)
+        conversations = None
+        if config.rollout.has_turns:
+            conversations = Conversations(config, chat.template, directory.environments)
+            config = conversations.with_stops(config)
         self.config = config
         self.tokenizer = chat.tokenizer
         seed = config.seed if config.data.shuffle else None
-        self.prompts = PromptStream(config.data.train, chat, config.rollout.max_prompt_tokens, seed)
+        tools = conversations.schemas if conversations else ()
+        self.prompts = PromptStream(config.data.train, chat, config.rollout.max_prompt_tokens, seed, tools)
         self.prompts.check_fit()
-        held_out = PromptStream(config.data.validation, chat, config.rollout.max_prompt_tokens, seed=None)
+        held_out = PromptStream(config.data.validation, chat, config.rollout.max_prompt_tokens, None, tools)
         self.validation = held_out.every_prompt()
         self.num_held_out_overlong = held_out.num_overlong
         self.mentioned_overlong = self.mentioned_memory = False
@@ -73,7 +79,7 @@ class GRPOTrainer:
         self.errors = ErrorWatch(config.rewards)
         scorer = Scorer(config.rewards)
         self.supervisor = GeneratorSupervisor(config, self.engine, self.tokenizer)
-        self.rollouts = RolloutCollector(config, self.supervisor, self.tokenizer, scorer)
+        self.rollouts = RolloutCollector(config, self.supervisor, self.tokenizer, scorer, conversations)
         self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)
         self.signal = RewardWatch(directory.rollouts)
         goal = Goal(total_steps, max_minutes, best_metric="val/reward_mean", higher_is_better=True)
@@ -353,7 +359,7 @@ class GRPOTrainer:
 
 
 def _own_loss(config: GRPOConfig) -> LossFn:
-    longest = config.loss.max_completion_tokens or config.rollout.max_new_tokens
+    longest = config.loss.max_completion_tokens or config.rollout.sampled_tokens
     decided = {"max_completion_tokens": longest, "on_policy": config.is_on_policy}
     return functools.partial(grpo_loss, config=config.loss.model_copy(update=decided))
 

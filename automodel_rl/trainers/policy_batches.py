@@ -67,12 +67,12 @@ def with_advantages(
 
 
 def _to_sequence(group: Group, rollout: Rollout, config: GRPOConfig) -> TokenSequence:
-    """The prompt and completion as a sequence. Only the completion's tokens count in the loss."""
-    prompt, completion = group.prompt.token_ids, rollout.completion
+    """The prompt and completion as a sequence. Only tokens that the generator sampled count in the loss."""
+    prompt, completion = rollout.prompt_of(group.prompt), rollout.completion
     counts = not (config.filter.mask_overlong and completion.finish == "length")
     return TokenSequence(
         torch.tensor([*prompt, *completion.token_ids]),
-        torch.tensor([False] * len(prompt) + [counts] * len(completion.token_ids)),
+        torch.tensor([False] * len(prompt) + [counts and sampled for sampled in completion.sampled]),
         {"rollout_logprobs": torch.tensor([0.0] * len(prompt) + completion.logprobs, dtype=torch.float64)},
     )
 

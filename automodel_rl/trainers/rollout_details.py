@@ -48,7 +48,8 @@ def rollout_details(
             advantage, ours = everywhere.get((number, place), (None, None))
             details[id(rollout)] = {} if advantage is None else {"advantage": round(advantage, 4)}
             if ours is not None:
-                details[id(rollout)]["pieces"] = _pieces(rollout, ours[len(group.prompt.token_ids) :], tokenizer)
+                start = len(rollout.prompt_of(group.prompt))
+                details[id(rollout)]["pieces"] = _pieces(rollout, ours[start:], tokenizer)
     return details
 
 

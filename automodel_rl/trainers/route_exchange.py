@@ -41,7 +41,7 @@ def with_routes(
     """
     assert handle.router_shape is not None
     sequences = {
-        (optimizer_step, place): (len(group.prompt.token_ids) + len(rollout.completion.token_ids), rollout)
+        (optimizer_step, place): (len(rollout.prompt_of(group.prompt)) + len(rollout.completion.token_ids), rollout)
         for optimizer_step in range(len(optimizer_steps))
         for place, (group, rollout) in enumerate(
             rollouts_of_optimizer_step(groups, optimizer_step, len(optimizer_steps))

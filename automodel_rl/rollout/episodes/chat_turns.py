@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.tool_formats import find_format, read_turn
 from automodel_rl.data.turn_suffix import TurnSuffix
@@ -14,42 +15,69 @@ HEADER_TOKENS = 64
 BREAK = "\u200b"
 """A break without width. It keeps an answer's text from being read as a special token."""
 
+CUT = " ... "
+
 
 class ChatTurns:
-    """A `TurnCodec` for conversations with tools.
+    """A `TurnCodec` for conversations with tools or an environment.
 
     Args:
         template: the chat template.
-        tools: JSON schemas of the tools.
+        tools: JSON schemas of the tools; empty if the environment only reads texts.
+        most_tokens: longest answer in tokens; a longer one is cut in the middle.
 
     Raises:
         InputError: the template leaves out calls, or writes them in a format that is not known.
     """
 
-    def __init__(self, template: ChatTemplate, tools: Sequence[dict[str, Any]]):
-        self.template, self.tools, self.tokenizer = template, list(tools), template.tokenizer
-        self.form, self._suffix = find_format(template), TurnSuffix(template, tools)
+    def __init__(self, template: ChatTemplate, tools: Sequence[dict[str, Any]], most_tokens: int):
+        self.template, self.tools, self.tokenizer = template, tuple(tools), template.tokenizer
+        self.most_tokens = most_tokens
+        self._form = find_format(template) if tools else None
+        self._suffix = TurnSuffix(template, tools)
+        self.stop_ids = self._suffix.stop_ids()
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        chat = Chat([self._harmless(message) for message in messages], self.tools)
+        return self.template.encode(chat, "what the environment began with", add_generation_prompt=True)["input_ids"]
 
     def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
-        before, text = (str(self.tokenizer.decode(ids)) for ids in (opening[-HEADER_TOKENS:], token_ids))
         plain = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-        header = (
-            before[before.rfind(self.template.header) :] if self.template.header in before else self.template.header
-        )
+        if self._form is None:
+            return Turn(plain, plain)
+        before, text = (str(self.tokenizer.decode(ids)) for ids in (opening[-HEADER_TOKENS:], token_ids))
+        header = self.template.header
+        begun = before[before.rfind(header) :] if header in before else header
         try:
-            message = read_turn(self.tokenizer, self.form, header, text, self.tools)
+            message = read_turn(self.tokenizer, self._form, begun, text, self.tools)
         except ValueError as error:
-            return Turn(plain, problem=f"the call cannot be read: {' '.join(str(error).split())[:200]}")
+            return Turn(plain, plain, problem=f"the call cannot be read: {' '.join(str(error).split())[:200]}")
         calls = [call["function"] for call in message.get("tool_calls") or []]
-        return Turn(plain, tuple({"name": call["name"], "arguments": call["arguments"]} for call in calls))
+        return Turn(
+            plain,
+            str(message.get("content") or ""),
+            tuple({"name": call["name"], "arguments": call["arguments"]} for call in calls),
+        )
 
     def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:
         called = [str(call["name"]) for call in turn.calls] if messages[0]["role"] == "tool" else []
         return self._suffix([self._harmless(message) for message in messages], called, stop)
 
     def _harmless(self, message: Message) -> Message:
-        """The message without special tokens in its text, which would end a turn or begin one."""
-        content = message["content"]
+        """The message without special tokens in its text, which would end a turn or begin one, and not too long."""
+        content = str(message["content"])
         for mark in self.template.special_tokens:
             content = content.replace(mark, mark[:1] + BREAK + mark[1:])
-        return {**message, "content": content}
+        return {**message, "content": self._cut(content)}
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self.most_tokens:  # a token has at least one character
+            return text
+        # Far more characters than the limit are cut first, so that a flood is not tokenised whole.
+        half = 16 * self.most_tokens
+        text = text if len(text) <= 2 * half else text[:half] + CUT + text[-half:]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) <= self.most_tokens:
+            return text
+        kept = max(1, self.most_tokens // 2)
+        return f"{self.tokenizer.decode(ids[:kept])}{CUT}{self.tokenizer.decode(ids[-kept:])}"

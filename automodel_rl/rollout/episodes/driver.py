@@ -1,185 +1,215 @@
 """Drives episodes: conversations advance on their own, and environments run while the generator writes."""
 
-import functools
 import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from automodel_rl.errors import innermost
-from automodel_rl.generator_messages import Request
-from automodel_rl.rollout.episodes.episode import Episode, Limits, TurnCodec
-from automodel_rl.rollout.episodes.protocol import Environment, Outcome, Turn
+from automodel_rl.rollout.episodes.episode import ENVIRONMENT_ERRORS, Episode
+from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, do_nothing
-
-MakeEnvironment = Callable[[int], Environment]
-"""Makes the environment of the episode at a place."""
-
-
-@dataclass
-class _Running:
-    """An episode under way.
-
-    Attributes:
-        place: its place among the requests.
-        episode: its state.
-        environment: its world; None until its first turn is written.
-        error: why it failed; empty if it did not.
-    """
-
-    place: int
-    episode: Episode
-    environment: Environment | None = None
-    error: str = ""
 
 
 @dataclass(frozen=True)
 class _Written:
     """A turn that the generator wrote."""
 
-    running: _Running
+    place: int
     completion: Completion
 
 
 @dataclass(frozen=True)
-class _Stepped:
-    """What an environment answered, or why it did not."""
+class _Answered:
+    """What an environment began with or answered, or why it did not. `seconds` is how long it took."""
 
-    running: _Running
-    outcome: Outcome = field(default_factory=Outcome)
+    place: int
+    answer: Sequence[Message] | Outcome = ()
     error: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """The generator is lost."""
+
+    error: BaseException
 
 
 class EpisodeDriver:
     """Writes episodes with a generator that writes single turns.
 
     Args:
-        codec: reads turns and writes what is between them.
-        limits: when an episode ends at the latest.
-        num_threads: number of environments that run at the same time.
+        at_once: most episodes that are under way at the same time.
     """
 
-    def __init__(self, codec: TurnCodec, limits: Limits, num_threads: int):
-        self.codec, self.limits = codec, limits
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="environment")
+    def __init__(self, at_once: int):
+        self.at_once = at_once
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="environment")
 
     def close(self) -> None:
         """Ends the threads of environments, once their calls have returned."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def submit(
-        self,
-        generator: Generator,
-        requests: Sequence[Request],
-        make_environment: MakeEnvironment,
-        on_finished: OnFinished = do_nothing,
+        self, generator: Generator, episodes: Sequence[Episode], on_finished: OnFinished = do_nothing
     ) -> Callable[[], list[Completion]]:
-        """Begins episodes, each with a request for its first turn.
+        """Begins episodes, or goes on with them if an earlier generator was lost.
+
+        A generator that works alone is driven by a thread, and its episodes advance while this process does something
+        else. Another one is driven when waited for; then it writes all turns that are ready as one batch.
 
         Args:
             generator: writes the turns.
-            requests: the requests.
-            make_environment: makes the environment of an episode.
-            on_finished: called for every episode as soon as it has ended.
+            episodes: the episodes.
+            on_finished: called for every episode as soon as it is over, by any thread.
 
         Returns:
-            A function that drives the episodes to their ends. It returns them in order, as completions whose `sampled`
-            says which tokens the generator wrote. It raises what the generator raises.
+            A function that waits until all episodes are over. It returns them in order, as completions. It raises what
+            the generator raises; no environment is at work then.
         """
-        running = [_Running(place, Episode(request, self.codec, self.limits)) for place, request in enumerate(requests)]
-        work = _Work(self, generator, make_environment, on_finished)
-        if generator.works_alone:
-            work.ask(running)
-            running = []
-        return functools.partial(work.finish, running, len(requests))
+        work = _Work(generator, episodes, on_finished, self._threads, self.at_once)
+        if not generator.works_alone:
+            return work.finish
+        result: Future[list[Completion]] = Future()
+
+        def drive() -> None:
+            try:
+                result.set_result(work.finish())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=drive, daemon=True, name="episodes").start()
+        return result.result
 
 
+@dataclass
 class _Work:
-    """The episodes of one call of `submit`."""
+    """The episodes of one call of `submit`.
 
-    def __init__(
-        self, driver: EpisodeDriver, generator: Generator, make_environment: MakeEnvironment, on_finished: OnFinished
-    ):
-        self.driver, self.generator = driver, generator
-        self.make_environment, self.on_finished = make_environment, on_finished
-        self.news: queue.SimpleQueue[_Written | _Stepped | BaseException] = queue.SimpleQueue()
-        self.waits: list[Callable[[], list[Completion]]] = []
-        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="generator")
-        self.stepping = 0
-        self.done: dict[int, Completion] = {}
+    Attributes:
+        news: what generator and environments have done.
+        waits: waits for batches of a generator that writes when waited for.
+        begun: how many episodes have begun, the first ones.
+        acting: number of environments at work.
+    """
 
-    def ask(self, ready: Sequence[_Running]) -> None:
-        """Lets the generator write the next turn of episodes."""
+    generator: Generator
+    episodes: Sequence[Episode]
+    on_finished: OnFinished
+    threads: ThreadPoolExecutor
+    at_once: int
+    news: "queue.SimpleQueue[_Written | _Answered | _Lost]" = field(default_factory=queue.SimpleQueue)
+    waits: list[Callable[[], list[Completion]]] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
+    begun: int = 0
+    acting: int = 0
+    over: int = 0
 
-        def written(number: int, completion: Completion) -> None:
-            self.news.put(_Written(ready[number], completion))
-
-        wait = self.generator.submit([running.episode.request for running in ready], written)
-        if self.generator.works_alone:
-            self._watcher.submit(wait).add_done_callback(self._watched)
-        else:
-            self.waits.append(wait)
-
-    def finish(self, ready: list[_Running], count: int) -> list[Completion]:
+    def finish(self) -> list[Completion]:
         """Drives the episodes to their ends."""
         try:
-            while len(self.done) < count:
+            while self.over < len(self.episodes):
+                self._begin()
                 # A generator that writes when waited for writes all that are ready at once.
-                if ready and (self.generator.works_alone or not self.stepping):
-                    self.ask(ready)
-                    ready = []
+                if self.ready and (self.generator.works_alone or not self.acting):
+                    self._ask()
                 while self.waits:
                     self.waits.pop()()
-                ready += self._next_ready()
-        finally:
-            self._watcher.shutdown(wait=False, cancel_futures=True)
-        return [self.done[place] for place in range(count)]
+                if self.over < len(self.episodes):
+                    self._handle(self.news.get())
+        except BaseException:
+            self._end_calls()
+            raise
+        return [episode.completion for episode in self.episodes]
 
-    def _watched(self, future: "Future[list[Completion]]") -> None:
-        """Tells of a generator that is lost, whose completions will never come."""
-        if not future.cancelled() and (error := future.exception()) is not None:
-            self.news.put(error)
+    def _begin(self) -> None:
+        """Begins as many episodes as may be under way."""
+        while self.begun < len(self.episodes) and self.begun - self.over < self.at_once:
+            place, episode = self.begun, self.episodes[self.begun]
+            self.begun += 1
+            match episode.phase:
+                case "new":
+                    self._call(place, episode.environment.reset)
+                case "ready":
+                    self.ready.append(place)
+                case "over":
+                    self._count(place)
 
-    def _next_ready(self) -> list[_Running]:
-        """Handles what comes next. Returns the episodes that are ready for another turn."""
-        match self.news.get():
-            case _Written(running, completion):
-                self._take(running, completion)
-            case _Stepped(running, outcome, error):
-                self.stepping -= 1
-                running.error = error
-                if not error:
-                    running.episode.answer(outcome)
-                    if not running.episode.reason:
-                        return [running]
-                self._end(running)
-            case BaseException() as lost:
-                raise lost
-        return []
+    def _ask(self) -> None:
+        """Lets the generator write the next turn of the episodes that are ready."""
+        places, self.ready = self.ready, []
 
-    def _take(self, running: _Running, completion: Completion) -> None:
-        if completion.finish == "error":
-            running.error = completion.error
-            self._end(running)
+        def written(number: int, completion: Completion) -> None:
+            self.news.put(_Written(places[number], completion))
+
+        wait = self.generator.submit([self.episodes[place].request for place in places], written)
+        if not self.generator.works_alone:
+            self.waits.append(wait)
             return
-        turn = running.episode.take(completion)
-        self.stepping += 1
-        self.driver._threads.submit(self._step, running, turn).add_done_callback(self._stepped)
 
-    def _step(self, running: _Running, turn: Turn) -> _Stepped:
-        try:
-            if running.environment is None:
-                running.environment = self.make_environment(running.place)
-            return _Stepped(running, running.environment.step(turn))
-        except Exception as error:
-            return _Stepped(running, error=innermost(error))
+        def watch() -> None:
+            """Tells of a generator that is lost, whose completions will never come."""
+            try:
+                wait()
+            except BaseException as error:
+                self.news.put(_Lost(error))
 
-    def _stepped(self, future: "Future[_Stepped]") -> None:
-        self.news.put(future.result())
+        threading.Thread(target=watch, daemon=True, name="generator").start()
 
-    def _end(self, running: _Running) -> None:
-        if running.environment is not None:
-            running.environment.close()
-        completion = running.episode.transcript.completion(running.error)
-        self.done[running.place] = completion
-        self.on_finished(running.place, completion)
+    def _handle(self, event: _Written | _Answered | _Lost) -> None:
+        match event:
+            case _Lost(error):
+                raise error
+            case _Written(place, completion) if completion.finish == "error":
+                self.episodes[place].fail(completion.error)
+            case _Written(place, completion):
+                turn = self.episodes[place].take(completion)
+                self._call(place, lambda: self._step(place, turn))
+                return
+            case _Answered(place):
+                self._take_answer(event)
+        if self.episodes[place].phase == "over":
+            self._count(place)
+        else:
+            self.ready.append(place)
+
+    def _step(self, place: int, turn: Turn) -> Outcome:
+        return self.episodes[place].environment.step(turn)
+
+    def _take_answer(self, event: _Answered) -> None:
+        self.acting -= 1
+        episode = self.episodes[event.place]
+        if event.error:
+            episode.fail(f"its environment failed: {event.error}", {ENVIRONMENT_ERRORS: 1})
+        elif isinstance(event.answer, Outcome):
+            episode.answer(event.answer, event.seconds)
+        else:
+            episode.begin(event.answer, event.seconds)
+
+    def _call(self, place: int, call: Callable[[], Sequence[Message] | Outcome]) -> None:
+        """Lets an environment work in a thread."""
+
+        def timed() -> None:
+            began = time.monotonic()
+            try:
+                event = _Answered(place, call(), seconds=time.monotonic() - began)
+            except Exception as error:
+                event = _Answered(place, error=innermost(error))
+            self.news.put(event)
+
+        self.acting += 1
+        self.threads.submit(timed)
+
+    def _count(self, place: int) -> None:
+        self.over += 1
+        self.on_finished(place, self.episodes[place].completion)
+
+    def _end_calls(self) -> None:
+        """Waits for environments that are at work, so that every episode is in a state to go on from."""
+        while self.acting:
+            event = self.news.get()
+            if isinstance(event, _Answered):
+                self._take_answer(event)

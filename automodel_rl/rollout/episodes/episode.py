@@ -1,27 +1,42 @@
 """One episode: a conversation that advances turn by turn, until its environment or a limit ends it."""
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Request
-from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
+from automodel_rl.rollout.episodes.protocol import Environment, Message, Outcome, Turn
 from automodel_rl.rollout.episodes.transcript import Transcript
-from automodel_rl.rollout.protocol import Completion
+from automodel_rl.rollout.protocol import Completion, Conversation
+
+TURNS, CALLS, MALFORMED = "turns", "calls", "malformed_calls"
+SECONDS, ENVIRONMENT_ERRORS = "environment_seconds", "environment_errors"
+"""Names of metrics of every episode."""
 
 
 class TurnCodec(Protocol):
     """Reads turns and writes what is between them, as the model's chat template does."""
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of messages, up to the beginning of the first turn."""
+        ...
 
     def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
         """A turn of the assistant, given the tokens before it and its own."""
         ...
 
     def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:
-        """The tokens of messages that follow a turn, up to the beginning of the next turn."""
+        """The tokens of messages that follow a turn, up to the beginning of the next turn.
+
+        Raises:
+            InputError: the template cannot write them there.
+        """
         ...
 
 
@@ -30,46 +45,78 @@ class Limits:
     """Limits of an episode.
 
     Attributes:
+        prompt_tokens: most tokens of the prompt, with what the environment begins with.
         turns: most turns of the assistant.
         tokens: most tokens after the prompt, those of tools and of the chat template included.
         turn_tokens: most tokens of a turn. A turn begins only if so many are left.
+        seconds: time after which no further turn begins; None for no limit.
     """
 
+    prompt_tokens: int
     turns: int
     tokens: int
     turn_tokens: int
+    seconds: float | None = None
 
 
 class Episode:
-    """The state of one conversation.
+    """The state of one conversation. It outlives the generator that writes its turns.
 
     Args:
         request: asks for the first turn.
+        messages: the messages of the prompt.
+        environment: answers the turns; closed at the end.
         codec: reads turns and writes what is between them.
         limits: when it ends at the latest.
 
     Attributes:
-        transcript: its tokens.
-        reward: the sum of its turns' rewards.
-        reason: why it ended; empty while it goes on.
+        phase: "new" before the environment has begun, "ready" for the next turn, or "over".
+        completion: the whole episode as a completion, once it is over.
     """
 
-    def __init__(self, request: Request, codec: TurnCodec, limits: Limits):
-        self.first, self.codec, self.limits = request, codec, limits
+    def __init__(
+        self,
+        request: Request,
+        messages: Sequence[Message],
+        environment: Environment,
+        codec: TurnCodec,
+        limits: Limits,
+    ):
+        self.first, self.environment, self.codec, self.limits = request, environment, codec, limits
         self.transcript = Transcript(request.prompt)
-        self.reward, self.reason = 0.0, ""
-        self._turn = Turn("")
+        self.messages = list(messages)
+        self.phase: Literal["new", "ready", "over"] = "new"
+        self.completion = Completion([], [], "error", "it has not begun")
+        self._reward, self._metrics = 0.0, defaultdict[str, float](float)
+        self._turn, self._began = Turn(""), time.monotonic()
 
     @property
     def request(self) -> Request:
         """Asks for the next turn. The turn's number is part of its seed, so that asking again gives the same turn."""
         number = len(self.transcript.turns)
-        seed = (
-            self.first.seed
-            if not number
-            else int(np.random.SeedSequence([self.first.seed, number]).generate_state(1)[0])
-        )
+        if not number:
+            return dataclasses.replace(self.first, prompt=self.transcript.opening)
+        seed = int(np.random.SeedSequence([self.first.seed, number]).generate_state(1)[0])
         return dataclasses.replace(self.first, prompt=self.transcript.opening, seed=seed)
+
+    def begin(self, messages: Sequence[Message], seconds: float = 0.0) -> None:
+        """Adds to the prompt what the environment begins with."""
+        self._count({SECONDS: seconds})
+        self.phase, self._began = "ready", time.monotonic()
+        if not messages:
+            return
+        self.messages += messages
+        try:
+            prompt = self.codec.opening(self.messages)
+        except InputError as error:
+            self.fail(innermost(error))
+            return
+        self.transcript = Transcript(prompt)
+        if len(prompt) > self.limits.prompt_tokens:
+            self.fail(
+                f"the prompt with what reset returned has {len(prompt)} tokens, more than rollout.max_prompt_tokens="
+                f"{self.limits.prompt_tokens}"
+            )
 
     def take(self, completion: Completion) -> Turn:
         """Adds a turn, and returns it as the environment sees it."""
@@ -77,21 +124,74 @@ class Episode:
         self.transcript.add_turn(completion)
         turn = self.codec.read(opening, completion.token_ids)
         self._turn = dataclasses.replace(turn, is_cut=completion.finish == "length")
+        self.messages.append(_message_of(self._turn))
+        self._count({TURNS: 1, CALLS: len(turn.calls), MALFORMED: int(bool(turn.problem))})
         return self._turn
 
-    def answer(self, outcome: Outcome) -> None:
+    def answer(self, outcome: Outcome, seconds: float = 0.0) -> None:
         """Adds what the environment answers, or ends the episode."""
-        self.reward += outcome.reward
+        self._reward += outcome.reward
+        self._count({**outcome.metrics, SECONDS: seconds})
         transcript = self.transcript
         if outcome.done or not outcome.messages:
-            self.reason = outcome.reason or "done"
+            self._finish("done")
         elif self._turn.is_cut:
-            self.reason = "turn too long"
+            self._finish("turn_tokens")
         elif len(transcript.turns) == self.limits.turns:
-            self.reason = "turns"
+            self._finish("turns")
+        elif self.limits.seconds is not None and time.monotonic() - self._began > self.limits.seconds:
+            self._finish("seconds")
         else:
-            suffix = self.codec.suffix(outcome.messages, self._turn, transcript.token_ids[-1])
-            if len(transcript.token_ids) + len(suffix) + self.limits.turn_tokens > self.limits.tokens:
-                self.reason = "tokens"
-            else:
-                transcript.add_suffix(suffix)
+            self._go_on(outcome.messages)
+
+    def fail(self, error: str, metrics: Mapping[str, float] | None = None) -> None:
+        """Ends the episode with an error."""
+        self._count(metrics or {})
+        self._over(Completion([], [], "error", error, conversation=self._conversation("error", [])))
+
+    def _go_on(self, messages: Sequence[Message]) -> None:
+        """Adds messages before the next turn, if the template can write them and the limits allow it."""
+        transcript = self.transcript
+        try:
+            suffix = self.codec.suffix(messages, self._turn, transcript.token_ids[-1])
+        except InputError:  # the turn ended in a way that nothing can follow
+            self._finish("template")
+            return
+        if len(transcript.token_ids) + len(suffix) + self.limits.turn_tokens > self.limits.tokens:
+            self._finish("tokens")
+            return
+        self.messages += messages
+        transcript.add_suffix(suffix)
+
+    def _finish(self, end: str) -> None:
+        transcript = self.transcript
+        is_whole = end in ("done", "template") and not self._turn.is_cut
+        self._over(
+            Completion(
+                transcript.token_ids,
+                transcript.logprobs,
+                "stop" if is_whole else "length",
+                versions=transcript.versions,
+                conversation=self._conversation(end, transcript.sampled),
+            )
+        )
+
+    def _conversation(self, end: str, sampled: list[bool]) -> Conversation:
+        prompt, metrics = self.transcript.prompt, dict[str, float](self._metrics)
+        return Conversation(prompt, sampled, self.messages, self._reward, end, metrics)
+
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[name] += value
+
+    def _over(self, completion: Completion) -> None:
+        self.phase, self.completion = "over", completion
+        self.environment.close()
+
+
+def _message_of(turn: Turn) -> dict[str, Any]:
+    """A turn as a message."""
+    if turn.problem or not turn.calls:
+        return {"role": "assistant", "content": turn.text}
+    calls = [{"type": "function", "function": dict(call)} for call in turn.calls]
+    return {"role": "assistant", "content": turn.content, "tool_calls": calls}

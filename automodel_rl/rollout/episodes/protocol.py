@@ -1,4 +1,7 @@
-"""The interface of environments: what the model's turns do, and what is answered."""
+"""The interface of environments: what the model's turns do, and what is answered.
+
+This file imports only the standard library, for every process of an environment loads it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +15,15 @@ class Turn:
     """A turn of the assistant, as an environment sees it.
 
     Attributes:
-        text: the turn's text, without special tokens.
+        text: the whole turn, without special tokens.
+        content: the turn without its thoughts and calls.
         calls: the calls of tools in it, each with `name` and `arguments`.
         is_cut: whether the turn was cut off at the most tokens of a turn.
         problem: why a call in it cannot be read; empty if all can.
     """
 
     text: str
+    content: str = ""
     calls: Sequence[Mapping[str, Any]] = ()
     is_cut: bool = False
     problem: str = ""
@@ -30,21 +35,19 @@ class Outcome:
 
     Attributes:
         messages: what the model reads before its next turn: one message of a tool for each call, or others.
-        done: whether the episode ends.
+        done: whether the conversation ends. It also ends if there are no messages.
         reward: reward of the turn. Rewards of all turns are added up.
-        metrics: numbers for the step's metrics.
-        reason: why the episode ends.
+        metrics: numbers for the step's metrics, added up over the turns.
     """
 
     messages: Sequence[Message] = ()
     done: bool = False
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""
 
 
 class Environment(Protocol):
-    """One episode's world. It is made for one episode, used by one thread, and closed."""
+    """The world of one conversation. It is made for one, used by one thread, and closed."""
 
     def reset(self) -> Sequence[Message]:
         """Begins. Returns messages that the model reads after the prompt, before its first turn."""
@@ -56,4 +59,18 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Frees what the environment holds."""
+        ...
+
+
+class EnvironmentFactory(Protocol):
+    """What `rollout.environment` names. It may have an attribute `tools`: JSON schemas of the tools that its
+    environments answer, which the chat template shows to the model."""
+
+    def __call__(self, example: dict[str, Any], seed: int) -> Environment:
+        """Makes the environment of one conversation.
+
+        Args:
+            example: the record of the prompt.
+            seed: a seed that all conversations of a prompt share, so that their rewards can be compared.
+        """
         ...

@@ -1,8 +1,11 @@
 """Tools: functions that the model may call. What they return is answered, and so is what they raise."""
 
+import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -10,74 +13,120 @@ from transformers.utils import get_json_schema
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.import_path import import_function
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
+from automodel_rl.rollout.episodes.python_tool import run_python
 
-CUT = " ... "
+PYTHON = "python"
+"""The name of the built-in tool that runs code."""
+
+FAILED, TIMED_OUT = "failed_calls", "timed_out_calls"
+"""Names of metrics of calls."""
 
 
-def load_tools(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:
+def load_tools(paths: Sequence[str], is_sandboxed: bool, seconds: float) -> dict[str, Callable[..., Any]]:
     """The functions at import paths, by their names.
+
+    Args:
+        paths: import paths, or `python` for the built-in tool.
+        is_sandboxed: whether the built-in tool must be protected.
+        seconds: time limit of a call.
 
     Raises:
         InputError: a path names no function, two functions have one name, or one has no type hints and docstring.
     """
     tools: dict[str, Callable[..., Any]] = {}
     for path in paths:
-        function = import_function("rollout.tools", path)
-        if function.__name__ in tools:
-            raise InputError(f"rollout.tools: two tools are called {function.__name__}: rename one")
+        function = _python(is_sandboxed, seconds) if path == PYTHON else import_function("rollout.tools", path)
+        if not callable(function):
+            raise InputError(f"rollout.tools={path}: is no function but {function!r:.60}: name a function")
+        name = function.__name__
+        if name in tools:
+            raise InputError(f"rollout.tools: two tools are called {name}: rename one")
         try:
             get_json_schema(function)
         except Exception as error:
             raise InputError(
                 f"rollout.tools={path}: its schema comes from type hints and a docstring with Args ({innermost(error)})"
             ) from None
-        tools[function.__name__] = function
+        tools[name] = function
     return tools
 
 
+def schemas_of(tools: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
+    """The JSON schemas of tools."""
+    return [get_json_schema(function) for function in tools.values()]
+
+
+def _python(is_sandboxed: bool, seconds: float) -> Callable[..., Any]:
+    """The built-in tool `python`."""
+
+    def python(code: str) -> str:
+        """Runs Python code and returns what it prints.
+
+        Args:
+            code: The code to run.
+        """
+        return run_python(code, seconds, is_sandboxed)
+
+    return python
+
+
 class ToolEnvironment:
-    """Runs the calls of each turn. An episode ends with a turn that calls nothing.
+    """Runs the calls of each turn. A conversation ends with a turn that calls nothing.
 
     Args:
         tools: the functions, by name.
-        most_characters: longest answer; a longer one is cut in the middle.
+        seconds: time limit of a call, as long as it is in Python.
     """
 
-    def __init__(self, tools: Mapping[str, Callable[..., Any]], most_characters: int):
-        self.tools, self.most_characters = tools, most_characters
+    def __init__(self, tools: Mapping[str, Callable[..., Any]], seconds: float):
+        self.tools, self.seconds = tools, seconds
 
     def reset(self) -> Sequence[Message]:
         return ()
 
     def step(self, turn: Turn) -> Outcome:
-        if turn.problem:
-            return Outcome([{"role": "user", "content": turn.problem}], metrics={"malformed": 1.0})
-        answers = [self._answer(call["name"], call["arguments"]) for call in turn.calls]
+        answers = [self._answer(str(call["name"]), call["arguments"]) for call in turn.calls]
         messages = [
-            {"role": "tool", "name": call["name"], "content": self._cut(answer)}
+            {"role": "tool", "name": str(call["name"]), "content": answer}
             for call, (answer, _) in zip(turn.calls, answers, strict=True)
         ]
-        metrics = {"calls": float(len(answers)), "failed": float(sum(failed for _, failed in answers))}
+        problems = [problem for _, problem in answers]
+        metrics = {name: float(problems.count(name)) for name in (FAILED, TIMED_OUT)}
         return Outcome(messages, done=not messages, metrics=metrics)
 
     def close(self) -> None:
         """Does nothing: functions hold nothing."""
 
-    def _answer(self, name: str, arguments: Any) -> tuple[str, bool]:
-        """What a call is answered, and whether it failed."""
+    def _answer(self, name: str, arguments: Any) -> tuple[str, str]:
+        """What a call is answered, and the metric that counts its problem."""
         if name not in self.tools:
-            return f"error: no tool is called {name}: use {' or '.join(self.tools)}", True
+            return f"error: no tool is called {name}: use {' or '.join(self.tools)}", FAILED
         if not isinstance(arguments, dict):
-            return f"error: the arguments of {name} must be an object", True
+            return f"error: the arguments of {name} must be an object", FAILED
         try:
             inspect.signature(self.tools[name]).bind(**arguments)
-            found = self.tools[name](**arguments)
+            with _time_limit(self.seconds):
+                found = self.tools[name](**arguments)
+                if inspect.iscoroutine(found):
+                    found = asyncio.run(found)
+        except TimeoutError:
+            return f"error: {name} took longer than {self.seconds:g} s", TIMED_OUT
         except Exception as error:
-            return f"error: {innermost(error)}", True
-        return found if isinstance(found, str) else json.dumps(found, default=str), False
+            return f"error: {innermost(error)}", FAILED
+        return found if isinstance(found, str) else json.dumps(found, default=str), ""
 
-    def _cut(self, text: str) -> str:
-        if len(text) <= self.most_characters:
-            return text
-        half = (self.most_characters - len(CUT)) // 2
-        return text[:half] + CUT + text[-half:]
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in Python code that takes too long. It needs the main thread."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -13,6 +13,7 @@ class Transcript:
 
     Attributes:
         token_ids: the tokens after the prompt.
+        logprobs: their log-probabilities; 0 where they were not sampled.
         sampled: whether each of them was sampled by the generator. Only those are trained.
         turns: the completions of the turns, in order.
     """
@@ -20,14 +21,20 @@ class Transcript:
     def __init__(self, prompt: Sequence[int]):
         self.prompt = list(prompt)
         self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
         self.sampled: list[bool] = []
         self.turns: list[Completion] = []
-        self._logprobs: list[float] = []
 
     @property
     def opening(self) -> list[int]:
         """All tokens so far: the prompt of the next turn."""
         return self.prompt + self.token_ids
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest version of the weights that wrote its turns; None if they are not known."""
+        known = [turn.versions for turn in self.turns if turn.versions is not None]
+        return (min(old for old, _ in known), max(new for _, new in known)) if known else None
 
     def add_turn(self, completion: Completion) -> None:
         """Adds the tokens of a turn as they were sampled."""
@@ -38,26 +45,7 @@ class Transcript:
         """Adds tokens that the chat template wrote after a turn."""
         self._add(token_ids, [0.0] * len(token_ids), is_sampled=False)
 
-    def completion(self, error: str = "") -> Completion:
-        """The episode as one completion. It has the log-probability 0 at tokens that were not sampled.
-
-        Args:
-            error: why the episode failed, if it did.
-        """
-        if error or not self.turns:
-            return Completion([], [], "error", error or "the episode has no turn")
-        known = [turn.versions for turn in self.turns if turn.versions is not None]
-        versions = (min(old for old, _ in known), max(new for _, new in known)) if known else None
-        end = next((place for place in reversed(range(len(self.sampled))) if self.sampled[place]), -1) + 1
-        return Completion(
-            self.token_ids[:end],
-            self._logprobs[:end],
-            self.turns[-1].finish,
-            versions=versions,
-            sampled=self.sampled[:end],
-        )
-
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:
         self.token_ids += token_ids
-        self._logprobs += logprobs
+        self.logprobs += logprobs
         self.sampled += [is_sampled] * len(token_ids)

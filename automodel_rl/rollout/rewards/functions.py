@@ -43,12 +43,18 @@ def length(completion: str, example: Example, longest: int) -> float:
     return min(0.0, 1 - len(completion.split()) / longest)
 
 
+def environment(completion: str, example: Example) -> float:
+    """The sum of the rewards that the conversation's environment gave."""
+    return float(example["environment_reward"])
+
+
 BUILT_IN: dict[str, RewardFn] = {
     "exact_match": exact_match,
     "last_number": last_number,
     "math": math,
     "format": format,
     "length": length,
+    "environment": environment,
 }
 """The built-in reward functions, by their names in a config."""
 

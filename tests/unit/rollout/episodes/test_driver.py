@@ -7,7 +7,7 @@ import pytest
 
 from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
-from automodel_rl.rollout.episodes.episode import Limits
+from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
 
@@ -15,7 +15,10 @@ END = 99
 
 
 class Codec:
-    """Texts are numbers; a message of a tool is one token."""
+    """Texts are numbers; a message of a tool is one token. The token 8 before the end is a call that cannot be read."""
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        return [int(message["content"]) for message in messages]
 
     def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
         return Turn(" ".join(map(str, token_ids)))
@@ -66,12 +69,12 @@ class Writer:
 class Echo:
     """Answers each turn with its number, and ends after some turns."""
 
-    def __init__(self, turns: int, fails_at: int = -1):
+    def __init__(self, turns: int, fails_at: int = -1, begins_with: Sequence[int] = ()):
         self.turns, self.fails_at, self.number = turns, fails_at, 0
-        self.is_closed = False
+        self.begins_with, self.is_closed = begins_with, False
 
     def reset(self) -> Sequence[Message]:
-        return ()
+        return [{"role": "user", "content": str(token)} for token in self.begins_with]
 
     def step(self, turn: Turn) -> Outcome:
         self.number += 1
@@ -83,17 +86,26 @@ class Echo:
         self.is_closed = True
 
 
+def episode_of(prompt: list[int], world: Echo, **limits: float) -> Episode:
+    given = {"prompt_tokens": 9, "turns": 9, "tokens": 99, "turn_tokens": 3} | limits
+    messages = [{"role": "user", "content": str(token)} for token in prompt]
+    return Episode(Request(prompt, 5, 1.0), messages, world, Codec(), Limits(**given))  # type: ignore[arg-type]
+
+
+def drive(writer: Writer, episodes: Sequence[Episode], at_once: int = 2) -> list[Completion]:
+    driver = EpisodeDriver(at_once)
+    try:
+        return driver.submit(writer, episodes)()
+    finally:
+        driver.close()
+
+
 def run(
-    works_alone: bool, prompts: list[list[int]], worlds: list[Echo], **limits: int
+    works_alone: bool, prompts: list[list[int]], worlds: list[Echo], **limits: float
 ) -> tuple[Writer, list[Completion]]:
-    writer, driver = (
-        Writer(works_alone),
-        EpisodeDriver(Codec(), Limits(**{"turns": 9, "tokens": 99, "turn_tokens": 3} | limits), 2),
-    )
-    wait = driver.submit(writer, [Request(prompt, 5, 1.0) for prompt in prompts], lambda place: worlds[place])
-    completions = wait()
-    driver.close()
-    return writer, completions
+    writer = Writer(works_alone)
+    pairs = zip(prompts, worlds, strict=True)
+    return writer, drive(writer, [episode_of(prompt, world, **limits) for prompt, world in pairs])
 
 
 @pytest.mark.parametrize("works_alone", [True, False])
@@ -116,11 +128,15 @@ def test_every_turn_is_asked_with_the_tokens_before_it_as_they_were_sampled(work
 
 
 @pytest.mark.parametrize(
-    ("limits", "num_turns"), [({"turns": 2}, 2), ({"tokens": 7}, 2), ({"tokens": 6}, 1), ({"tokens": 99}, 5)], ids=str
+    ("limits", "num_turns"),
+    [({"turns": 2}, 2), ({"tokens": 7}, 2), ({"tokens": 6}, 1), ({"seconds": 0.0}, 1), ({"tokens": 99}, 5)],
+    ids=str,
 )
-def test_limits_end_an_episode_after_a_turn(limits: dict[str, int], num_turns: int) -> None:
+def test_limits_end_an_episode_after_a_turn(limits: dict[str, float], num_turns: int) -> None:
     _, (completion,) = run(False, [[1, 2]], [Echo(5)], **limits)
-    assert completion.sampled is not None
+    assert completion.finish == ("stop" if num_turns == 5 else "length")
+    assert completion.conversation is not None
+    assert completion.conversation.reward == num_turns
     assert len(completion.token_ids) == 3 * num_turns + num_turns - 1
     assert completion.sampled[-1]  # what nobody answers any more is left out
 
@@ -134,15 +150,60 @@ def test_a_turn_that_was_cut_off_is_the_last() -> None:
 def test_an_environment_that_fails_costs_its_own_episode(works_alone: bool) -> None:
     worlds = [Echo(3, fails_at=2), Echo(2)]
     _, (failed, other) = run(works_alone, [[1], [2]], worlds)
-    assert (failed.finish, failed.error, failed.token_ids) == ("error", "ValueError: the world has ended", [])
+    assert (failed.finish, failed.error, failed.token_ids) == (
+        "error",
+        "its environment failed: ValueError: the world has ended",
+        [],
+    )
+    assert failed.conversation is not None
+    assert failed.conversation.metrics["environment_errors"] == 1
     assert len(other.token_ids) == 7
     assert worlds[0].is_closed
 
 
 @pytest.mark.parametrize("works_alone", [True, False])
-def test_a_generator_that_is_lost_ends_the_wait(works_alone: bool) -> None:
-    writer, driver = Writer(works_alone, dies_at=2), EpisodeDriver(Codec(), Limits(9, 99, 3), 2)
-    wait = driver.submit(writer, [Request([1], 5, 1.0), Request([2], 5, 1.0)], lambda place: Echo(3))
-    with pytest.raises(ConnectionError, match="the generator is gone"):
-        wait()
-    driver.close()
+def test_another_generator_goes_on_where_a_lost_one_ended(works_alone: bool) -> None:
+    def episodes() -> list[Episode]:
+        return [episode_of([1, 2], Echo(3)), episode_of([3], Echo(2)), episode_of([4], Echo(4))]
+
+    steady = Writer(works_alone)
+    expected = drive(steady, episodes())
+    for dies_at in range(len(steady.asked)):
+        same = episodes()
+        with pytest.raises(ConnectionError, match="the generator is gone"):
+            drive(Writer(works_alone, dies_at), same)
+        other = Writer(works_alone)
+        found = drive(other, same)
+        assert [(c.token_ids, c.finish) for c in found] == [(c.token_ids, c.finish) for c in expected]
+        every = {(tuple(request.prompt), request.seed) for request in steady.asked}
+        assert {(tuple(request.prompt), request.seed) for request in other.asked} <= every
+        assert len(other.asked) <= len(steady.asked) - (2 if dies_at >= 2 else 0)
+
+
+def test_no_more_environments_are_open_than_asked_for() -> None:
+    is_open: set[int] = set()
+    most = 0
+
+    class World(Echo):
+        def reset(self) -> Sequence[Message]:
+            nonlocal most
+            is_open.add(id(self))
+            most = max(most, len(is_open))
+            return ()
+
+        def close(self) -> None:
+            is_open.discard(id(self))
+
+    completions = drive(Writer(True), [episode_of([1], World(2)) for _ in range(7)], at_once=3)
+    assert [len(completion.token_ids) for completion in completions] == [7] * 7
+    assert (most, len(is_open)) == (3, 0)
+
+
+def test_what_an_environment_begins_with_is_part_of_the_prompt() -> None:
+    writer, (completion, *_) = run(True, [[1]], [Echo(1, begins_with=[4, 5])])
+    assert writer.asked[0].prompt == [1, 4, 5]
+    assert completion.conversation is not None
+    assert completion.conversation.prompt == [1, 4, 5]
+    assert completion.token_ids == [3, 3, END]
+    _, (failed,) = run(True, [[1]], [Echo(1, begins_with=[4, 5])], prompt_tokens=2)
+    assert "3 tokens, more than rollout.max_prompt_tokens=2" in failed.error

@@ -1,0 +1,75 @@
+"""Conversations of several turns: what answers the model, and when a conversation ends at the latest."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from automodel_rl.config.base import Positive, Section
+
+ONLY_WITH_TURNS = ("max_turns", "max_tokens", "max_tool_tokens", "tool_seconds", "episode_seconds", "max_episodes")
+"""Keys that mean nothing for completions of one turn."""
+
+PYTHON = "python"
+"""The built-in tool that runs Python code."""
+
+
+class EpisodeConfig(Section):
+    """The keys of `rollout` for conversations of several turns."""
+
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call, as import paths `package.module:function`. Their schemas come from type hints
+    and docstrings. What a call returns, or why it fails, is answered, and the model goes on. `python` is built in: it
+    runs code in a sandbox."""
+
+    environment: str | None = None
+    """Import path `package.module:factory` of an environment that answers the model's turns, called as factory(example:
+    dict, seed: int). Every conversation has one of its own, in a process of its own."""
+
+    max_turns: Positive = 8
+    """Most turns of the model in a conversation, each of at most max_new_tokens."""
+
+    max_tokens: Positive | None = None
+    """Most tokens of a conversation after its prompt, answers included. null: max_turns times max_new_tokens."""
+
+    max_tool_tokens: Positive = 1024
+    """Most tokens of an answer. A longer one is cut in the middle."""
+
+    tool_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """Most seconds of a call. A tool that takes longer is answered as failed. An environment that takes longer is
+    ended, and its group is left out."""
+
+    episode_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Seconds after which no further turn of a conversation begins; null for no limit."""
+
+    max_episodes: Positive = 256
+    """Most conversations that are under way at once on each rank, and so most processes of environments."""
+
+    on_bad_call: Literal["answer", "end"] = "answer"
+    """What happens if a turn has a call that cannot be read. answer: the model is told, and goes on. end: the
+    conversation ends."""
+
+    sandbox: Literal["auto", "none"] = "auto"
+    """Protection for the tool `python`. auto: namespaces of its own without a network, with limits on memory, time and
+    files; the run does not start where the system refuses them. none: only the limits."""
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether completions are conversations of several turns."""
+        return bool(self.tools) or self.environment is not None
+
+    @model_validator(mode="after")
+    def _turns(self) -> "EpisodeConfig":
+        if self.tools and self.environment is not None:
+            raise ValueError(
+                f"environment={self.environment} with tools={list(self.tools)}: an environment brings its own tools: "
+                "give one of the two"
+            )
+        if self.has_turns:
+            return self
+        fields = type(self).model_fields
+        idle = next((key for key in ONLY_WITH_TURNS if getattr(self, key) != fields[key].default), None)
+        if idle is not None:
+            raise ValueError(
+                f"{idle}={getattr(self, idle)} is for conversations of several turns: give tools or an environment"
+            )
+        return self

@@ -1,0 +1,93 @@
+"""The conversations of a run: its environments, what reads and writes turns, and what drives them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from automodel_rl.config import GRPOConfig
+from automodel_rl.data.template import ChatTemplate
+from automodel_rl.generator_messages import Request
+from automodel_rl.rollout.episodes.chat_turns import ChatTurns
+from automodel_rl.rollout.episodes.driver import EpisodeDriver
+from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
+from automodel_rl.rollout.episodes.environment_server import Setup
+from automodel_rl.rollout.episodes.episode import Episode, Limits
+from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike
+
+
+class Conversations:
+    """Makes and drives the episodes of this rank.
+
+    Args:
+        config: the run's config, with tools or an environment.
+        template: the chat template.
+        folder: folder for the log of what environments print.
+
+    Attributes:
+        schemas: JSON schemas of the tools.
+
+    Raises:
+        InputError: tools or the environment cannot be imported, or the chat template does not write calls.
+    """
+
+    def __init__(self, config: GRPOConfig, template: ChatTemplate, folder: Path):
+        rollout = config.rollout
+        setup = Setup(
+            rollout.environment,
+            rollout.tools,
+            rollout.tool_seconds,
+            rollout.sandbox != "none",
+            str(folder / f"rank{dist.get_rank()}.log"),
+        )
+        self.seed = config.seed
+        self.pool = EnvironmentPool(setup, ends_on_bad_call=rollout.on_bad_call == "end")
+        self.schemas = self.pool.schemas
+        try:
+            self._codec = ChatTurns(template, self.schemas, rollout.max_tool_tokens)
+        except BaseException:
+            self.pool.close()
+            raise
+        self._limits = Limits(
+            rollout.max_prompt_tokens,
+            rollout.max_turns,
+            rollout.completion_tokens,
+            rollout.max_new_tokens,
+            rollout.episode_seconds,
+        )
+        self._driver = EpisodeDriver(rollout.max_episodes)
+
+    def with_stops(self, config: GRPOConfig) -> GRPOConfig:
+        """The config whose completions also stop at the tokens with which the template ends turns."""
+        rollout = config.rollout
+        stops = tuple(sorted({*rollout.stop_token_ids, *self._codec.stop_ids}))
+        return config.model_copy(update={"rollout": rollout.model_copy(update={"stop_token_ids": stops})})
+
+    def episode(self, prompt: Promptlike, request: Request) -> Episode:
+        """The episode of a prompt. All episodes of a prompt have environments of the same seed."""
+        seed = int(np.random.SeedSequence([self.seed, prompt.number]).generate_state(1)[0])
+        environment = self.pool.open(dict(prompt.example), seed)
+        return Episode(request, prompt.messages, environment, self._codec, self._limits)
+
+    def submit(
+        self, generator: Generator, episodes: Sequence[Episode], on_finished: OnFinished
+    ) -> Callable[[], list[Completion]]:
+        """Begins episodes or goes on with them; see `EpisodeDriver.submit`."""
+        return self._driver.submit(generator, episodes, on_finished)
+
+    def close(self) -> None:
+        """Ends all environments."""
+        self._driver.close()
+        self.pool.close()
+
+
+def scored_example(prompt: Promptlike, completion: Completion) -> dict[str, object]:
+    """The record of a prompt as rewards get it: with the whole conversation, if the completion is one."""
+    example = dict(prompt.example)
+    if completion.conversation is None:
+        return example
+    return example | {
+        "messages": completion.conversation.messages,
+        "environment_reward": completion.conversation.reward,
+    }

@@ -1,0 +1,62 @@
+"""Checks what environments return, in the environment's own process: only plain data reach the trainer."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from automodel_rl.rollout.episodes.protocol import Message, Outcome
+
+ROLES = ("user", "tool", "system")
+
+MOST_CHARACTERS = 1_000_000
+"""Longest text of a message."""
+
+
+def checked_messages(value: Any, method: str) -> list[Message]:
+    """Messages as plain data.
+
+    Raises:
+        TypeError: they are no messages.
+    """
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        raise TypeError(f"{method} returned {value!r:.80}, which is no list of messages")
+    messages = []
+    for message in value:
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            raise TypeError(f"{method} returned the message {message!r:.80}, whose role is not user, tool or system")
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise TypeError(f"{method} returned a message whose content is {content!r:.80}, which is no text")
+        if len(content) > MOST_CHARACTERS:
+            raise TypeError(f"{method} returned a message of {len(content)} characters, more than {MOST_CHARACTERS}")
+        texts = {str(key): part for key, part in message.items() if isinstance(part, str)}
+        messages.append(texts)
+    return messages
+
+
+def checked_outcome(value: Any) -> Outcome:
+    """An outcome as plain data.
+
+    Raises:
+        TypeError: it is no outcome, or its reward or a metric is no finite number.
+    """
+    if not isinstance(value, Outcome):
+        raise TypeError(f"step returned {value!r:.80}, which is no Outcome")
+    return Outcome(
+        checked_messages(value.messages, "step"),
+        bool(value.done),
+        _number(value.reward, "the reward"),
+        {str(name): _number(metric, f"the metric {name}") for name, metric in value.metrics.items()},
+    )
+
+
+def explain(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _number(value: Any, what: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise TypeError(f"step returned {value!r:.80} for {what}, which is no finite number")
+    return number
