@@ -241,12 +241,15 @@ def _completion(arguments: list[str]) -> int:
 
 
 def _quickstart(arguments: list[str]) -> int:
-    seed, folders = _take_number("--seed", arguments)
+    from automodel_rl.quickstart.demo import TASKS, run_demo
+
+    seed, arguments = _take_number("--seed", arguments)
+    task, folders = _take_option("--task", arguments)
+    if task is not None and task not in TASKS:
+        raise InputError(f"--task {task}: use {' or '.join(TASKS)}")
     if len(folders) != 1 or folders[0].startswith("-"):
         raise InputError("quickstart takes one folder, which it creates: automodel-rl quickstart runs/demo")
-    from automodel_rl.quickstart.demo import run_demo
-
-    return run_demo(folders[0], seed or 0)
+    return run_demo(folders[0], seed or 0, task or "problems")
 
 
 def _config_file(command: str, arguments: list[str]) -> tuple[str, list[str]]:

@@ -47,6 +47,8 @@ class Request:
         temperature: the temperature of sampling; 0 takes the likeliest token.
         top_p: the share of probability from which tokens are sampled, the likeliest first.
         top_k: the number of likeliest tokens from which tokens are sampled; 0 for all.
+        conversation: a number that all turns of a conversation share, so that the same server writes them, which has the
+            keys and values of the earlier ones; None for a completion of its own.
     """
 
     prompt: list[int]
@@ -54,6 +56,7 @@ class Request:
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
+    conversation: int | None = None
 
     @property
     def truncation(self) -> dict[str, Any]:
@@ -73,6 +76,7 @@ class Written:
         oldest, newest: numbers of the oldest and the newest weight sync whose weights wrote some of it; None if they
             are not known.
         routes: the experts of its tokens and its prompt's, in a form that `read_routes` takes; None if not known.
+        num_cached: tokens of its prompt whose keys and values were there already; None if not known.
     """
 
     token_ids: list[int]
@@ -81,6 +85,7 @@ class Written:
     oldest: int | None = None
     newest: int | None = None
     routes: Any = None
+    num_cached: int | None = None
 
 
 @dataclass(frozen=True)

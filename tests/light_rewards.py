@@ -24,3 +24,10 @@ def vowels_or_error(completion: str, example: dict) -> float:
     if "e" in completion:
         raise KeyError("no such thing")
     return vowels(completion, example)
+
+
+def turns(completion: str, example: dict) -> float:
+    """The number of turns of a conversation, whose last one is the completion."""
+    written = [message["content"] for message in example["messages"] if message["role"] == "assistant"]
+    assert written[-1] == completion
+    return float(len(written))

@@ -13,7 +13,7 @@ from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 
 
 class Counting:
-    """Answers each turn with its number, and ends after three. It rewards every vowel."""
+    """Answers each turn with its number, and ends after two. It rewards every vowel."""
 
     def __init__(self, example: dict[str, Any], seed: int):
         self.example, self.seed, self.turns = example, seed, 0
@@ -25,7 +25,7 @@ class Counting:
         self.turns += 1
         vowels = sum(letter in "aeiou" for letter in turn.text)
         answer = [{"role": "user", "content": f"{self.turns}, and now?"}]
-        return Outcome(answer, done=self.turns == 3, reward=vowels, metrics={"vowels": vowels})
+        return Outcome(answer, done=self.turns == 2, reward=vowels, metrics={"vowels": vowels})
 
     def close(self) -> None: ...
 
@@ -34,7 +34,7 @@ class Greeting(Counting):
     """Begins with a message that depends on the seed."""
 
     def reset(self) -> Sequence[Message]:
-        return [{"role": "user", "content": f"Say {self.seed % 10}."}]
+        return [{"role": "user", "content": f" Say {self.seed % 10}."}]
 
 
 def _raise() -> None:

@@ -1,7 +1,10 @@
 """The demo: makes a model and data, fine-tunes the model on chats, then trains it on rewards, on two pipeline ranks."""
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from automodel_rl.config import (
     BatchConfig,
@@ -25,19 +28,66 @@ from automodel_rl.config import (
 from automodel_rl.errors import EXIT_OK, InputError
 from automodel_rl.launch.local import run_local_ranks
 from automodel_rl.observe.metrics import read_lines
-from automodel_rl.quickstart.model import train_tokenizer, write_model
+from automodel_rl.quickstart.calculator import guessing, make_products
+from automodel_rl.quickstart.model import call_text, train_tokenizer, write_model
 from automodel_rl.quickstart.problems import as_prompt, make_problems, shy, write_jsonl
 
-NUM_TRAIN, NUM_HELD_OUT = 4000, 200
-WARM_UP_STEPS, STEPS = 450, 25
+NUM_HELD_OUT = 200
 
 
-def run_demo(output: str, seed: int = 0) -> int:
+@dataclass(frozen=True)
+class Task:
+    """What the demo's model learns.
+
+    Attributes:
+        make: makes training and held-out chats with right answers, given their numbers and a seed.
+        num_train: number of training chats.
+        spoil: makes the chats of the warm-up, from which the model learns to answer right only sometimes.
+        warm_up_chats, warm_up_steps: chats of a step of supervised fine-tuning, and its steps.
+        steps: steps of reinforcement learning.
+        rollout: settings of `rollout`.
+    """
+
+    make: Callable[[int, int, int], tuple[list[dict], list[dict]]]
+    num_train: int
+    spoil: Callable[[list[dict], int], list[dict]]
+    warm_up_chats: int
+    warm_up_steps: int
+    steps: int
+    rollout: dict[str, Any]
+
+
+TASKS = {
+    "problems": Task(
+        make_problems, 4000, shy, 64, 450, 25, {"prompts": 32, "max_prompt_tokens": 96, "max_new_tokens": 32}
+    ),
+    "calculator": Task(
+        make_products,
+        7500,
+        guessing,
+        32,
+        500,
+        25,
+        {
+            "prompts": 16,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": 48,
+            "tools": ("automodel_rl.quickstart.calculator:calculator",),
+            "max_turns": 2,
+            "max_tokens": 112,
+        },
+    ),
+}
+"""The demo's tasks. problems: word problems, of which the model declines most. calculator: products, which the model
+guesses, or works out by calling a tool."""
+
+
+def run_demo(output: str, seed: int = 0, task: str = "problems") -> int:
     """Runs the demo in a new folder and returns the exit code."""
     folder = Path(output)
     if folder.exists():
         raise InputError(f"{output}: exists already; the demo makes its own folder, so name a new one")
-    prepare(folder, seed)
+    prepare(folder, seed, TASKS[task])
     for algorithm, what in (("sft", "warm-up: supervised fine-tuning"), ("grpo", "reinforcement learning: GRPO")):
         print(f"--- {what}, {folder / algorithm}.yaml", flush=True)
         command = [sys.executable, "-m", "automodel_rl", algorithm, str(folder / f"{algorithm}.yaml")]
@@ -50,32 +100,38 @@ def run_demo(output: str, seed: int = 0) -> int:
     return EXIT_OK
 
 
-def prepare(folder: Path, seed: int) -> None:
+def prepare(folder: Path, seed: int, task: Task) -> None:
     """Writes model, data and configs, with absolute paths, so that they run from anywhere.
 
-    The chats of the warm-up show worked answers, but decline most questions. So the model learns to answer and rarely
-    does; rewards then make it answer.
+    The chats of the warm-up show right answers, but few of them. So the model learns to answer right and rarely does;
+    rewards then make it do so.
     """
     folder = folder.absolute()
-    train, held_out = make_problems(NUM_TRAIN, NUM_HELD_OUT, seed)
-    data = folder / "data"
-    write_jsonl(data / "chats.jsonl", shy(train, seed))
+    train, held_out = task.make(task.num_train, NUM_HELD_OUT, seed)
+    chats, data = task.spoil(train, seed), folder / "data"
+    write_jsonl(data / "chats.jsonl", chats)
     write_jsonl(data / "prompts.jsonl", [as_prompt(problem) for problem in train])
     write_jsonl(data / "held_out.jsonl", [as_prompt(problem) for problem in held_out])
-    texts = [message["content"] for record in shy(train, seed) for message in record["messages"]]
-    write_model(folder / "model", train_tokenizer(texts, vocab_size=512), seed)
-    for config in (_warm_up(folder, seed), _grpo(folder, seed)):
+    write_model(folder / "model", train_tokenizer(_texts(chats), vocab_size=512), seed)
+    for config in (_warm_up(folder, seed, task), _grpo(folder, seed, task)):
         (folder / f"{config.algorithm}.yaml").write_text(dump_config(config))
 
 
-def _warm_up(folder: Path, seed: int) -> SFTConfig:
+def _texts(chats: list[dict]) -> list[str]:
+    """The texts of chats, with their calls as the chat template writes them."""
+    messages = [message for record in chats for message in record["messages"]]
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
+    return [message["content"] for message in messages] + [call_text(c["name"], c["arguments"]) for c in calls]
+
+
+def _warm_up(folder: Path, seed: int, task: Task) -> SFTConfig:
     return SFTConfig(
         output=str(folder / "sft"),
         seed=seed,
         model=ModelConfig(path=str(folder / "model"), dtype="float32"),
         data=DataConfig(train=(SourceConfig(path=str(folder / "data" / "chats.jsonl")),)),
-        batch=BatchConfig(sequences=64, microbatch_tokens=512),
-        length=LengthConfig(steps=WARM_UP_STEPS),
+        batch=BatchConfig(sequences=task.warm_up_chats, microbatch_tokens=512),
+        length=LengthConfig(steps=task.warm_up_steps),
         parallel=ParallelConfig(pp=2),
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps=20, weight_decay=0.01),
         checkpoint=CheckpointConfig(every_steps=None),
@@ -83,7 +139,7 @@ def _warm_up(folder: Path, seed: int) -> SFTConfig:
     )
 
 
-def _grpo(folder: Path, seed: int) -> GRPOConfig:
+def _grpo(folder: Path, seed: int, task: Task) -> GRPOConfig:
     return GRPOConfig(
         output=str(folder / "grpo"),
         seed=seed,
@@ -93,12 +149,10 @@ def _grpo(folder: Path, seed: int) -> GRPOConfig:
             validation=(SourceConfig(path=str(folder / "data" / "held_out.jsonl")),),
         ),
         batch=PolicyBatchConfig(microbatch_tokens=512),
-        rollout=RolloutConfig(
-            prompts=32, group_size=8, max_prompt_tokens=96, max_new_tokens=32, validation_temperature=1.0
-        ),
+        rollout=RolloutConfig(group_size=8, validation_temperature=1.0, **task.rollout),
         rewards=(RewardConfig(function="last_number"),),
         loss=PolicyLossConfig.model_validate({"clip_high": 0.28, "kl": {"coefficient": 0.01}}),
-        length=LengthConfig(steps=STEPS, validate_every=5),
+        length=LengthConfig(steps=task.steps, validate_every=5),
         parallel=ParallelConfig(pp=2),
         optimizer=OptimizerConfig(lr=5e-4, warmup_steps=3, decay="constant"),
         checkpoint=CheckpointConfig(every_steps=None),

@@ -15,7 +15,14 @@ def completion_of(written: Written) -> Completion:
     versions = None if written.oldest is None or written.newest is None else (written.oldest, written.newest)
     match written.finish:
         case "stop" | "length" as finish:
-            return Completion(written.token_ids, written.logprobs, finish, versions=versions, routes=written.routes)
+            return Completion(
+                written.token_ids,
+                written.logprobs,
+                finish,
+                versions=versions,
+                routes=written.routes,
+                num_cached=written.num_cached,
+            )
         case other:
             return Completion([], [], "error", f"the generator ended it: {other}")
 

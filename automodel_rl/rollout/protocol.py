@@ -45,6 +45,7 @@ class Completion:
             `read_routes` takes, or None. `RolloutCollector` turns them into `Routes`. They are large, so only the rank
             whose generator wrote the completion has them.
         conversation: what it has besides its tokens if it may have several turns.
+        num_cached: tokens of its prompt that the generator did not compute again; None if not known.
     """
 
     token_ids: list[int]
@@ -54,6 +55,7 @@ class Completion:
     versions: tuple[int, int] | None = None
     routes: Any = None
     conversation: Conversation | None = None
+    num_cached: int | None = None
 
     @property
     def sampled(self) -> list[bool]:

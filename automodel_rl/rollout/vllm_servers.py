@@ -97,11 +97,12 @@ class VllmServers:
         return True
 
     def _complete_anywhere(self, place: int, request: Request) -> Completion:
-        """A completion by one of the servers that have weights, for each place another one first."""
+        """A completion by one of the servers that have weights: for each place or conversation another one first."""
+        first = place if request.conversation is None else request.conversation
         completion = Completion([], [], "error", "no server answers")
         members = self.weights.members
         for turn in range(len(members)):
-            server = members[(place + turn) % len(members)]
+            server = members[(first + turn) % len(members)]
             if self._gone.get(server) == self.weights.version:
                 continue
             try:

@@ -188,6 +188,7 @@ class Worker:
             oldest=oldest,
             newest=self.version if not self.adapters else oldest,
             routes=completion.routed_experts,
+            num_cached=output.num_cached_tokens,
         )
         self.left[number] -= 1
         if not self.left[number]:

@@ -61,16 +61,20 @@ class ChatTurns:
 
     def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:
         called = [str(call["name"]) for call in turn.calls] if messages[0]["role"] == "tool" else []
-        return self._suffix([self._harmless(message) for message in messages], called, stop)
+        short = [{**message, "content": self._cut(message["content"])} for message in messages]
+        return self._suffix([self._harmless(message) for message in short], called, stop)
 
     def _harmless(self, message: Message) -> Message:
-        """The message without special tokens in its text, which would end a turn or begin one, and not too long."""
-        content = str(message["content"])
+        """The message without special tokens in its text, which would end a turn or begin one."""
+        content = message["content"]
+        if not isinstance(content, str):  # a prompt's message in parts
+            return message
         for mark in self.template.special_tokens:
             content = content.replace(mark, mark[:1] + BREAK + mark[1:])
-        return {**message, "content": self._cut(content)}
+        return {**message, "content": content}
 
     def _cut(self, text: str) -> str:
+        """The text with at most so many tokens, cut in the middle."""
         if len(text) <= self.most_tokens:  # a token has at least one character
             return text
         # Far more characters than the limit are cut first, so that a flood is not tokenised whole.

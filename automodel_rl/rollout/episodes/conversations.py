@@ -67,7 +67,7 @@ class Conversations:
     def episode(self, prompt: Promptlike, request: Request) -> Episode:
         """The episode of a prompt. All episodes of a prompt have environments of the same seed."""
         seed = int(np.random.SeedSequence([self.seed, prompt.number]).generate_state(1)[0])
-        environment = self.pool.open(dict(prompt.example), seed)
+        environment = self.pool.open({**prompt.example, "messages": list(prompt.messages)}, seed)
         return Episode(request, prompt.messages, environment, self._codec, self._limits)
 
     def submit(

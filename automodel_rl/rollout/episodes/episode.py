@@ -16,6 +16,7 @@ from automodel_rl.rollout.episodes.transcript import Transcript
 from automodel_rl.rollout.protocol import Completion, Conversation
 
 TURNS, CALLS, MALFORMED = "turns", "calls", "malformed_calls"
+CACHED, ASKED = "cached_tokens", "asked_tokens"
 SECONDS, ENVIRONMENT_ERRORS = "environment_seconds", "environment_errors"
 """Names of metrics of every episode."""
 
@@ -93,11 +94,11 @@ class Episode:
     @property
     def request(self) -> Request:
         """Asks for the next turn. The turn's number is part of its seed, so that asking again gives the same turn."""
-        number = len(self.transcript.turns)
-        if not number:
-            return dataclasses.replace(self.first, prompt=self.transcript.opening)
-        seed = int(np.random.SeedSequence([self.first.seed, number]).generate_state(1)[0])
-        return dataclasses.replace(self.first, prompt=self.transcript.opening, seed=seed)
+        number, seed = len(self.transcript.turns), self.first.seed
+        if number:
+            seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+        opening = self.transcript.opening
+        return dataclasses.replace(self.first, prompt=opening, seed=seed, conversation=self.first.seed)
 
     def begin(self, messages: Sequence[Message], seconds: float = 0.0) -> None:
         """Adds to the prompt what the environment begins with."""
@@ -105,7 +106,7 @@ class Episode:
         self.phase, self._began = "ready", time.monotonic()
         if not messages:
             return
-        self.messages += messages
+        self.messages = _joined(self.messages, messages)
         try:
             prompt = self.codec.opening(self.messages)
         except InputError as error:
@@ -125,6 +126,8 @@ class Episode:
         turn = self.codec.read(opening, completion.token_ids)
         self._turn = dataclasses.replace(turn, is_cut=completion.finish == "length")
         self.messages.append(_message_of(self._turn))
+        if completion.num_cached is not None and len(self.transcript.turns) > 1:
+            self._count({CACHED: completion.num_cached, ASKED: len(opening)})
         self._count({TURNS: 1, CALLS: len(turn.calls), MALFORMED: int(bool(turn.problem))})
         return self._turn
 
@@ -187,6 +190,15 @@ class Episode:
     def _over(self, completion: Completion) -> None:
         self.phase, self.completion = "over", completion
         self.environment.close()
+
+
+def _joined(prompt: list[Message], messages: Sequence[Message]) -> list[Message]:
+    """A prompt and the messages after it, with one message of the user where two would follow each other: many chat
+    templates refuse that."""
+    if not prompt or prompt[-1]["role"] != "user" or messages[0]["role"] != "user":
+        return [*prompt, *messages]
+    both = {**prompt[-1], "content": f"{prompt[-1]['content']}{messages[0]['content']}"}
+    return [*prompt[:-1], both, *messages[1:]]
 
 
 def _message_of(turn: Turn) -> dict[str, Any]:

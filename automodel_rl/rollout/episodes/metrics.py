@@ -3,7 +3,15 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from automodel_rl.rollout.episodes.episode import CALLS, ENVIRONMENT_ERRORS, MALFORMED, SECONDS, TURNS
+from automodel_rl.rollout.episodes.episode import (
+    ASKED,
+    CACHED,
+    CALLS,
+    ENVIRONMENT_ERRORS,
+    MALFORMED,
+    SECONDS,
+    TURNS,
+)
 from automodel_rl.rollout.episodes.tools import FAILED, TIMED_OUT
 from automodel_rl.rollout.protocol import Conversation
 
@@ -15,7 +23,8 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
 
     Means over conversations: turns, calls, seconds in environments, the environment's reward, tokens that were not
     sampled, and what environments report. Shares: malformed calls of turns; failed and late calls of calls;
-    conversations that a limit ended. Counted: conversations whose environment failed.
+    conversations that a limit ended; tokens of prompts after the first turn that the generator had not to compute, if it
+    says so. Counted: conversations whose environment failed.
     """
     if not conversations:
         return {}
@@ -23,8 +32,9 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
     sums = sum((Counter(c.metrics) for c in conversations), Counter[str]())
     turns, calls = max(1.0, sums[TURNS]), max(1.0, sums[CALLS])
     limited = sum(c.end not in ("done", "error") for c in conversations)
-    own = (TURNS, CALLS, MALFORMED, SECONDS, ENVIRONMENT_ERRORS, *OF_CALLS)
+    own = (TURNS, CALLS, MALFORMED, SECONDS, ENVIRONMENT_ERRORS, CACHED, ASKED, *OF_CALLS)
     return {
+        **({"rollout/cached_tokens": sums[CACHED] / sums[ASKED]} if sums[ASKED] else {}),
         "rollout/turns_mean": sums[TURNS] / count,
         "rollout/calls_mean": sums[CALLS] / count,
         "rollout/malformed_calls": sums[MALFORMED] / turns,

@@ -50,7 +50,8 @@ class Environment(Protocol):
     """The world of one conversation. It is made for one, used by one thread, and closed."""
 
     def reset(self) -> Sequence[Message]:
-        """Begins. Returns messages that the model reads after the prompt, before its first turn."""
+        """Begins. Returns messages that the model reads after the prompt, before its first turn. If both the prompt
+        ends and these begin with a message of the user, the second text is added to the first."""
         ...
 
     def step(self, turn: Turn) -> Outcome:
@@ -70,7 +71,7 @@ class EnvironmentFactory(Protocol):
         """Makes the environment of one conversation.
 
         Args:
-            example: the record of the prompt.
+            example: the record of the prompt, with the prompt's messages as `messages`.
             seed: a seed that all conversations of a prompt share, so that their rewards can be compared.
         """
         ...

@@ -18,14 +18,14 @@ class Codec:
     """Texts are numbers; a message of a tool is one token. The token 8 before the end is a call that cannot be read."""
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        return [int(message["content"]) for message in messages]
+        return [int(token) for message in messages for token in str(message["content"]).split()]
 
     def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
         return Turn(" ".join(map(str, token_ids)))
 
     def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:
         assert stop == END
-        return [int(message["content"]) for message in messages]
+        return [int(token) for message in messages for token in str(message["content"]).split()]
 
 
 class Writer:
@@ -74,7 +74,7 @@ class Echo:
         self.begins_with, self.is_closed = begins_with, False
 
     def reset(self) -> Sequence[Message]:
-        return [{"role": "user", "content": str(token)} for token in self.begins_with]
+        return [{"role": "user", "content": f" {token}"} for token in self.begins_with]
 
     def step(self, turn: Turn) -> Outcome:
         self.number += 1

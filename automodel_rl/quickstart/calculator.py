@@ -1,0 +1,75 @@
+"""Products of numbers as chats. The model cannot work them out, and a tool can."""
+
+import ast
+import operator
+import random
+from collections.abc import Callable
+
+QUESTIONS = ("What is {x} * {y}?", "How much is {x} * {y}?", "Please work out {x} * {y}.")
+CALLED = 0.4
+"""Share of chats that call the tool. The others guess."""
+
+SMALLEST, LARGEST = 10, 99
+
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+SCHEMA = {"type": "function", "function": {"name": "calculator"}}
+
+
+def calculator(expression: str) -> str:
+    """Works out a formula.
+
+    Args:
+        expression: Whole numbers with + - * and parentheses, such as 47 * 86.
+    """
+    if len(expression) > 80:
+        raise ValueError("the formula is too long")
+    return str(_value(ast.parse(expression.strip(), mode="eval").body))
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.BinOp(left, kind, right) if type(kind) in OPERATORS:
+            return OPERATORS[type(kind)](_value(left), _value(right))
+    raise ValueError("a formula has whole numbers, + - * and parentheses")
+
+
+def make_products(num_train: int, num_held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """Training and held-out chats with a question and its answer; no held-out product is in training."""
+    random_ = random.Random(seed)
+    pairs = [(x, y) for x in range(SMALLEST, LARGEST + 1) for y in range(SMALLEST, LARGEST + 1)]
+    random_.shuffle(pairs)
+    chats = [_chat(random_.choice(QUESTIONS), x, y) for x, y in pairs[: num_train + num_held_out]]
+    return chats[:num_train], chats[num_train:]
+
+
+def _chat(question: str, x: int, y: int) -> dict:
+    text = question.format(x=x, y=y)
+    return {
+        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"The answer is {x * y}."}],
+        "formula": f"{x} * {y}",
+    }
+
+
+def guessing(chats: list[dict], seed: int) -> list[dict]:
+    """The same chats, except that the assistant calls the tool in some, and guesses in the others."""
+    random_ = random.Random(seed)
+    made = []
+    for chat in chats:
+        question, answer = chat["messages"]
+        if random_.random() < CALLED:
+            call = {"name": "calculator", "arguments": {"expression": chat["formula"]}}
+            turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+            told = {"role": "tool", "name": "calculator", "content": calculator(chat["formula"])}
+            messages = [question, turn, told, answer]
+        else:
+            guess = random_.randint(SMALLEST**2, LARGEST**2)
+            messages = [question, {"role": "assistant", "content": f"The answer is {guess}."}]
+        made.append({"messages": messages, "tools": [SCHEMA]})
+    return made

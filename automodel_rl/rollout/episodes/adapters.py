@@ -1,0 +1,178 @@
+"""Environments written for other systems, as environments for `rollout.environment`.
+
+# my_module.py, for rollout.environment: my_module:make
+from automodel_rl.rollout.episodes.adapters import from_trl
+make = from_trl(MyEnvironment)
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from automodel_rl.rollout.episodes.protocol import Environment, EnvironmentFactory, Message, Outcome, Turn
+from automodel_rl.rollout.episodes.tools import ToolEnvironment
+
+TOOL_SECONDS = 1e6
+"""Time limit of a call within an environment, whose every step has the run's own limit."""
+
+NOT_TOOLS = ("reset", "get_reward")
+
+
+def from_trl(factory: Callable[[], Any]) -> EnvironmentFactory:
+    """Environments of TRL's `environment_factory`, whose public methods are tools.
+
+    `reset` gets the record's columns; a text that it returns is added to the user's last message. The reward is what
+    `get_reward` says after the last turn, if there is such a method: it is asked after every turn, and must depend on the
+    environment's state alone.
+
+    Args:
+        factory: the class, or a function that makes an instance. It is called once at the start, for the tools' schemas.
+    """
+
+    def make(example: dict[str, Any], seed: int) -> Environment:
+        return _TrlEnvironment(factory(), example)
+
+    vars(make)["tools"] = [get_json_schema(tool) for tool in _tools_of(factory()).values()]
+    return make
+
+
+class _TrlEnvironment:
+    def __init__(self, inner: Any, example: Mapping[str, Any]):
+        self.inner, self.example, self.told = inner, example, 0.0
+        self.tools = ToolEnvironment(_tools_of(inner), TOOL_SECONDS)
+
+    def reset(self) -> Sequence[Message]:
+        text = self.inner.reset(**self.example)
+        return [] if text is None else [{"role": "user", "content": text}]
+
+    def step(self, turn: Turn) -> Outcome:
+        outcome = self.tools.step(turn)
+        methods = _methods_of(self.inner)
+        if "get_reward" not in methods:
+            return outcome
+        value = methods["get_reward"]()
+        before, self.told = self.told, float(asyncio.run(value) if inspect.iscoroutine(value) else value)
+        return Outcome(outcome.messages, outcome.done, self.told - before, outcome.metrics)
+
+    def close(self) -> None:
+        """Does nothing: its process ends."""
+
+
+def _tools_of(inner: Any) -> dict[str, Callable[..., Any]]:
+    methods = _methods_of(inner)
+    return {name: method for name, method in methods.items() if not name.startswith("_") and name not in NOT_TOOLS}
+
+
+def _methods_of(inner: Any) -> dict[str, Callable[..., Any]]:
+    """Methods of an instance, by name. Found by its class, for asking an instance would compute its properties."""
+    return {name: function.__get__(inner) for name, function in inspect.getmembers(type(inner), inspect.isfunction)}
+
+
+def from_skyrl_gym(factory: Callable[[dict[str, Any]], Any]) -> EnvironmentFactory:
+    """Environments of SkyRL-gym, which read texts.
+
+    Args:
+        factory: makes a `BaseTextEnv`, given the record.
+    """
+
+    def make(example: dict[str, Any], seed: int) -> Environment:
+        return _SkyRLEnvironment(factory(example), example["messages"])
+
+    return make
+
+
+class _SkyRLEnvironment:
+    def __init__(self, inner: Any, prompt: Sequence[Message]):
+        self.inner, self.prompt = inner, prompt
+
+    def reset(self) -> Sequence[Message]:
+        messages, _ = self.inner.init([dict(message) for message in self.prompt])
+        return _new_messages(messages, self.prompt)
+
+    def step(self, turn: Turn) -> Outcome:
+        found = self.inner.step(turn.text)
+        action = found.get("postprocessed_action")
+        if action is not None and action != turn.text:
+            raise ValueError(
+                "the environment changes what the model wrote, and tokens are trained as they were sampled"
+            )
+        metrics = self.inner.get_metrics() if found["done"] else {}
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        return Outcome(found["observations"], found["done"], found["reward"], numbers)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def from_tinker(factory: Callable[[dict[str, Any]], Any], tools: Sequence[dict[str, Any]] = ()) -> EnvironmentFactory:
+    """Environments of tinker-cookbook that exchange messages.
+
+    Args:
+        factory: makes a `MessageEnv`, given the record. Its conversation begins with the record's prompt.
+        tools: JSON schemas of the tools that it answers.
+    """
+
+    def make(example: dict[str, Any], seed: int) -> Environment:
+        return _TinkerEnvironment(factory(example), example["messages"])
+
+    vars(make)["tools"] = list(tools)
+    return make
+
+
+class _TinkerEnvironment:
+    def __init__(self, inner: Any, prompt: Sequence[Message]):
+        self.inner, self.so_far = inner, list(prompt)
+
+    def reset(self) -> Sequence[Message]:
+        return self._after(asyncio.run(self.inner.initial_observation()))
+
+    def step(self, turn: Turn) -> Outcome:
+        message: Message = {"role": "assistant", "content": turn.content if turn.calls else turn.text}
+        if turn.calls:
+            message["tool_calls"] = _tinker_calls(turn.calls)
+        self.so_far.append(message)
+        found = asyncio.run(self.inner.step(message))
+        messages = [] if found.episode_done else self._after(found.next_messages)
+        return Outcome(messages, found.episode_done, found.reward, found.metrics)
+
+    def close(self) -> None:
+        """Does nothing: its process ends."""
+
+    def _after(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages of a whole conversation that come after those known so far."""
+        new = _new_messages(messages, self.so_far)
+        self.so_far += new
+        return new
+
+
+def _tinker_calls(calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+    from tinker_cookbook.renderers.base import ToolCall
+
+    return [
+        ToolCall.model_validate(
+            {
+                "id": f"call{number}",
+                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+            }
+        )
+        for number, call in enumerate(calls)
+    ]
+
+
+def _new_messages(messages: Sequence[Any], known: Sequence[Message]) -> list[Message]:
+    """The messages after those that are known.
+
+    Raises:
+        ValueError: they do not begin with those.
+    """
+    begun = [(message["role"], message["content"]) for message in messages[: len(known)]]
+    if begun != [(message["role"], message["content"]) for message in known]:
+        raise ValueError(
+            "the environment's conversation does not begin with the prompt and the turns so far: make the record's "
+            "prompt of what it begins with"
+        )
+    return [dict(message) for message in messages[len(known) :]]

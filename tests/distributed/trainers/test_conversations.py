@@ -1,0 +1,148 @@
+"""Reinforcement learning on conversations of several turns: the same episodes in every layout and with every generator,
+and only sampled tokens trained."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from automodel_rl.errors import InputError
+from tests.distributed.trainers.runs import (
+    Settings,
+    metrics_of,
+    rollouts_of,
+    settings_of,
+    train,
+    trainer_of,
+)
+from tests.rank_pool import RankPool
+
+TURNS = {
+    "environment": "tests.odd_environments:Greeting",
+    "max_turns": 3,
+    "max_new_tokens": 8,
+    "max_tokens": 60,
+    "max_prompt_tokens": 96,
+}
+
+
+@pytest.fixture(name="ending", scope="module")
+def make_ending(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, but it ends its turns more often."""
+    folder = tmp_path_factory.mktemp("ending") / "model"
+    shutil.copytree(workspace / "model", folder)
+    (file,) = folder.glob("*.safetensors")
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(file)
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"][config["eos_token_id"]] *= 4
+    save_file(weights, file, {"format": "pt"})
+    return folder
+
+
+def values(ending: Path, workspace: Path, output: Path, rollout: dict[str, Any], **changes: Any) -> Settings:
+    settings = settings_of("grpo", workspace, output, length={"steps": 2}, **changes)
+    settings["model"]["path"] = str(ending)
+    settings["batch"]["microbatch_tokens"] = 256
+    settings["rollout"] |= TURNS | rollout
+    settings["rewards"] = [{"function": "environment"}, {"function": "tests.light_rewards:turns"}]
+    return settings
+
+
+LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("pp", {"pp": 2}, {}),
+    ("cp", {"cp": 2}, {"own_process": True}),
+    ("dp", {"dp_shard": 2}, {"max_episodes": 2}),
+]
+
+
+def test_layouts_and_generators_write_and_train_the_same(
+    ranks: RankPool, ending: Path, workspace: Path, tmp_path: Path
+) -> None:
+    ranks(1).run(train, values(ending, workspace, tmp_path / "one", {}))
+    first, second = metrics_of(tmp_path / "one")
+    records = [record for step in (1, 2) for record in rollouts_of(tmp_path / "one", step)]
+    for metrics in (first, second):
+        of_step = rollouts_of(tmp_path / "one", metrics["step"])
+        assert metrics["train/num_tokens"] == sum(record["sampled"] for record in of_step)
+        assert metrics["train/logprob_error"] == pytest.approx(1, abs=1e-7)
+        assert metrics["rollout/turns_mean"] == sum(record["turns"]["turns"] for record in of_step) / len(of_step)
+        assert metrics["rollout/reward_environment"] == metrics["rollout/environment_vowels"]
+    assert {record["turns"]["turns"] for record in records} > {1}
+    assert any(record["end"] == "done" for record in records)
+    for record in records:
+        roles = [message["role"] for message in record["messages"]]
+        assert " Say " in record["messages"][0]["content"]
+        assert roles[0] == "user"
+        assert roles[1::2] == ["assistant"] * int(record["turns"]["turns"])
+        assert record["rewards"] == {
+            "environment": record["turns"]["vowels"],
+            "turns": record["turns"]["turns"],
+        }
+    for name, parallel, rollout in LAYOUTS:
+        ranks(2).run(train, values(ending, workspace, tmp_path / name, rollout, parallel=parallel))
+        for metrics, expected in zip(metrics_of(tmp_path / name), metrics_of(tmp_path / "one"), strict=True):
+            for key in (
+                "train/loss",
+                "train/grad_norm",
+                "rollout/reward_mean",
+                "rollout/turns_mean",
+                "train/num_tokens",
+            ):
+                assert metrics[key] == pytest.approx(expected[key], rel=1e-9), (name, key)
+        found, of_one = ([_plain(r) for step in (1, 2) for r in rollouts_of(tmp_path / n, step)] for n in (name, "one"))
+        assert found == of_one
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without numbers that are rounded or timed."""
+    return {key: value for key, value in record.items() if key not in ("turns", "advantage", "pieces")}
+
+
+def test_odd_environments_cost_their_groups(ranks: RankPool, ending: Path, workspace: Path, tmp_path: Path) -> None:
+    settings = values(
+        ending,
+        workspace,
+        tmp_path,
+        {"environment": "tests.odd_environments:fuzzed", "tool_seconds": 0.5},
+        parallel={"dp_shard": 2},
+    )
+    settings["rollout"] |= {"prompts": 20, "group_size": 5}
+    ranks(2).run(train, settings)
+    rows = metrics_of(tmp_path)
+    assert sum(row["rollout/environment_errors"] for row in rows) > 0
+    for row in rows:
+        records = rollouts_of(tmp_path, row["step"])
+        failed = [any(record["errors"]) for record in records]
+        assert row["rollout/failed"] == sum(failed) == row["rollout/environment_errors"]
+        groups = [records[start : start + 5] for start in range(0, len(records), 5)]
+        kept = [group for group in groups if not any(record["errors"] for record in group)]
+        assert row["train/num_tokens"] == sum(record["sampled"] for group in kept for record in group)
+
+
+def refused(settings: Settings) -> str:
+    with pytest.raises(InputError) as error:
+        trainer_of(settings)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"tools": ["tests.light_rewards:turns"], "environment": None}, "its schema comes from type hints"),
+        ({"tools": ["os.path:nothing"], "environment": None}, "cannot import it"),
+        ({"environment": "os.path:nothing"}, "cannot import it"),
+    ],
+    ids=str,
+)
+def test_what_is_no_tool_is_refused_before_anything_is_written(
+    ranks: RankPool, ending: Path, workspace: Path, tmp_path: Path, rollout: dict[str, Any], message: str
+) -> None:
+    settings = values(ending, workspace, tmp_path / "run", rollout)
+    settings["rewards"] = settings["rewards"][1:]
+    (text,) = ranks(1).run(refused, settings)
+    assert message in text
+    assert not (tmp_path / "run").exists()
