@@ -1,7 +1,7 @@
 """Messages between a rank and the process of its generator.
 
-They are pickled and go over the pipe of `rollout/child_process.py`. This file imports only the standard library: vLLM's
-worker loads it by its path, in an environment that has nothing else of this package.
+They are pickled for the pipe of `rollout/child_process.py`. This file imports only the standard library: vLLM's worker
+loads it by its path, in an environment that has nothing else of this package.
 
     a rank sends                                     the process answers
     Start                                            Started
@@ -30,7 +30,7 @@ from typing import Any
 
 
 class ProtocolError(RuntimeError):
-    """The rank and the process do not know the same messages."""
+    """The rank and the process know other messages."""
 
 
 class Message:
@@ -43,12 +43,11 @@ class Request:
 
     Attributes:
         prompt: the prompt's token ids.
-        seed: the seed for sampling. The same seed, prompt and weights give the same completion in any batch.
+        seed: the seed for sampling: the same seed, prompt and weights give the same completion in any batch.
         temperature: the temperature of sampling; 0 takes the likeliest token.
         top_p: the share of probability from which tokens are sampled, the likeliest first.
         top_k: the number of likeliest tokens from which tokens are sampled; 0 for all.
-        conversation: a number that all turns of a conversation share, so that the same server writes them, which has the
-            keys and values of the earlier ones; None for a completion of its own.
+        conversation: a number that all turns of a conversation share, so that one server writes them, or None.
     """
 
     prompt: list[int]
@@ -73,10 +72,9 @@ class Written:
         token_ids: the completion's token ids, with the token that ended it.
         logprobs: the log-probability of each token, under the distribution it was sampled from.
         finish: why the completion ended, in the generator's own word: "stop", "length" or another one.
-        oldest, newest: numbers of the oldest and the newest weight sync whose weights wrote some of it; None if they
-            are not known.
-        routes: the experts of its tokens and its prompt's, in a form that `read_routes` takes; None if not known.
-        num_cached: tokens of its prompt whose keys and values were there already; None if not known.
+        oldest, newest: numbers of the oldest and newest weight sync whose weights wrote some of it, if known.
+        routes: experts of its and the prompt's tokens, in a form that `read_routes` takes; None if not known.
+        num_cached: tokens of its prompt that were not computed again; None if not known.
     """
 
     token_ids: list[int]
@@ -116,23 +114,19 @@ class Start(Message):
 
 @dataclass(frozen=True)
 class Started(Message):
-    """The generator is ready to write completions."""
+    """The generator is ready."""
 
 
 @dataclass(frozen=True)
 class Failure(Message):
-    """The process could not do what the rank asked for.
-
-    Attributes:
-        text: the reason, in one line.
-    """
+    """The process could not do what the rank asked for; `text` is the reason, in one line."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Generate(Message):
-    """Completions to write. The rank chooses the number, and the answer has the same one."""
+    """Completions to write. The answers have the same number."""
 
     number: int
     requests: list[Request]
@@ -155,7 +149,7 @@ class Finished(Message):
 
 @dataclass(frozen=True)
 class Failed(Message):
-    """The `Generate` with the same number failed as a whole; `text` is the reason."""
+    """The `Generate` with this number failed as a whole; `text` is the reason."""
 
     number: int
     text: str
@@ -313,8 +307,8 @@ class Loaded(Message):
 
 @dataclass(frozen=True)
 class LoadAdapter(Message):
-    """A weight sync of adapters alone, in PEFT's format in a folder that is there until the answer. `version` is its
-    number. Completions that are being written end with the adapter that they began with."""
+    """A sync of adapters alone, numbered `version`, in PEFT's format in a folder that is there until the answer.
+    Completions that are being written end with the adapter that they began with."""
 
     version: int
     folder: str
@@ -347,8 +341,8 @@ class GiveUp(Message):
 
 @dataclass(frozen=True)
 class Sleep(Message):
-    """vLLM must give its device memory back, once all that it was asked for is written. Level 1 keeps its weights on
-    the host; level 2 drops them, and it has no complete weights before the next commit."""
+    """vLLM must give its device memory back, once all is written. Level 1 keeps its weights on the host; level 2 drops
+    them, and it has no complete weights before the next commit."""
 
     level: int
 

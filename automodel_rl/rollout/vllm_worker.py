@@ -67,6 +67,7 @@ class Worker:
         self.sampling: dict[str, Any] = {}
         self.version: int | None = 0  # 0 is the checkpoint; None in the middle of a weight sync
         self.coming: int | None = None
+        self.held: list[Any] = []  # orders to write that came in the middle of a weight sync
         self.left: dict[int, int] = {}  # number of completions that are still written, by the number of their Generate
         self.oldest: dict[str, int | None] = {}
         self.is_asleep = False
@@ -94,6 +95,8 @@ class Worker:
         known = self.messages
         try:
             match message:
+                case known.Generate() if self.coming is not None:
+                    self.held.append(message)
                 case known.Generate():
                     self.generate(message)
                 case known.InitTransfer():
@@ -113,13 +116,15 @@ class Worker:
                     self.sleep(level)
                 case known.Wake(what):
                     self.wake(what)
-                case known.LoadWeights() | known.Commit() | known.GiveUp():
+                case known.GiveUp():
+                    self.give_up()
+                case known.LoadWeights() | known.Commit():
                     pass  # left over from a weight sync that failed; only a new process gets complete weights
                 case _:
                     raise known.unknown(message)
         except Exception as error:
             traceback.print_exc()
-            self.coming = None
+            self.give_up()
             self.connection.send(known.Failure(describe(error)))
 
     def generate(self, order: Any) -> None:
@@ -217,6 +222,17 @@ class Worker:
             raise RuntimeError("vLLM keeps its cache of keys and values of the old weights")
         self.version, self.coming = self.coming, None
         self.connection.send(self.messages.Committed(self.version))
+        self._take_held()
+
+    def give_up(self) -> None:
+        """Ends a weight sync that has failed. What was to be written with its weights fails."""
+        self.coming = None
+        self._take_held()
+
+    def _take_held(self) -> None:
+        held, self.held = self.held, []
+        for order in held:
+            self.generate(order)
 
 
 def describe(error: Exception) -> str:

@@ -92,8 +92,9 @@ COMMANDS: dict[str, Command] = {
     "quickstart": Command(
         "FOLDER [--task problems|calculator] [--seed N]",
         "makes a small model and data and trains it with GRPO, on a laptop",
-        "It takes about five minutes on two cores. With --task calculator the model learns to call a tool. FOLDER then has model/ (random weights, a vocabulary of 500 "
-        "tokens), data/, the configs sft.yaml and grpo.yaml, and both runs, whose final/ are trained models.",
+        "It takes about five minutes on two cores. With --task calculator the model learns to call a tool. FOLDER then "
+        "has model/ (random weights, a vocabulary of 500 tokens), data/, the configs sft.yaml and grpo.yaml, and both "
+        "runs, whose final/ are trained models.",
         ("--task", "--seed"),
     ),
     "completion": Command(

@@ -26,11 +26,11 @@ def from_trl(factory: Callable[[], Any]) -> EnvironmentFactory:
     """Environments of TRL's `environment_factory`, whose public methods are tools.
 
     `reset` gets the record's columns; a text that it returns is added to the user's last message. The reward is what
-    `get_reward` says after the last turn, if there is such a method: it is asked after every turn, and must depend on the
-    environment's state alone.
+    `get_reward` says after the last turn, if there is such a method. It is asked after every turn, so it must depend on
+    the environment's state alone.
 
     Args:
-        factory: the class, or a function that makes an instance. It is called once at the start, for the tools' schemas.
+        factory: the class, or a function that makes an instance. It is called once at the start, for the schemas.
     """
 
     def make(example: dict[str, Any], seed: int) -> Environment:

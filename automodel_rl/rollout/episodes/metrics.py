@@ -23,8 +23,8 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
 
     Means over conversations: turns, calls, seconds in environments, the environment's reward, tokens that were not
     sampled, and what environments report. Shares: malformed calls of turns; failed and late calls of calls;
-    conversations that a limit ended; tokens of prompts after the first turn that the generator had not to compute, if it
-    says so. Counted: conversations whose environment failed.
+    conversations that a limit ended; tokens of prompts after the first turn that the generator had cached. Counted:
+    conversations whose environment failed.
     """
     if not conversations:
         return {}

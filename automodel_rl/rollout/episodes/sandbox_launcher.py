@@ -33,7 +33,7 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(name, (value, value))
-    os.execv(sys.executable, [sys.executable, "-I", "-c", code])
+    os.execv(sys.executable, [sys.executable, "-I", "-u", "-c", code])
 
 
 def _end_with_parent() -> None:

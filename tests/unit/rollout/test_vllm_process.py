@@ -17,6 +17,7 @@ from automodel_rl.generator_messages import (
     Begin,
     Commit,
     Committed,
+    GiveUp,
     InitTransfer,
     LoadAdapter,
     Loaded,
@@ -110,7 +111,7 @@ class LLM:
 
                 routes = np.full((len(prompt) + len(ids) - 1, 2, 1), len(prompt), np.uint8)
             completion = Object(token_ids=ids, logprobs=logprobs, finish_reason=reason, routed_experts=routes)
-            outputs.append(Object(finished=True, request_id=name, outputs=[completion]))
+            outputs.append(Object(finished=True, request_id=name, outputs=[completion], num_cached_tokens=0))
         return outputs
 
     def init_weight_transfer_engine(self, request):
@@ -228,6 +229,27 @@ def test_weights_come_between_two_steps_of_running_requests() -> None:
     finally:
         generator.close()
     assert "generator-messages" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.usefixtures("python_path")
+def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
+    generator = make_process()
+    try:
+        request = Request([1, 2], 8, 0.5)
+        generator.send(Begin(1, 5.0))
+        wait = generator.submit([request])
+        generator.send(LoadWeights({"names": ["a"]}))
+        expect(generator, Loaded, 5.0)
+        generator.send(Commit(sums=False))
+        expect(generator, Committed, 5.0)
+        assert [completion.versions for completion in wait()] == [(1, 1)]
+        generator.send(Begin(2, 5.0))
+        wait = generator.submit([request])
+        generator.send(GiveUp())
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            wait()
+    finally:
+        generator.close()
 
 
 @pytest.mark.usefixtures("python_path")

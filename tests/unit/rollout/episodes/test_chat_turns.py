@@ -1,0 +1,115 @@
+"""Turns by the chat templates of published models: calls are read as they were written, answers come after the sampled
+tokens, and what is trained is what supervised fine-tuning would train."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.messages import Chat
+from automodel_rl.data.template import ChatTemplate
+from automodel_rl.data.tool_formats import PROBE_TOOL
+from automodel_rl.errors import InputError
+from automodel_rl.generator_messages import Request
+from automodel_rl.quickstart.model import train_tokenizer
+from automodel_rl.rollout.episodes.chat_turns import ChatTurns
+from automodel_rl.rollout.episodes.episode import Episode, Limits
+from automodel_rl.rollout.episodes.tools import ToolEnvironment
+from automodel_rl.rollout.protocol import Completion
+from tests.unit.data.stock_templates import CALLING, SILENT, stock_tokenizer
+
+UNKNOWN = tuple(name for name in CALLING if name.startswith(("lfm2", "gemma4", "diffusion_gemma", "muse_glimmer")))
+"""Templates whose format of calls is not known."""
+
+READ = tuple(name for name in CALLING if name not in UNKNOWN)
+
+ARGUMENTS = {"text": "Ben's coins, 7", "count": 3}
+CALL = {"type": "function", "id": "call00000", "function": {"name": "look_up", "arguments": ARGUMENTS}}
+QUESTION = {"role": "user", "content": "How many?"}
+TURN = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def written_turn(template: ChatTemplate, before: list[dict[str, Any]], turn: dict[str, Any]) -> str:
+    """What the model writes after the header, for a turn."""
+    opening = template.opening_text(Chat(before, (PROBE_TOOL,)))
+    text = template.text(Chat([*before, turn], (PROBE_TOOL,))) or ""
+    return (
+        text[len(opening) :]
+        if text.startswith(opening)
+        else text[text.rindex(template.header) + len(template.header) :]
+    )
+
+
+@pytest.mark.parametrize("name", READ)
+def test_an_episode_is_made_of_sampled_turns_and_the_templates_suffixes(name: str) -> None:
+    tokenizer = stock_tokenizer(name)
+    template = ChatTemplate(tokenizer, sees_images=False)
+    codec = ChatTurns(template, [PROBE_TOOL], 64)
+    prompt = codec.opening([QUESTION])
+    mark = tokenizer.convert_ids_to_tokens(min(codec.stop_ids))
+    environment = ToolEnvironment({"look_up": lambda text, count: f"{text}: {count} {mark}"}, 5.0)
+    episode = Episode(Request(prompt, 5, 1.0), [QUESTION], environment, codec, Limits(999, 4, 9999, 10))
+    episode.begin([])
+    ids = tokenizer(written_turn(template, [QUESTION], TURN), add_special_tokens=False)["input_ids"]
+    ends = [place for place, token in enumerate(ids) if token in codec.stop_ids]
+    # GLM's turns end with the token that begins the answer.
+    ids = ids[: ends[-1] + 1] if ends else [*ids, tokenizer.convert_tokens_to_ids("<|observation|>")]
+    asked = [episode.request.prompt]
+    turn = episode.take(Completion(ids, [-0.5] * len(ids), "stop", versions=(1, 1)))
+    assert [dict(call) for call in turn.calls] == [{"name": "look_up", "arguments": ARGUMENTS}]
+    episode.answer(environment.step(turn))
+    asked.append(episode.request.prompt)
+    assert asked[1][: len(asked[0]) + len(ids)] == [*asked[0], *ids]
+    suffix = tokenizer.decode(asked[1][len(asked[0]) + len(ids) :])
+    assert "Ben's coins, 7: 3 " in suffix
+    assert f"3 {mark}" not in suffix  # it would end the answer
+    last = tokenizer("Three.", add_special_tokens=False)["input_ids"] + [min(codec.stop_ids)]
+    episode.answer(environment.step(episode.take(Completion(last, [-0.25] * len(last), "stop", versions=(2, 2)))))
+    whole = episode.completion
+    assert whole.token_ids == [*ids, *asked[1][len(asked[0]) + len(ids) :], *last]
+    assert whole.sampled == [True] * len(ids) + [False] * (len(asked[1]) - len(asked[0]) - len(ids)) + [True] * len(
+        last
+    )
+    assert whole.versions == (1, 2)
+    assert whole.last_turn == last
+
+
+@pytest.mark.parametrize("name", [*SILENT, *UNKNOWN])
+def test_templates_that_cannot_call_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="chat template"):
+        ChatTurns(ChatTemplate(stock_tokenizer(name), sees_images=False), [PROBE_TOOL], 64)
+
+
+SFT_ALIKE = ("qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "llama3_1")
+"""Templates that write an earlier turn as it was sampled."""
+
+
+@pytest.mark.parametrize("name", [*SFT_ALIKE, "quickstart"])
+def test_supervised_fine_tuning_trains_the_tokens_that_a_rollout_trains(name: str) -> None:
+    tokenizer = train_tokenizer(["look_up"], 300) if name == "quickstart" else stock_tokenizer(name)
+    chat_tokenizer = ChatTokenizer(tokenizer, "all")
+    answer = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "7 coins"}
+    last = {"role": "assistant", "content": "Seven."}
+    sequence = chat_tokenizer(Chat([QUESTION, TURN, answer, last], (PROBE_TOOL,)), "the chat")
+    codec = ChatTurns(chat_tokenizer.template, [PROBE_TOOL], 64)
+    edges = torch.diff(sequence.loss_mask.int(), prepend=torch.tensor([0]), append=torch.tensor([0]))
+    starts, ends = ((edges == sign).nonzero().flatten().tolist() for sign in (1, -1))
+    ids = sequence.input_ids.tolist()
+    assert len(starts) == 2
+    turns = [ids[start:end] for start, end in zip(starts, ends, strict=True)]
+    assert ids[: starts[0]] == codec.opening([QUESTION])
+    turn = codec.read(ids[: starts[0]], turns[0])
+    assert ids[ends[0] : starts[1]] == codec.suffix([answer], turn, turns[0][-1])
+
+
+def test_answers_are_cut_in_the_middle() -> None:
+    tokenizer = train_tokenizer(["hello"], 300)
+    codec = ChatTurns(ChatTemplate(tokenizer, sees_images=False), [PROBE_TOOL], 16)
+    text = "begin " + "x" * 100_000 + " end"
+    turn = codec.read([], tokenizer("Hello", add_special_tokens=False)["input_ids"])
+    suffix = tokenizer.decode(codec.suffix([{"role": "user", "content": text}], turn, tokenizer.eos_token_id))
+    assert "begin" in suffix
+    assert " ... " in suffix
+    assert " end" in suffix
+    assert len(suffix) < 100
