@@ -34,6 +34,11 @@ def _completion(record: dict[str, Any]) -> dict[str, Any]:
     kept["completion"] = shortened(record["completion"])
     if len(record["completion"]) > MOST_CHARACTERS:
         kept.pop("pieces", None)
+    if "messages" in record:
+        kept["messages"] = [
+            {**m, "content": shortened(m["content"]) if isinstance(m["content"], str) else ""}
+            for m in record["messages"]
+        ]
     return kept
 
 

@@ -54,8 +54,10 @@ def rollout_details(
 
 
 def _pieces(rollout: Rollout, ours: list[float], tokenizer: PreTrainedTokenizerBase) -> list[list[Any]]:
-    tokens, theirs = rollout.completion.token_ids, rollout.completion.logprobs
+    """Text and log-probabilities of each token; none of tokens that were not sampled."""
+    completion = rollout.completion
+    of_tokens = zip(completion.token_ids, completion.sampled, completion.logprobs, ours, strict=True)
     return [
-        [tokenizer.decode([token]), round(their, 4), round(our, 4)]
-        for token, their, our in zip(tokens, theirs, ours, strict=True)
+        [tokenizer.decode([token]), *((round(their, 4), round(our, 4)) if sampled else (None, None))]
+        for token, sampled, their, our in of_tokens
     ]

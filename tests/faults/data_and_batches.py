@@ -1,6 +1,7 @@
 """Bugs of data and batches, and of how a step goes through them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -71,6 +72,21 @@ def _first_block_again() -> Any:
     return mock.patch.multiple(StepRunner, forward=anew, _forward_block=again)
 
 
+def _mask_of_turns(change: Callable[[Tensor], Tensor]) -> Any:
+    """Changes the loss mask after the prompt."""
+    from automodel_rl.trainers.policy_batches import _to_sequence
+
+    def changed(group: Any, rollout: Any, config: Any) -> Any:
+        sequence = _to_sequence(group, rollout, config)
+        num_prompt = len(rollout.prompt_of(group.prompt))
+        mask = torch.cat([sequence.loss_mask[:num_prompt], change(sequence.loss_mask[num_prompt:])])
+        return dataclasses.replace(sequence, loss_mask=mask)
+
+    return patch("trainers.policy_batches._to_sequence", changed)
+
+
+CONVERSATIONS = "distributed/trainers/test_conversations.py::test_layouts_and_generators_write_and_train_the_same"
+
 FAILED = "distributed/step/test_failed_steps.py"
 
 FAULTS: dict[str, Fault] = {
@@ -101,6 +117,8 @@ FAULTS: dict[str, Fault] = {
         lambda: patch("step.agreement._agreed_microbatches", lambda of_ranks: int(of_ranks["num_microbatches"].max())),
         f"{FAILED}::test_rows_that_do_not_fit_each_other_are_refused_on_every_rank",
     ),
+    "loss mask of turns moved by one": Fault(lambda: _mask_of_turns(lambda mask: mask.roll(1)), CONVERSATIONS),
+    "answers of environments trained": Fault(lambda: _mask_of_turns(torch.ones_like), CONVERSATIONS),
     "a step without a trained token": Fault(
         lambda: mock.patch("automodel_rl.engine.engine.math.sqrt", lambda square: square**0.5 + 1e-30),
         f"{FAILED}::test_a_batch_without_a_trained_token_changes_no_weight_and_says_so",

@@ -31,6 +31,14 @@ const GROUPS = [
     { title: "Failed", keys: ["rollout/failed"] },
     { title: "Staleness, policy versions", keys: ["rollout/staleness_mean", "rollout/staleness_max"] },
   ]],
+  ["Conversations", [
+    { title: "Turns and calls of a conversation", keys: ["rollout/turns_mean", "rollout/calls_mean"] },
+    { title: "Malformed, failed and late calls, share", keys: [/^rollout\/(malformed|failed|timed_out)_calls$/] },
+    { title: "Ended by a limit, share", keys: ["rollout/ended_by_limit"] },
+    { title: "Failed environments", keys: ["rollout/environment_errors"] },
+    { title: "Time in environments, seconds", keys: ["rollout/environment_seconds_mean"] },
+    { title: "Prompt tokens that were cached, share", keys: ["rollout/cached_tokens"] },
+  ]],
   ["Optimizer", [
     { title: "Learning rate", keys: ["train/lr"] },
     { title: "Gradient norm", keys: ["train/grad_norm"] },

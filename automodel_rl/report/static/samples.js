@@ -28,9 +28,22 @@ function folded(content) {
   return box;
 }
 
+// The turns of a conversation, and what answered them.
+function turnsOf(messages) {
+  return messages.slice(messages.findIndex((message) => message.role === "assistant")).map((message) => {
+    const turn = make("span", `turn ${message.role}`);
+    turn.append(make("span", "label", `${message.role}${message.name ? " " + message.name : ""}\n`));
+    const calls = (message.tool_calls || []).map((call) => `→ ${call.function.name} ${JSON.stringify(call.function.arguments)}`);
+    turn.append([message.content || "", ...calls].filter(Boolean).join("\n") + "\n");
+    return turn;
+  });
+}
+
 // Tokens on a ground that says how far the model's log-probability is from the generator's: blue above, orange below.
+// Tokens that the generator did not sample are faint: they are not trained.
 function coloured(tokens) {
   return tokens.map(([text, sampled, own]) => {
+    if (sampled === null) return make("span", "token given", text);
     const span = make("span", "token", text);
     const difference = own === null ? 0 : own - sampled;
     const strength = Math.min(1, Math.abs(difference) / 0.5);
@@ -55,7 +68,13 @@ function completionCard(completion) {
   Object.entries(completion.metrics || {}).forEach(([name, value]) => chips.appendChild(chip(name, value)));
   chips.appendChild(chip("tokens", completion.tokens));
   if (completion.finish !== "stop") chips.appendChild(make("span", "chip minus", completion.finish));
-  card.appendChild(folded(completion.pieces ? coloured(completion.pieces) : completion.completion));
+  if (completion.messages) {
+    chips.appendChild(chip("turns", completion.turns.turns));
+    chips.appendChild(chip("calls", completion.turns.calls));
+    if (completion.end !== "done") chips.appendChild(make("span", "chip minus", `ended by ${completion.end}`));
+    card.appendChild(folded(turnsOf(completion.messages)));
+  }
+  if (completion.pieces || !completion.messages) card.appendChild(folded(completion.pieces ? coloured(completion.pieces) : completion.completion));
   (completion.errors || []).forEach((error) => card.appendChild(make("div", "label failed", error)));
   return card;
 }

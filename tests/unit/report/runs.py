@@ -70,6 +70,23 @@ def rollouts_of(step: int) -> list[dict]:
     ]
 
 
+def conversation() -> dict:
+    """A record of a conversation with a call."""
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "<b>"}}}
+    return rollouts_of(12)[0] | {
+        "messages": [
+            {"role": "user", "content": "Is it there?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "look_up", "content": "found <b>"},
+            {"role": "assistant", "content": "It is there."},
+        ],
+        "end": "tokens",
+        "sampled": 2,
+        "turns": {"turns": 2.0, "calls": 1.0},
+        "pieces": [["look", -0.5, -0.4], ["found", None, None], ["there", -0.1, -0.1]],
+    }
+
+
 def set_finished(folder: Path, step: int) -> None:
     (folder / "final").mkdir()
     (folder / ".finished_after").write_text(json.dumps(step))

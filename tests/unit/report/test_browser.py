@@ -1,5 +1,6 @@
 """The page in a real browser: charts draw, controls work, and a page that is watched follows its run."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from playwright.sync_api import sync_playwright
 
 from automodel_rl.observe.metrics import MetricsFile
 from automodel_rl.report.page import write_report
-from tests.unit.report.runs import make_grpo_run, make_sft_run
+from tests.unit.report.runs import conversation, make_grpo_run, make_sft_run
 from tests.unit.report.test_report import served
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -125,6 +126,21 @@ def test_rollouts_are_side_by_side_and_filtered(tab: Any, tmp_path: Path) -> Non
     section.get_by_label("step", exact=True).fill("0")
     section.get_by_text("question 1 of step 1", exact=True).wait_for()
     assert "<b>2+2</b>" in tab.locator("#samples").inner_text()
+
+
+def test_conversations_show_their_turns_and_what_is_not_trained(tab: Any, tmp_path: Path) -> None:
+    run = make_grpo_run(tmp_path / "run")
+    (run / "rollouts" / "step_12.jsonl").write_text(json.dumps(conversation()) + "\n")
+    write_report(tmp_path / "page.html", [run])
+    tab.goto((tmp_path / "page.html").as_uri())
+    card = tab.locator("#rollouts .completion").first
+    assert card.locator(".chip").all_inner_texts()[-3:] == ["turns 2", "calls 1", "ended by tokens"]
+    assert [turn.split("\n")[:2] for turn in card.locator(".turn").all_inner_texts()] == [
+        ["assistant", '→ look_up {"word":"<b>"}'],
+        ["tool look_up", "found <b>"],
+        ["assistant", "It is there."],
+    ]
+    assert [token.inner_text() for token in card.locator(".token.given").all()] == ["found"]
 
 
 def test_a_failure_is_at_the_top_and_the_config_below(tab: Any, tmp_path: Path) -> None:
