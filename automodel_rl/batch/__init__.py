@@ -16,7 +16,7 @@ from automodel_rl.batch.microbatch import (
     sum_by_sequence,
     unpack,
 )
-from automodel_rl.batch.routes import RouterShape, Routes, join_routes, read_routes
+from automodel_rl.batch.routes import RouterShape, Routes, join_routes, join_turns, read_routes
 
 __all__ = [
     "IGNORED_TARGET",
@@ -35,6 +35,7 @@ __all__ = [
     "empty_microbatch",
     "in_packed_order",
     "join_routes",
+    "join_turns",
     "local_microbatch",
     "multimodal_positions",
     "pack",

@@ -130,6 +130,21 @@ def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
     return Routes(known[0].layers, torch.cat([piece.experts for piece in known]))
 
 
+def join_turns(turns: Sequence[Routes]) -> Routes:
+    """Routes of a conversation, of the routes of its turns.
+
+    Every token keeps the experts of the turn that sampled it, or that read it first.
+
+    Args:
+        turns: the routes of each turn, of all tokens up to its end. The last token of a turn was never computed by that
+            turn, so the next one tells its experts.
+    """
+    joined = turns[0].experts
+    for turn in turns[1:]:
+        joined = torch.cat([joined[:-1], turn.experts[len(joined) - 1 :]])
+    return Routes(turns[0].layers, joined)
+
+
 def read_routes(payload: Any, num_prompt: int, num_completion: int, shape: RouterShape) -> Routes:
     """Routes of a prompt and its completion, read from what a generator returned and checked.
 

@@ -145,11 +145,6 @@ class GRPOConfig(RunConfig):
                 "rewards.function=environment: there is no rollout.environment that gives rewards: name one, or use "
                 "another reward"
             )
-        if self.rollout.has_turns and self.router_replay.enabled:
-            raise ValueError(
-                "router_replay.enabled=true with rollout.tools or rollout.environment: routes of several turns are not "
-                "joined yet: set it to false"
-            )
         return self
 
     @model_validator(mode="after")

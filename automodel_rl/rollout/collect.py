@@ -8,14 +8,14 @@ import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import read_routes
+from automodel_rl.batch import join_turns, read_routes
 from automodel_rl.config import GRPOConfig
 from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.generator_messages import Request
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.episodes.episode import Episode
-from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike, Rollout
+from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike, Rollout, TurnRoutes
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
 
@@ -233,7 +233,10 @@ class RolloutCollector:
         if not replay.enabled or shape is None or completion.finish == "error":
             return completion
         try:
-            routes = read_routes(completion.routes, len(prompt.token_ids), len(completion.token_ids), shape)
+            turns = completion.routes
+            if completion.conversation is None:
+                turns = [TurnRoutes(len(prompt.token_ids), len(completion.token_ids), completion.routes)]
+            routes = join_turns([read_routes(turn.payload, turn.num_before, turn.num_tokens, shape) for turn in turns])
         except Exception as problem:
             return Completion([], [], "error", f"its routes cannot be followed: {innermost(problem)}")
         missing = routes.num_missing()

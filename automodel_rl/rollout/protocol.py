@@ -9,6 +9,20 @@ from automodel_rl.rollout.rewards.scorer import Score
 
 
 @dataclass(frozen=True)
+class TurnRoutes:
+    """Experts of a turn and of what it was asked with.
+
+    Attributes:
+        num_before, num_tokens: number of tokens before the turn, and of its own.
+        payload: the generator's report, in a form that `read_routes` takes, or None.
+    """
+
+    num_before: int
+    num_tokens: int
+    payload: Any
+
+
+@dataclass(frozen=True)
 class Conversation:
     """What a completion of several turns has besides its tokens.
 
@@ -42,8 +56,8 @@ class Completion:
         versions: oldest and newest version of the weights that wrote it, None if they are not known. In a generator's
             own completions these are numbers of weight syncs; `RolloutCollector` turns them into policy versions.
         routes: experts of the prompt's and the completion's tokens. A generator reports them in a form that
-            `read_routes` takes, or None. `RolloutCollector` turns them into `Routes`. They are large, so only the rank
-            whose generator wrote the completion has them.
+            `read_routes` takes, or None; a conversation has a list of `TurnRoutes`. `RolloutCollector` turns them into
+            `Routes`. They are large, so only the rank whose generator wrote the completion has them.
         conversation: what it has besides its tokens if it may have several turns.
         num_cached: tokens of its prompt that the generator did not compute again; None if not known.
     """

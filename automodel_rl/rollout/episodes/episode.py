@@ -175,6 +175,7 @@ class Episode:
                 transcript.logprobs,
                 "stop" if is_whole else "length",
                 versions=transcript.versions,
+                routes=transcript.routes,
                 conversation=self._conversation(end, transcript.sampled),
             )
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from automodel_rl.rollout.protocol import Completion
+from automodel_rl.rollout.protocol import Completion, TurnRoutes
 
 
 class Transcript:
@@ -16,6 +16,7 @@ class Transcript:
         logprobs: their log-probabilities; 0 where they were not sampled.
         sampled: whether each of them was sampled by the generator. Only those are trained.
         turns: the completions of the turns, in order.
+        ends: number of tokens up to the end of each turn, the prompt's included.
     """
 
     def __init__(self, prompt: Sequence[int]):
@@ -24,6 +25,7 @@ class Transcript:
         self.logprobs: list[float] = []
         self.sampled: list[bool] = []
         self.turns: list[Completion] = []
+        self.ends: list[int] = []
 
     @property
     def opening(self) -> list[int]:
@@ -36,10 +38,19 @@ class Transcript:
         known = [turn.versions for turn in self.turns if turn.versions is not None]
         return (min(old for old, _ in known), max(new for _, new in known)) if known else None
 
+    @property
+    def routes(self) -> list[TurnRoutes]:
+        """What the generator told of the experts of each turn and of all tokens before it."""
+        return [
+            TurnRoutes(end - len(turn.token_ids), len(turn.token_ids), turn.routes)
+            for turn, end in zip(self.turns, self.ends, strict=True)
+        ]
+
     def add_turn(self, completion: Completion) -> None:
         """Adds the tokens of a turn as they were sampled."""
         self.turns.append(completion)
         self._add(completion.token_ids, completion.logprobs, is_sampled=True)
+        self.ends.append(len(self.prompt) + len(self.token_ids))
 
     def add_suffix(self, token_ids: Sequence[int]) -> None:
         """Adds tokens that the chat template wrote after a turn."""

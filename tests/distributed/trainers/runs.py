@@ -1,13 +1,15 @@
 """Small whole runs of every algorithm, and what is asked of all of them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import automodel_rl
 from automodel_rl.cli import TRAINERS, main
@@ -104,3 +106,19 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def copy_with_frequent_ends(model: Path, folder: Path, logit: float = 4.0) -> None:
+    """A copy of a tiny model that ends its turns more often: the mean logit of the end token is raised."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    with torch.no_grad():
+        ids = torch.randint(config["vocab_size"], (4, 32), generator=torch.Generator().manual_seed(0))
+        hidden = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model(ids).last_hidden_state
+    mean = hidden.flatten(0, 1).mean(0)
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).clone()
+    head[AutoTokenizer.from_pretrained(folder).eos_token_id] = (logit * mean / mean.square().sum()).to(head.dtype)
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    save_file({**weights, "lm_head.weight": head}, file, {"format": "pt"})

@@ -1,17 +1,15 @@
 """Reinforcement learning on conversations of several turns: the same episodes in every layout and with every generator,
 and only sampled tokens trained."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from automodel_rl.errors import InputError
 from tests.distributed.trainers.runs import (
     Settings,
+    copy_with_frequent_ends,
     metrics_of,
     rollouts_of,
     settings_of,
@@ -33,13 +31,7 @@ TURNS = {
 def make_ending(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, but it ends its turns more often."""
     folder = tmp_path_factory.mktemp("ending") / "model"
-    shutil.copytree(workspace / "model", folder)
-    (file,) = folder.glob("*.safetensors")
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(file)
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    weights["lm_head.weight"][config["eos_token_id"]] *= 4
-    save_file(weights, file, {"format": "pt"})
+    copy_with_frequent_ends(workspace / "model", folder)
     return folder
 
 

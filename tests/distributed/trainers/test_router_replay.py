@@ -25,6 +25,7 @@ from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
     Settings,
     assert_refused,
+    copy_with_frequent_ends,
     metrics_of,
     settings_of,
     train,
@@ -125,6 +126,23 @@ def train_on_tokens_noise(settings: Settings) -> None:
 
     with mock.patch(f"{__name__}.other_experts", by_token):
         train_noisily(settings)
+
+
+def test_conversations_follow_the_experts_of_each_turn(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
+) -> None:
+    ending = tmp_path / "ending"
+    copy_with_frequent_ends(mixture, ending)
+    settings = values(workspace, ending, tmp_path / "run", router_replay={"enabled": True, "compare": True})
+    settings["parallel"] = {"pp": 2, "ep": 2, "dp_shard": 2}
+    settings["rollout"] |= {"environment": "tests.odd_environments:Greeting", "max_turns": 3, "max_tokens": 80}
+    settings["rollout"] |= {"max_prompt_tokens": 96}
+    ranks(4).run(train_on_tokens_noise, settings)
+    for row in metrics_of(tmp_path / "run"):
+        assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
+        assert row["train/logprob_error_live"] > 1.01
+        assert row["rollout/routes_missing"] == 0
+        assert row["rollout/turns_mean"] > 1
 
 
 def test_ranks_whose_generators_wrote_nothing_still_train(
