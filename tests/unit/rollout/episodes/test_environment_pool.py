@@ -15,8 +15,8 @@ from automodel_rl.rollout.episodes.protocol import Outcome, Turn
 from tests.odd_environments import RESULTS, TRICKS
 
 
-def setup_of(folder: Path, environment: str | None = None, tools: tuple[str, ...] = ()) -> Setup:
-    return Setup(environment, tools, 0.5, True, str(folder / "environments" / "rank0.log"))
+def setup_of(folder: Path, environment: str, seconds: float = 600.0) -> Setup:
+    return Setup(environment, (), seconds, True, str(folder / "environments" / "rank0.log"))
 
 
 def descendants(parent: int) -> set[int]:
@@ -44,6 +44,15 @@ def wait_until(happens: Callable[[], bool]) -> None:
 def make_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
     folder = tmp_path_factory.mktemp("pool")
     pool = EnvironmentPool(setup_of(folder, "tests.odd_environments:Odd"), ends_on_bad_call=False)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(name="impatient", scope="module")
+def make_impatient_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
+    """A pool whose calls may take half a second."""
+    folder = tmp_path_factory.mktemp("impatient")
+    pool = EnvironmentPool(setup_of(folder, "tests.odd_environments:Odd", 0.5), ends_on_bad_call=False)
     yield pool
     pool.close()
 
@@ -79,10 +88,12 @@ MESSAGES = {
 
 @pytest.mark.parametrize("place", ["make", "reset", "step", "close"])
 @pytest.mark.parametrize("trick", TRICKS)
-def test_odd_environments_cost_themselves_alone(pool: EnvironmentPool, trick: str, place: str) -> None:
+def test_odd_environments_cost_themselves_alone(
+    pool: EnvironmentPool, impatient: EnvironmentPool, trick: str, place: str
+) -> None:
     if trick in MESSAGES and place != "close":
         with pytest.raises(RuntimeError, match=MESSAGES[trick]):
-            play(pool, {"trick": trick, "place": place})
+            play(impatient if "seconds" in MESSAGES[trick] else pool, {"trick": trick, "place": place})
     else:
         assert play(pool, {"trick": trick, "place": place}).reward == 5
     assert play(pool, {}).reward == 5
