@@ -108,17 +108,24 @@ def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def copy_with_frequent_ends(model: Path, folder: Path, logit: float = 4.0) -> None:
-    """A copy of a tiny model that ends its turns more often: the mean logit of the end token is raised."""
+def copy_with_frequent_ends(model: Path, folder: Path, share: float = 0.15) -> None:
+    """A copy of a tiny model that ends its turns more often: the end token's mean probability is about `share`."""
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
-    with torch.no_grad():
-        ids = torch.randint(config["vocab_size"], (4, 32), generator=torch.Generator().manual_seed(0))
-        hidden = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model(ids).last_hidden_state
-    mean = hidden.flatten(0, 1).mean(0)
+    end = AutoTokenizer.from_pretrained(folder).eos_token_id
     (file,) = folder.glob("*.safetensors")
     weights = load_file(file)
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).clone()
-    head[AutoTokenizer.from_pretrained(folder).eos_token_id] = (logit * mean / mean.square().sum()).to(head.dtype)
+    with torch.no_grad():
+        ids = torch.randint(config["vocab_size"], (8, 32), generator=torch.Generator().manual_seed(0))
+        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        hidden = policy.model(ids).last_hidden_state.flatten(0, 1).double()
+        logits, direction = hidden @ head.double().T, hidden.mean(0)
+        low, high = 0.0, 100.0
+        for _ in range(40):
+            scale = (low + high) / 2
+            logits[:, end] = hidden @ (scale * direction)
+            low, high = (scale, high) if logits.softmax(-1)[:, end].mean() < share else (low, scale)
+    head[end] = (scale * direction).to(head.dtype)
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     save_file({**weights, "lm_head.weight": head}, file, {"format": "pt"})

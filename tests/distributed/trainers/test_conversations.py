@@ -99,7 +99,7 @@ def test_odd_environments_cost_their_groups(ranks: RankPool, ending: Path, works
         ending,
         workspace,
         tmp_path,
-        {"environment": "tests.odd_environments:fuzzed", "tool_seconds": 5.0},
+        {"environment": "tests.odd_environments:fuzzed", "tool_seconds": 10.0},
         parallel={"dp_shard": 2},
     )
     settings["rollout"] |= {"prompts": 20, "group_size": 5}
