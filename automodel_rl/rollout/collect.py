@@ -161,6 +161,8 @@ class RolloutCollector:
     ) -> Callable[[], list[Completion]]:
         """Begins this rank's conversations, or goes on with those that a lost generator has left."""
         assert pending.generator is not None
+        for place in pending.episodes.keys() - set(pending.shares[dist.get_rank()]):  # others write these now
+            pending.episodes.pop(place).environment.close()
         for place in pending.underway:
             if place not in pending.episodes:
                 pending.episodes[place] = conversations.episode(pending.asked[place][0], pending.requests[place])
@@ -280,7 +282,8 @@ def _without_stale(completion: Completion, newest: int, most: int) -> Completion
         return completion
     age = newest - completion.versions[0]
     error = f"its first turn is {age} policy versions old, of rollout.max_staleness={most}"
-    return dataclasses.replace(completion, token_ids=[], logprobs=[], finish="error", error=error, versions=None)
+    conversation = completion.conversation and dataclasses.replace(completion.conversation, sampled=[])
+    return Completion([], [], "error", error, conversation=conversation)
 
 
 def _without_routes(rollout: Rollout) -> Rollout:

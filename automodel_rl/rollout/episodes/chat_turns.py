@@ -50,14 +50,10 @@ class ChatTurns:
         begun = before[before.rfind(header) :] if header in before else header
         try:
             message = read_turn(self.tokenizer, self._form, begun, text, self.tools)
-        except ValueError as error:
+            calls = tuple(_checked(call["function"]) for call in message.get("tool_calls") or [])
+        except Exception as error:  # a model may write what breaks any parser
             return Turn(plain, plain, problem=f"the call cannot be read: {' '.join(str(error).split())[:200]}")
-        calls = [call["function"] for call in message.get("tool_calls") or []]
-        return Turn(
-            plain,
-            str(message.get("content") or ""),
-            tuple({"name": call["name"], "arguments": call["arguments"]} for call in calls),
-        )
+        return Turn(plain, str(message.get("content") or ""), calls)
 
     def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:
         called = [str(call["name"]) for call in turn.calls] if messages[0]["role"] == "tool" else []
@@ -85,3 +81,14 @@ class ChatTurns:
             return text
         kept = max(1, self.most_tokens // 2)
         return f"{self.tokenizer.decode(ids[:kept])}{CUT}{self.tokenizer.decode(ids[-kept:])}"
+
+
+def _checked(function: Any) -> dict[str, Any]:
+    """A call with a name and arguments.
+
+    Raises:
+        ValueError: it has no name or no arguments.
+    """
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
+        raise ValueError(f"it should be an object with name and arguments, and is {function!r:.80}")
+    return {"name": function["name"], "arguments": function["arguments"]}

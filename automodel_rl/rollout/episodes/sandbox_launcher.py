@@ -37,6 +37,8 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
+    if sys.platform != "linux":
+        return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 

@@ -103,6 +103,27 @@ def test_supervised_fine_tuning_trains_the_tokens_that_a_rollout_trains(name: st
     assert ids[ends[0] : starts[1]] == codec.suffix([answer], turn, turns[0][-1])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "look_up", "arguments"',
+        '<tool_call>\n{"name": "look_up"}\n</tool_call>',
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',
+        "<tool_call>\n[1, 2]\n</tool_call>",
+        "<tool_call>\nnothing\n</tool_call>",
+        '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>',
+    ],
+)
+@pytest.mark.parametrize("end", ["", "<|im_end|>"])
+def test_calls_that_cannot_be_read_are_told(text: str, end: str) -> None:
+    tokenizer = stock_tokenizer("qwen3")
+    codec = ChatTurns(ChatTemplate(tokenizer, sees_images=False), [PROBE_TOOL], 64)
+    ids = tokenizer(text + end, add_special_tokens=False)["input_ids"]
+    turn = codec.read(codec.opening([QUESTION]), ids)
+    assert not turn.calls
+    assert turn.problem.startswith("the call cannot be read")
+
+
 def test_answers_are_cut_in_the_middle() -> None:
     tokenizer = train_tokenizer(["hello"], 300)
     codec = ChatTurns(ChatTemplate(tokenizer, sees_images=False), [PROBE_TOOL], 16)
