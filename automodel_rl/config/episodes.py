@@ -9,9 +9,6 @@ from automodel_rl.config.base import Positive, Section
 ONLY_WITH_TURNS = ("max_turns", "max_tokens", "max_tool_tokens", "tool_seconds", "episode_seconds", "max_episodes")
 """Keys that mean nothing for completions of one turn."""
 
-PYTHON = "python"
-"""The built-in tool that runs Python code."""
-
 
 class EpisodeConfig(Section):
     """The keys of `rollout` for conversations of several turns."""
