@@ -6,7 +6,16 @@ from pydantic import Field, model_validator
 
 from automodel_rl.config.base import Positive, Section
 
-ONLY_WITH_TURNS = ("max_turns", "max_tokens", "max_tool_tokens", "tool_seconds", "episode_seconds", "max_episodes")
+ONLY_WITH_TURNS = (
+    "max_turns",
+    "max_tokens",
+    "max_tool_tokens",
+    "tool_seconds",
+    "episode_seconds",
+    "max_episodes",
+    "on_bad_call",
+    "sandbox",
+)
 """Keys that mean nothing for completions of one turn."""
 
 

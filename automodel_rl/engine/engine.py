@@ -12,17 +12,17 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch, set_values, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.kept_microbatches import keep_microbatches
-from automodel_rl.errors import InputError, TrainingDivergedError
-from automodel_rl.hf.read import EMBEDDING, TIED_HEAD
-from automodel_rl.losses import LossFn, Readout
+from automodel_rl.engine.parameter_groups import check_groups
+from automodel_rl.engine.trained_state import TrainedState, take_state
+from automodel_rl.errors import TrainingDivergedError
+from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.logprobs import Head, read_targets, top_logits
 from automodel_rl.model.offload import Offload
-from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer, learning_rate, warmup_steps
-from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.optimizers import OPTIMIZERS, AdamWSettings, ModelOptimizer, learning_rate, warmup_steps
 from automodel_rl.parallel.sharding import by_mesh
 from automodel_rl.step.runner import StepRunner
-from automodel_rl.step.totals import share_totals
+from automodel_rl.step.totals import LossTotals, share_totals
 
 LOGPROBS = Readout()
 
@@ -90,29 +90,12 @@ class Engine:
         self.total_steps = total_steps
         parts = [(part, component.layout.group_of) for component in handle.components for part in component.parts]
         self.optimizer = ModelOptimizer(parts, OPTIMIZERS[self.config.name], self.config)
-        self._check_groups()
+        check_groups(handle, self.config)
         self._moments = Offload(self.optimizer.moments)
         self.step = 0
         self.skipped_in_a_row = 0
+        self._has_gradients = False
         self.keep_microbatches_in: Path | None = None
-
-    def _check_groups(self) -> None:
-        """Raises InputError on all ranks if a group of the optimizer names no trained parameter, or one of two tied."""
-        is_cut = self.handle.whole_config.tie_word_embeddings and self.handle.layout.parallel.pp > 1
-        embedding, head = (self.config.of_parameter(name, 1.0) for name in (EMBEDDING, TIED_HEAD))
-        if is_cut and embedding != head:
-            raise InputError(
-                "optimizer.groups: the model's head is tied to its embedding, and a pipeline holds two copies: name "
-                "both embed_tokens and lm_head in one group"
-            )
-        names = [name for name, parameter in self.handle.named_parameters() if parameter.requires_grad]
-        own = [any(group.covers(name) for name in names) for group in self.config.groups]
-        for place, found in enumerate(zip(*gather_objects(own, self.handle.layout.world_control), strict=True)):
-            if not any(found):
-                raise InputError(
-                    f"optimizer.groups.{place}.names={[*self.config.groups[place].names]}: no trained parameter has "
-                    "one of these names: name modules or parameters of the model"
-                )
 
     def train_step(
         self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout = LOGPROBS
@@ -146,14 +129,105 @@ class Engine:
             is_nothing = agreed.counts["tokens"] == 0 and grad_norm == 0.0
             skipped = not is_finite or is_nothing
             if not skipped:
-                self._optimizer_step(lr, grad_norm)
+                self._optimizer_step(lr, grad_norm, self.config.max_grad_norm)
             routing = self.runner.balance_routers() if self.handle.is_mixture and not skipped else {}
-        self.handle.zero_grad()
+        self.zero_grad()
         self.step += 1
         if not is_nothing:
             self._count_not_finite(not is_finite, loss, grad_norm, microbatches)
         metrics = {**shared.all_metrics, **routing}
         return TrainOutput(loss, grad_norm, agreed.counts["tokens"], lr, skipped, is_nothing, metrics)
+
+    def forward_backward(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_fn: LossFn,
+        readout: Readout = LOGPROBS,
+        counts: dict[Denominator, int] | None = None,
+    ) -> tuple[float, dict[str, float]]:
+        """Adds the gradients of a global batch to those that are there, until `optimizer_step` or `zero_grad`.
+
+        A loss whose derivatives by log-probabilities come from outside is a `LinearLoss` with these as its weights.
+
+        Args:
+            microbatches, loss_fn, readout: as those of `train_step`.
+            counts: what divides the loss's sums; None for the counts of this global batch, `UNDIVIDED` for nothing.
+
+        Returns:
+            The loss and its metrics, equal on every rank.
+
+        Raises:
+            InputError: as `train_step`; the gradients of earlier calls are still there.
+            MicrobatchError: as `train_step`; all gradients are gone, also those of earlier calls.
+        """
+        agreed = self.runner.global_batch(microbatches)
+        if agreed.num_microbatches == 0:
+            return 0.0, {}
+        counts = agreed.counts if counts is None else counts
+        with self._adding_gradients():
+            totals = self.runner.forward_backward(microbatches, loss_fn, readout, counts)
+        nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
+        shared = share_totals(totals, nothing, self.handle.layout)
+        return shared.mean_loss(counts), shared.all_metrics
+
+    def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
+        """Takes one optimizer step with the gradients that `forward_backward` has added up, and lets go of them.
+
+        Args:
+            settings: settings of AdamW for this step; None for those of the config and the schedule.
+
+        Returns:
+            Gradient norm and learning rate; loss, tokens and metrics are those of `forward_backward`. Without any
+            gradient, or if one is not finite, the step is skipped.
+        """
+        lr = learning_rate(self.config, self.step, self.total_steps) if settings is None else settings.lr
+        largest = self.config.max_grad_norm
+        if settings is not None:
+            self.optimizer.adopt(settings)
+            largest = settings.max_grad_norm
+        had_gradients, grad_norm = self._has_gradients, 0.0
+        if had_gradients:
+            with self.runner.abandoning_on_failure():
+                shared = share_totals(LossTotals(), self.runner.square_norm(), self.handle.layout)
+                grad_norm = math.sqrt(shared.square_norm)
+                if math.isfinite(grad_norm):
+                    self._optimizer_step(lr, grad_norm, largest)
+        self.zero_grad()
+        self.step += 1
+        skipped = not had_gradients or not math.isfinite(grad_norm)
+        return TrainOutput(0.0, grad_norm, 0, lr, skipped, not had_gradients)
+
+    def zero_grad(self) -> None:
+        """Lets go of the gradients that `forward_backward` has added up."""
+        self.handle.zero_grad()
+        self._has_gradients = False
+
+    def take_state(self) -> TrainedState:
+        """A copy on the host of what training changes on this rank: trained weights, gradients, moments, steps."""
+        return take_state(self.handle, self.optimizer, self.step, self._has_gradients)
+
+    def put_state(self, state: TrainedState) -> None:
+        """Goes back to a state that `take_state` gave on this rank and layout, perhaps in another training."""
+        self.handle.before_change()
+        self.handle.has_changed = True
+        with self.moments_on_device():
+            state.put(self.handle, self.optimizer)
+        self.step, self._has_gradients = state.step, state.has_gradients
+
+    @contextlib.contextmanager
+    def _adding_gradients(self) -> Iterator[None]:
+        """Adds the gradients that were there before the block to those that it leaves.
+
+        Sums over tp ranks and of tied embeddings are of one batch, so earlier gradients step aside.
+        """
+        parameters = [parameter for part in self.handle.parts for parameter in part.parameters()]
+        before = [parameter.grad for parameter in parameters]
+        self.zero_grad()
+        yield
+        self._has_gradients = True
+        for parameter, gradient in zip(parameters, before, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def evaluate(
         self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout = LOGPROBS
@@ -292,12 +366,12 @@ class Engine:
             if self.handle.memory.offload_optimizer:
                 self._moments.to_host()
 
-    def _optimizer_step(self, lr: float, grad_norm: float) -> None:
-        if self.config.max_grad_norm is not None:
+    def _optimizer_step(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
+        if max_grad_norm is not None:
             every_copy = [parameter for part in self.handle.parts for parameter in part.parameters()]
             norm = torch.tensor(grad_norm, dtype=torch.float64, device=self.handle.layout.device)
             for parameters in by_mesh(every_copy):
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
         self.handle.before_change()
         self.handle.has_changed = True
         with self.moments_on_device():

@@ -1,11 +1,23 @@
 """Losses over microbatches: pure tensor functions."""
 
 from automodel_rl.losses.dpo import dpo_loss
-from automodel_rl.losses.outputs import Denominator, LinearLoss, LossFn, LossOutput, Readout, TokenOutputs, count
+from automodel_rl.losses.outputs import (
+    UNDIVIDED,
+    Denominator,
+    LinearLoss,
+    LossFn,
+    LossOutput,
+    Readout,
+    TokenOutputs,
+    count,
+)
 from automodel_rl.losses.policy_gradient import grpo_loss
 from automodel_rl.losses.sft import sft_loss
+from automodel_rl.losses.token_losses import TOKEN_LOSSES, token_loss
 
 __all__ = [
+    "TOKEN_LOSSES",
+    "UNDIVIDED",
     "Denominator",
     "LinearLoss",
     "LossFn",
@@ -16,4 +28,5 @@ __all__ = [
     "dpo_loss",
     "grpo_loss",
     "sft_loss",
+    "token_loss",
 ]

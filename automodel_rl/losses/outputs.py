@@ -14,6 +14,9 @@ Denominator = Literal["tokens", "sequences", "pairs", "positions"]
 """What a sum is divided by, counted over the global batch. "tokens": targets with `loss_mask` set; "sequences": real
 sequences; "pairs": half their number; "positions": all their tokens."""
 
+UNDIVIDED: dict[Denominator, int] = dict.fromkeys(get_args(Denominator), 1)
+"""Counts that leave sums as they are."""
+
 
 @dataclass(frozen=True)
 class Readout:

@@ -4,7 +4,7 @@ optimizers of one process with which `verify` compares."""
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.optimizers.adamw import ADAMW
 from automodel_rl.optimizers.description import COUNT, LR_FACTOR, OptimizerDescription, StateNames
-from automodel_rl.optimizers.model_optimizer import ModelOptimizer
+from automodel_rl.optimizers.model_optimizer import AdamWSettings, ModelOptimizer
 from automodel_rl.optimizers.muon import MUON
 from automodel_rl.optimizers.schedule import learning_rate, warmup_steps
 
@@ -14,6 +14,7 @@ __all__ = [
     "COUNT",
     "LR_FACTOR",
     "OPTIMIZERS",
+    "AdamWSettings",
     "ModelOptimizer",
     "OptimizerDescription",
     "StateNames",

@@ -5,6 +5,7 @@ from torch import nn
 
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.optimizers.description import (
+    DECAYS,
     LR_FACTOR,
     Named,
     OptimizerDescription,
@@ -21,14 +22,14 @@ def adamw_of(named: Named, config: OptimizerConfig) -> list[torch.optim.Optimize
     """AdamW for named parameters, in a list, which is empty if there are no parameters."""
     if not named:  # a stage may have no adapter
         return []
-    members: dict[tuple[float, float], list[nn.Parameter]] = {}
+    members: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
         factor, decay = config.of_parameter(name, config.lr)
         decays = parameter.ndim >= 2 and not name.endswith("bias")
-        members.setdefault((factor, decay if decays else 0.0), []).append(parameter)
+        members.setdefault((factor, decay if decays else 0.0, decays), []).append(parameter)
     groups = [
-        {"params": group, "weight_decay": decay, LR_FACTOR: factor}
-        for (factor, decay), parameters in members.items()
+        {"params": group, "weight_decay": decay, LR_FACTOR: factor, DECAYS: decays}
+        for (factor, decay, decays), parameters in members.items()
         for group in by_mesh(parameters)
     ]
     fused = all(parameter.is_cuda for _, parameter in named)

@@ -17,6 +17,9 @@ COUNT_BYTES = 4
 LR_FACTOR = "lr_factor"
 """Key in a parameter group. Its value is the group's factor of the schedule's learning rate."""
 
+DECAYS = "decays"
+"""Key in a parameter group of AdamW. Its value is whether the group's parameters have weight decay."""
+
 
 @dataclass(frozen=True)
 class StateNames:

@@ -1,13 +1,34 @@
 """All optimizers of this rank's parts as one: steps, and the state for checkpoints and for offloading."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.optimizers.description import COUNT, LR_FACTOR, OptimizerDescription, StateNames
+from automodel_rl.optimizers.description import COUNT, DECAYS, LR_FACTOR, OptimizerDescription, StateNames
 from automodel_rl.parallel.whole_matrices import GroupOf
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """Settings of AdamW for a step, in place of those of a config and its schedule.
+
+    Attributes:
+        lr: learning rate.
+        betas, eps, weight_decay, max_grad_norm: as in `OptimizerConfig`.
+
+    Example:
+        >>> AdamWSettings(lr=1e-4).max_grad_norm is None
+        True
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
 
 
 class ModelOptimizer:
@@ -53,6 +74,21 @@ class ModelOptimizer:
         for optimizer in self._optimizers:
             optimizer.step()
 
+    def adopt(self, settings: AdamWSettings) -> None:
+        """Uses these settings from now on.
+
+        Args:
+            settings: settings of AdamW. What never decays goes on without weight decay.
+
+        Raises:
+            ValueError: some parameters are trained by another optimizer.
+        """
+        if any(DECAYS not in group for group in self.groups):
+            raise ValueError("settings of AdamW for a step need optimizer.name adamw, for all weights")
+        for group in self.groups:
+            decay = settings.weight_decay if group[DECAYS] else 0.0
+            group.update(betas=settings.betas, eps=settings.eps, weight_decay=decay)
+
     def moments(self) -> Iterator[Tensor]:
         """The moments of all parameters that have taken a step."""
         for parameter, names in self.state_names.items():
@@ -68,11 +104,24 @@ class ModelOptimizer:
         Returns:
             The moments themselves, like the parameter, and a copy of its count of steps, fp32 [].
         """
-        names, state = self.state_names[parameter], self._optimizer_of[parameter].state.get(parameter, {})
-        count = {COUNT: state.get(COUNT, torch.zeros(())).detach().clone()} if names.counts else {}
-        return count | {
-            moment: state[moment] if state else torch.zeros_like(parameter.detach()) for moment in names.moments
-        }
+        state = self._optimizer_of[parameter].state.get(parameter) or self.empty_state(parameter)
+        names = self.state_names[parameter]
+        count = {COUNT: state[COUNT].detach().clone()} if names.counts else {}
+        return count | {moment: state[moment] for moment in names.moments}
+
+    def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """A new state, all 0, as of a parameter that has taken no step.
+
+        Args:
+            parameter: one that is trained.
+        """
+        names = self.state_names[parameter]
+        count = {COUNT: torch.zeros(())} if names.counts else {}
+        return count | {moment: torch.zeros_like(parameter.detach()) for moment in names.moments}
+
+    def has_state(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has taken a step, or been given a state."""
+        return bool(self._optimizer_of[parameter].state.get(parameter))
 
     def set_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
         """Gives a parameter a state, without copying its moments.

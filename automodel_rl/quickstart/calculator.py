@@ -6,8 +6,13 @@ import random
 from collections.abc import Callable
 
 QUESTIONS = ("What is {x} * {y}?", "How much is {x} * {y}?", "Please work out {x} * {y}.")
-CALLED = 0.4
-"""Share of chats that call the tool. The others guess."""
+ASKED = 0.5
+"""Share of warm-up chats that ask for the tool, and get a call. From them the model learns to call and to read."""
+
+ASKING = " Use the calculator."
+
+CALLED = 0.25
+"""Share of the other warm-up chats that call the tool. The rest guess."""
 
 SMALLEST, LARGEST = 10, 99
 
@@ -58,12 +63,14 @@ def _chat(question: str, x: int, y: int) -> dict:
 
 
 def guessing(chats: list[dict], seed: int) -> list[dict]:
-    """The same chats, except that the assistant calls the tool in some, and guesses in the others."""
+    """The same chats, except that some ask for the tool, and that the assistant guesses in most of the others."""
     random_ = random.Random(seed)
     made = []
     for chat in chats:
         question, answer = chat["messages"]
-        if random_.random() < CALLED:
+        if is_asked := random_.random() < ASKED:
+            question = {**question, "content": question["content"] + ASKING}
+        if is_asked or random_.random() < CALLED:
             call = {"name": "calculator", "arguments": {"expression": chat["formula"]}}
             turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
             told = {"role": "tool", "name": "calculator", "content": calculator(chat["formula"])}

@@ -1,0 +1,94 @@
+"""What training changes, copied to the host: so that several trainings can take turns on one model."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.optimizers import ModelOptimizer
+from automodel_rl.parallel.sharding import local_tensor
+
+Shards = dict[str, Tensor]
+"""This rank's shards by the names of their parameters, on the host."""
+
+
+@dataclass
+class TrainedState:
+    """The state of one training on one rank.
+
+    Attributes:
+        weights: trained weights.
+        gradients: gradients that are added up, of parameters that have some.
+        moments: the optimizer's tensors for each parameter, by their names there; none for one that took no step yet.
+        step: number of optimizer steps.
+        has_gradients: whether a forward and backward has come since the last optimizer step.
+    """
+
+    weights: Shards
+    gradients: Shards
+    moments: dict[str, Shards]
+    step: int = 0
+    has_gradients: bool = False
+
+    @torch.no_grad()
+    def put(self, handle: ModelHandle, optimizer: ModelOptimizer) -> None:
+        """Copies the state into a model and its optimizer.
+
+        Args:
+            handle: the model.
+            optimizer: trains it; its moments are on the device.
+        """
+        for name, parameter in _trained(handle):
+            local_tensor(parameter.detach()).copy_(self.weights[name])
+            gradient = self.gradients.get(name)
+            parameter.grad = None if gradient is None else _like(parameter, gradient)
+            state = optimizer.empty_state(parameter)
+            for key, value in self.moments.get(name, {}).items():
+                local_tensor(state[key]).copy_(value)
+            optimizer.set_state(parameter, state)
+
+
+@torch.no_grad()
+def take_state(handle: ModelHandle, optimizer: ModelOptimizer, step: int, has_gradients: bool) -> TrainedState:
+    """Copies the state of a model and its optimizer to the host.
+
+    Args:
+        handle: the model.
+        optimizer: trains it.
+        step: number of optimizer steps.
+        has_gradients: whether there are gradients.
+    """
+    trained = _trained(handle)
+    return TrainedState(
+        {name: _on_host(parameter) for name, parameter in trained},
+        {name: _on_host(parameter.grad) for name, parameter in trained if parameter.grad is not None},
+        {
+            name: {key: _on_host(value) for key, value in optimizer.state_of(parameter).items()}
+            for name, parameter in trained
+            if optimizer.has_state(parameter)
+        },
+        step,
+        has_gradients,
+    )
+
+
+def _trained(handle: ModelHandle) -> list[tuple[str, nn.Parameter]]:
+    """All trained parameters of this rank, both copies of a tied one."""
+    return [
+        (f"{component.name}.{name}", parameter)
+        for component in handle.components
+        for name, parameter in component.every_parameter()
+        if parameter.requires_grad
+    ]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor.detach()).to("cpu", copy=True)
+
+
+def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    """A gradient of a parameter's layout with the values of a shard."""
+    gradient = torch.zeros_like(parameter)
+    local_tensor(gradient).copy_(shard)
+    return gradient
