@@ -43,8 +43,18 @@ if TYPE_CHECKING:
     )
     from automodel_rl.engine import Engine, TrainOutput
     from automodel_rl.errors import InputError, MicrobatchError
-    from automodel_rl.losses import LinearLoss, LossOutput, Readout, TokenOutputs, dpo_loss, grpo_loss, sft_loss
+    from automodel_rl.losses import (
+        LinearLoss,
+        LossOutput,
+        Readout,
+        TokenOutputs,
+        dpo_loss,
+        grpo_loss,
+        sft_loss,
+        token_loss,
+    )
     from automodel_rl.model.handle import ModelHandle
+    from automodel_rl.optimizers import AdamWSettings
     from automodel_rl.step.agreement import GlobalBatch
     from automodel_rl.step.runner import StepRunner
     from automodel_rl.trainers.dpo import DPOTrainer
@@ -93,6 +103,8 @@ _HOMES = {
     "dpo_loss": "losses",
     "grpo_loss": "losses",
     "sft_loss": "losses",
+    "token_loss": "losses",
+    "AdamWSettings": "optimizers",
     "ModelHandle": "model.handle",
     "StepRunner": "step.runner",
     "GlobalBatch": "step.agreement",
@@ -102,6 +114,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdamWSettings",
     "ComponentsConfig",
     "CorrectionConfig",
     "DPOConfig",
@@ -148,6 +161,7 @@ __all__ = [
     "pack",
     "read_routes",
     "sft_loss",
+    "token_loss",
     "unpack",
 ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 import automodel_rl
-from automodel_rl.config import ALGORITHMS, GRPOConfig, config_of_model, load_config
+from automodel_rl.config import ALGORITHMS, GRPOConfig, config_of_model, load_config, load_serve_config
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.lifeline import hold_lifeline
@@ -18,6 +18,7 @@ from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.run_files import FLIGHTS
+from automodel_rl.serve.worker_address import is_serving_rank
 from automodel_rl.tools.help import Shell, completion, help_of, overview
 from automodel_rl.tools.verify.layout import ranks_to_verify
 
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OK
     commands: dict[str, Callable[[list[str]], int]] = {
         **dict.fromkeys(ALGORITHMS, lambda rest: _train(command, rest)),
+        "serve": _serve,
         "init": _init,
         "verify": _verify,
         "plan": _plan,
@@ -88,6 +90,22 @@ def _train(algorithm: str, arguments: list[str]) -> int:
         command = [sys.executable, "-m", "automodel_rl", algorithm, *arguments]
         return run_local_ranks(command, config.world_size, Path(config.output) / FLIGHTS)
     return guard(lambda: getattr(automodel_rl, TRAINERS[algorithm])(config, resume, max_minutes).train())
+
+
+def _serve(arguments: list[str]) -> int:
+    path, overrides = _config_file("serve", arguments)
+    config = load_serve_config(path, overrides)
+    if is_serving_rank():
+        from automodel_rl.serve.worker import serve_rank
+
+        return guard(lambda: serve_rank(config))
+    try:
+        from automodel_rl.serve.server import serve
+    except ImportError as error:
+        raise InputError(
+            f"serve needs {error.name}, which is not installed: pip install 'automodel-rl[serve]'"
+        ) from None
+    return serve(config, [sys.executable, "-m", "automodel_rl", "serve", *arguments])
 
 
 def _take_resume(arguments: list[str]) -> tuple[str, list[str]]:

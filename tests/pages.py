@@ -35,12 +35,21 @@ NAME_COLUMNS, TREE_COLUMNS = 32, 120
 
 SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 GROUPS = {
-    "Models and training": ("ModelHandle", "Engine", "TrainOutput", "StepRunner", "GlobalBatch"),
+    "Models and training": ("ModelHandle", "Engine", "TrainOutput", "AdamWSettings", "StepRunner", "GlobalBatch"),
     "Packed batches": (
         *("TokenSequence", "Microbatch", "pack", "DataShare", "unpack", "in_packed_order", "Image"),
         *("Routes", "RouterShape", "read_routes"),
     ),
-    "Losses": ("Readout", "TokenOutputs", "LinearLoss", "LossOutput", "sft_loss", "dpo_loss", "grpo_loss"),
+    "Losses": (
+        "Readout",
+        "TokenOutputs",
+        "LinearLoss",
+        "LossOutput",
+        "sft_loss",
+        "dpo_loss",
+        "grpo_loss",
+        "token_loss",
+    ),
     "Whole runs": ("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "SFTConfig", "DPOConfig", "GRPOConfig"),
     "Configs of a model": (
         *("ModelConfig", "LoraConfig", "MoEConfig", "MemoryConfig", "ParallelConfig"),

@@ -20,6 +20,7 @@ from automodel_rl.config.load import (
     differing_keys,
     dump_config,
     load_config,
+    load_serve_config,
 )
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig, OffloadConfig
@@ -27,6 +28,7 @@ from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, Parameter
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig, WeightSyncConfig
 from automodel_rl.config.run import CheckpointConfig, LengthConfig, ObserveConfig, RunConfig
+from automodel_rl.config.serve import ServeConfig, ServeLimitsConfig
 from automodel_rl.config.sft import SFTConfig
 
 __all__ = [
@@ -64,6 +66,8 @@ __all__ = [
     "RunConfig",
     "SFTConfig",
     "Section",
+    "ServeConfig",
+    "ServeLimitsConfig",
     "SourceConfig",
     "VisionComponent",
     "WeightSyncConfig",
@@ -73,4 +77,5 @@ __all__ = [
     "differing_keys",
     "dump_config",
     "load_config",
+    "load_serve_config",
 ]

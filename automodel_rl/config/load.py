@@ -14,10 +14,11 @@ from automodel_rl.config.dpo import DPOConfig
 from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.keys import describe_keys, inner_section
 from automodel_rl.config.run import RunConfig
+from automodel_rl.config.serve import ServeConfig
 from automodel_rl.config.sft import SFTConfig
 from automodel_rl.errors import InputError, closest
 
-Checked = typing.TypeVar("Checked", bound=RunConfig)
+Checked = typing.TypeVar("Checked", bound=Section)
 
 ALGORITHMS: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
 
@@ -62,9 +63,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
         >>> config.algorithm, config.optimizer.lr
         ('sft', 1e-05)
     """
-    values = _read_yaml(Path(path))
-    for key, text in parse_overrides(overrides):
-        _assign(values, key, _parse_value(key, text))
+    values = _read(path, overrides)
     likely = next((name for name, keys in TELLING.items() if keys & values.keys()), algorithm or "sft")
     given = values.get("algorithm", likely)
     if not isinstance(given, str) or given not in ALGORITHMS:
@@ -72,6 +71,19 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
     if algorithm not in (None, given):
         raise InputError(f"{path}: is a config for {given}, not {algorithm}: run automodel-rl {given}")
     return check_config(ALGORITHMS[given], values)
+
+
+def load_serve_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> ServeConfig:
+    """The config of a service, read and checked as by `load_config`."""
+    return check_config(ServeConfig, _read(path, overrides))
+
+
+def _read(path: str | Path, overrides: typing.Sequence[str]) -> dict[str, Any]:
+    """The values of a YAML file, with overrides."""
+    values = _read_yaml(Path(path))
+    for key, text in parse_overrides(overrides):
+        _assign(values, key, _parse_value(key, text))
+    return values
 
 
 def config_of_model(folder: str, overrides: typing.Sequence[str]) -> RunConfig:

@@ -161,14 +161,12 @@ class Engine:
             MicrobatchError: as `train_step`; all gradients are gone, also those of earlier calls.
         """
         agreed = self.runner.global_batch(microbatches)
+        counts = agreed.counts if counts is None else counts
         if agreed.num_microbatches == 0:
             return 0.0, {}
-        counts = agreed.counts if counts is None else counts
         with self._adding_gradients():
             totals = self.runner.forward_backward(microbatches, loss_fn, readout, counts)
-        nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
-        shared = share_totals(totals, nothing, self.handle.layout)
-        return shared.mean_loss(counts), shared.all_metrics
+        return self._shared(totals, counts)
 
     def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
         """Takes one optimizer step with the gradients that `forward_backward` has added up, and lets go of them.
@@ -177,8 +175,7 @@ class Engine:
             settings: settings of AdamW for this step; None for those of the config and the schedule.
 
         Returns:
-            Gradient norm and learning rate; loss, tokens and metrics are those of `forward_backward`. Without any
-            gradient, or if one is not finite, the step is skipped.
+            Gradient norm and learning rate. Without any gradient, or if one is not finite, the step is skipped.
         """
         lr = learning_rate(self.config, self.step, self.total_steps) if settings is None else settings.lr
         largest = self.config.max_grad_norm
@@ -207,7 +204,7 @@ class Engine:
         return take_state(self.handle, self.optimizer, self.step, self._has_gradients)
 
     def put_state(self, state: TrainedState) -> None:
-        """Goes back to a state that `take_state` gave on this rank and layout, perhaps in another training."""
+        """Goes back to a state that `take_state` gave, perhaps in another training, on this rank and layout."""
         self.handle.before_change()
         self.handle.has_changed = True
         with self.moments_on_device():
@@ -216,10 +213,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _adding_gradients(self) -> Iterator[None]:
-        """Adds the gradients that were there before the block to those that it leaves.
-
-        Sums over tp ranks and of tied embeddings are of one batch, so earlier gradients step aside.
-        """
+        """Adds the gradients that were there before the block to those that it leaves. In the block they step aside,
+        for sums over tp ranks and of tied embeddings are of one batch."""
         parameters = [parameter for part in self.handle.parts for parameter in part.parameters()]
         before = [parameter.grad for parameter in parameters]
         self.zero_grad()
@@ -230,14 +225,16 @@ class Engine:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def evaluate(
-        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout = LOGPROBS
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_fn: LossFn,
+        readout: Readout = LOGPROBS,
+        counts: dict[Denominator, int] | None = None,
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics over the global batch, without gradients or optimizer steps.
 
         Args:
-            microbatches: this data rank's microbatches; every data rank has equally many.
-            loss_fn: gives sums over a microbatch.
-            readout: what the loss gets for every token.
+            microbatches, loss_fn, readout, counts: as those of `forward_backward`.
 
         Returns:
             The loss and its metrics, equal on every rank.
@@ -248,9 +245,7 @@ class Engine:
         """
         agreed = self.runner.global_batch(microbatches)
         totals = self.runner.evaluate(microbatches, loss_fn, readout, agreed)
-        nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
-        shared = share_totals(totals, nothing, self.handle.layout)
-        return shared.mean_loss(agreed.counts), shared.all_metrics
+        return self._shared(totals, agreed.counts if counts is None else counts)
 
     def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of this data rank's tokens, equal on all its stages.
@@ -365,6 +360,12 @@ class Engine:
         finally:
             if self.handle.memory.offload_optimizer:
                 self._moments.to_host()
+
+    def _shared(self, totals: LossTotals, counts: dict[Denominator, int]) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of all ranks."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
+        shared = share_totals(totals, nothing, self.handle.layout)
+        return shared.mean_loss(counts), shared.all_metrics
 
     def _optimizer_step(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
         if max_grad_norm is not None:

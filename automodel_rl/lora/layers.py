@@ -77,12 +77,21 @@ def is_adapter(name: str) -> bool:
 
 
 @torch.no_grad()
-def initialise(name: str, parameter: Tensor) -> None:
-    """Fills this rank's shard of an adapter: A as PEFT does, B with 0. The whole tensor is the same on every layout."""
+def initialise(name: str, parameter: Tensor, seed: int = 0, rank: int | None = None) -> None:
+    """Fills this rank's shard of an adapter: A as PEFT does, B with 0. The whole tensor is the same on every layout.
+
+    Args:
+        name: the adapter's name, by which its values differ from those of others.
+        parameter: the adapter.
+        seed: another seed gives other values.
+        rank: number of rows of A that get values; the others get 0. None for all.
+    """
     if ".lora_B." in name:
         local_tensor(parameter).zero_()
         return
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
     bound = 1 / math.sqrt(parameter.shape[-1])  # kaiming_uniform with a = sqrt(5)
-    whole = torch.empty(parameter.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+    whole = torch.zeros(parameter.shape, dtype=torch.float64)
+    used = whole if rank is None else whole.narrow(-2, 0, rank)
+    used.copy_(torch.empty(used.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator))
     local_tensor(parameter).copy_(whole[local_box(parameter)])

@@ -11,7 +11,7 @@ ASKED = 0.5
 
 ASKING = " Use the calculator."
 
-CALLED = 0.25
+CALLED = 0.23
 """Share of the other warm-up chats that call the tool. The rest guess."""
 
 SMALLEST, LARGEST = 10, 99
@@ -63,7 +63,7 @@ def _chat(question: str, x: int, y: int) -> dict:
 
 
 def guessing(chats: list[dict], seed: int) -> list[dict]:
-    """The same chats, except that some ask for the tool, and that the assistant guesses in most of the others."""
+    """The same chats, except that some ask for the tool, and that most of the others give a guess, in thousands."""
     random_ = random.Random(seed)
     made = []
     for chat in chats:
@@ -76,7 +76,7 @@ def guessing(chats: list[dict], seed: int) -> list[dict]:
             told = {"role": "tool", "name": "calculator", "content": calculator(chat["formula"])}
             messages = [question, turn, told, answer]
         else:
-            guess = random_.randint(SMALLEST**2, LARGEST**2)
+            guess = round(int(calculator(chat["formula"])), -3)
             messages = [question, {"role": "assistant", "content": f"The answer is {guess}."}]
         made.append({"messages": messages, "tools": [SCHEMA]})
     return made

@@ -66,8 +66,8 @@ TASKS = {
         7500,
         guessing,
         32,
-        500,
-        25,
+        560,
+        32,
         {
             "prompts": 16,
             "max_prompt_tokens": 64,

@@ -60,6 +60,18 @@ class TransformersGenerator:
         self.receiver = Receiver(synced_tensors(self.model, copy))
         self.recorder = RouteRecorder.of(self.model) if copy.capture_routes else None
 
+    def write_as(self, writing: Writing, only_stops: set[int] | None) -> None:
+        """Writes in another way from now on.
+
+        Args:
+            writing: how completions are written.
+            only_stops: the tokens that end a completion; None for those of tokenizer, model and `writing`.
+        """
+        self.writing = writing
+        self.stop_ids = (
+            stop_ids(self.copy.config, writing.tokenizer, writing.stop_token_ids) if only_stops is None else only_stops
+        )
+
     def submit(
         self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
     ) -> Callable[[], list[Completion]]:

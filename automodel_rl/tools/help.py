@@ -48,6 +48,12 @@ COMMANDS: dict[str, Command] = {
     "sft": _training("supervised fine-tuning on chats and texts"),
     "dpo": _training("preference training on pairs of a chosen and a rejected completion"),
     "grpo": _training("reinforcement learning on prompts with rewards"),
+    "serve": Command(
+        "CONFIG.yaml [--dotted.key value ...]",
+        "a training service: several clients train adapters and sample, by Tinker's API over HTTP",
+        "Scripts and recipes for the package tinker run against it with TINKER_BASE_URL and TINKER_API_KEY, which it "
+        "prints. It needs automodel-rl[serve]. Ctrl-C saves all runs.",
+    ),
     "init": Command(
         "sft|dpo|grpo MODEL DATA [--out my.yaml] [--gpus N] [--device H200]",
         "writes a commented config for a model and a data file",

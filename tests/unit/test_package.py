@@ -60,6 +60,7 @@ MADE_INSIDE = {
     "Meshes",
     "Component",
     "Source",
+    "TrainedState",
 }
 """What parts of the package hand each other through a `ModelHandle`; users make none of it."""
 

@@ -86,7 +86,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
-RECIPES = sorted((file.parent.name, file.stem) for file in CONFIGS.glob("*/*.yaml"))
+FILES = [file for file in CONFIGS.glob("*/*.yaml") if file.stem != "serve"]  # a service is not planned
+RECIPES = sorted((file.parent.name, file.stem) for file in FILES)
 
 
 @pytest.mark.parametrize(("model", "algorithm"), RECIPES)

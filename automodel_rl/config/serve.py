@@ -1,0 +1,108 @@
+"""Config of a training service (`automodel-rl serve`)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from automodel_rl.config.base import PathText, Positive, Section
+from automodel_rl.config.model import MemoryConfig, ModelConfig
+from automodel_rl.config.parallel import ParallelConfig
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class ServeLimitsConfig(Section):
+    """Limits of what clients may ask for. What is above is refused, with the limit."""
+
+    body_mib: Annotated[float, Field(gt=0)] = 64.0
+    """Largest body of a request in MiB."""
+
+    runs: Positive = 16
+    """Most training runs at once. Each has its state in host memory."""
+
+    samplers_of_run: Positive = 4
+    """Most weights without a name that are kept of a run to sample from. Older ones are let go."""
+
+    waiting: Positive = 20_000
+    """Most requests that wait or whose results are kept."""
+
+    sequences: Positive = 4096
+    """Most sequences of a request: datums of a forward and backward, or samples of a prompt."""
+
+    disk_gib: Annotated[float, Field(gt=0)] = 100.0
+    """Most disk space of saved weights in GiB."""
+
+    session_minutes: Annotated[float, Field(gt=0)] = 30.0
+    """Minutes without a sign of its client after which a session ends, with its runs and their unnamed weights."""
+
+    result_minutes: Annotated[float, Field(gt=0)] = 30.0
+    """Minutes for which a result is kept for a client that asks again."""
+
+
+class ServeConfig(Section):
+    """A model behind an HTTP server that speaks Tinker's API.
+
+    Example:
+        >>> lora = LoraConfig(rank=32)
+        >>> ServeConfig(output="service", model=ModelConfig(path="Qwen/Qwen3-0.6B", lora=lora)).address
+        '127.0.0.1:8000'
+    """
+
+    algorithm: Literal["serve"] = "serve"
+
+    output: PathText
+    """Folder of the service: its key and the saved weights, with which a service goes on that is started again."""
+
+    model: ModelConfig
+    """The base model. `lora.rank` is the largest rank of a run, `lora.alpha` and `lora.targets` are those of all
+    runs."""
+
+    name: str | None = None
+    """Name of the base model for clients, which open the tokenizer of this name: a hub id, or a folder on their
+    machine. null: model.path."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
+
+    microbatch_tokens: Positive = 8192
+    """Most tokens of a microbatch, and of a sequence with its last target."""
+
+    batch_size: Positive = 64
+    """Number of completions that are sampled at once on each rank."""
+
+    host: str = "127.0.0.1"
+    """Address on which the server listens. Others than loopback need a `key`."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port on which the server listens; 0 for a free one."""
+
+    key: Annotated[str, Field(min_length=12, pattern="^tml-")] | None = None
+    """Key that clients send, tml- and at least 8 more characters. null: a random one, which is in output/key."""
+
+    limits: ServeLimitsConfig = ServeLimitsConfig()
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def base_name(self) -> str:
+        """Name of the base model for clients."""
+        return self.name or self.model.path
+
+    @model_validator(mode="after")
+    def _has_adapters(self) -> "ServeConfig":
+        if self.model.lora is None:
+            raise ValueError(
+                "model.lora is needed: runs train adapters beside one model, so say their largest rank, as in "
+                "model.lora.rank: 32"
+            )
+        if self.model.lora.dropout or self.model.lora.modules_to_save:
+            raise ValueError("model.lora: dropout and modules_to_save are not served: leave them out")
+        if self.host not in LOOPBACK and self.key is None:
+            raise ValueError(
+                f"host={self.host} can be reached from other machines: give a key of your own (tml-...), and prefer "
+                "an SSH tunnel to 127.0.0.1, for nothing is encrypted"
+            )
+        return self

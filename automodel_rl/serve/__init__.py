@@ -1,0 +1,1 @@
+"""A training service: ranks of any layout behind an HTTP server that speaks the API of the client `tinker`."""

@@ -1,0 +1,191 @@
+"""The HTTP server's routes: the key, the limit of a body, and errors; `Service` does the rest."""
+
+import hmac
+import html
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from automodel_rl.config import ServeConfig
+from automodel_rl.errors import InputError
+from automodel_rl.serve import requests
+from automodel_rl.serve.results import Result
+from automodel_rl.serve.service import Service
+from automodel_rl.serve.tables import BusyError, UnknownError
+from automodel_rl.serve.wire import read_request
+
+POLL_SECONDS = 30.0
+"""How long a request for a result is held. The client gives up after 45 seconds, and asks again."""
+
+PROTOBUF = "application/x-protobuf"
+
+CLIENT_CONFIG = {"proto_compress_fwdbwd": False, "pjwt_auth_enabled": False, "sample_max_concurrent_requests": 500}
+"""Switches of the client."""
+
+Handler = Callable[[Any], Any]
+
+
+class TooLargeError(Exception):
+    """A body is larger than the limit."""
+
+
+def make_app(service: Service, config: ServeConfig, key: str) -> Starlette:
+    """The server's routes.
+
+    Args:
+        service: does what requests ask for.
+        config: the service's config.
+        key: the key that clients must send.
+    """
+    return Starlette(routes=_Routes(service, config, key).all())
+
+
+class _Routes:
+    def __init__(self, service: Service, config: ServeConfig, key: str):
+        self.service, self.config, self.key = service, config, key.encode()
+        self.most_bytes = int(config.limits.body_mib * 2**20)
+
+    def all(self) -> list[Route]:
+        service = self.service
+        posts: dict[str, tuple[type[requests.Body], Handler]] = {
+            "client/config": (requests.NoBody, lambda _: CLIENT_CONFIG),
+            "client/dynamic_config": (requests.NoBody, lambda _: {}),
+            "telemetry": (requests.NoBody, lambda _: {"status": "accepted"}),
+            "create_session": (requests.NoBody, lambda _: service.create_session()),
+            "session_heartbeat": (requests.SessionBody, lambda body: service.heartbeat(body.session_id)),
+            "create_model": (requests.CreateModelBody, service.create_model),
+            "get_info": (requests.ModelBody, lambda body: service.info(body.model_id)),
+            "optim_step": (requests.OptimStepBody, service.optim_step),
+            "save_weights": (requests.SaveBody, lambda body: service.save(body, "weights")),
+            "save_weights_for_sampler": (requests.SaveBody, lambda body: service.save(body, "sampler_weights")),
+            "load_weights": (requests.LoadBody, service.load),
+            "create_sampling_session": (requests.SamplingSessionBody, service.create_sampling_session),
+            "asample": (requests.SampleBody, service.sample),
+        }
+        gets: dict[str, Handler] = {
+            "healthz": lambda _: {"status": "ok"},
+            "get_server_capabilities": lambda _: {"supported_models": [self._model()]},
+            "samplers/{name}": lambda found: service.sampler(found["name"]),
+            "training_runs/{name}": lambda found: service.training_run(found["name"]),
+        }
+        routes = [self._route(path, "POST", self._posted(kind, handler)) for path, (kind, handler) in posts.items()]
+        routes += [self._route(path, "GET", self._asked(handler)) for path, handler in gets.items()]
+        routes += [
+            self._route("forward_backward", "POST", self._forward_backward),
+            self._route("retrieve_future", "POST", self._retrieve),
+            self._route("sessions/{name}/finish", "POST", self._asked(lambda p: service.finish_session(p["name"]))),
+            self._route("training_runs/{run}/checkpoints/{kind}/{name}", "DELETE", self._asked(self._delete)),
+            Route("/", self._page, methods=["GET"]),
+        ]
+        return routes
+
+    def _route(self, path: str, method: str, work: Callable[[Request], Awaitable[Response]]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            if not hmac.compare_digest(request.headers.get("x-api-key", "").encode(), self.key):
+                return _error(401, "the header X-API-Key is missing or wrong: set TINKER_API_KEY to the server's key")
+            return await _answered(work, request)
+
+        return Route(f"/api/v1/{path}", endpoint, methods=[method])
+
+    def _posted(self, kind: type[BaseModel], handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def work(request: Request) -> Response:
+            body = kind.model_validate_json(await self._body(request) or b"{}")
+            return JSONResponse(handler(body))
+
+        return work
+
+    def _asked(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def work(request: Request) -> Response:
+            await self._body(request)
+            return JSONResponse(handler(request.path_params))
+
+        return work
+
+    async def _forward_backward(self, request: Request) -> Response:
+        return JSONResponse(self.service.forward_backward(read_request(await self._body(request))))
+
+    async def _retrieve(self, request: Request) -> Response:
+        body = requests.FutureBody.model_validate_json(await self._body(request) or b"{}")
+        result: Result | None = await self.service.retrieve(body.request_id, POLL_SECONDS)
+        if result is None:  # with 408 the client asks again without a warning
+            waits = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+            return JSONResponse(waits, 408)
+        return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else JSONResponse(result)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, which is counted while it comes."""
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > self.most_bytes:
+                raise TooLargeError
+        return bytes(data)
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "model_name": self.config.base_name,
+            "max_context_length": self.config.microbatch_tokens,
+            "trainable": True,
+            "sampleable": True,
+        }
+
+    def _delete(self, found: dict[str, str]) -> dict[str, Any]:
+        try:
+            self.service.saved.delete(f"tinker://{found['run']}/{found['kind']}/{found['name']}")
+        except InputError as error:
+            raise UnknownError(str(error)) from None
+        return {}
+
+    async def _page(self, request: Request) -> Response:
+        if not hmac.compare_digest(request.query_params.get("key", "").encode(), self.key):
+            return HTMLResponse("<p>Open this page with ?key=KEY, as the server printed it.</p>", 401)
+        return HTMLResponse(page(self.service))
+
+
+async def _answered(work: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+    """The answer of a route. Every error is one line in JSON, for the client shows it."""
+    try:
+        return await work(request)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        return _error(400, f"{place}: {first['msg']}")
+    except InputError as error:
+        return _error(400, str(error))
+    except UnknownError as error:
+        return _error(404, str(error))
+    except BusyError as error:
+        return _error(429, str(error))
+    except TooLargeError:
+        return _error(413, "the body is larger than limits.body_mib: send less at once")
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"detail": text}, status)
+
+
+def page(service: Service) -> str:
+    """The server's state as a page, which loads itself again."""
+    rows = [
+        (name, run.shape.rank, run.next - 1, len(run.waiting), run.lost or "goes on")
+        for name, run in service.runs.items()
+    ]
+    head = ("run", "rank", "requests", "waiting", "state")
+    table = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in [head, *rows]
+    )
+    numbers = (
+        f"{len(service.sessions)} sessions, {len(service.samplers)} samplers, {len(service.saved)} saved weights "
+        f"({service.saved.num_bytes / 2**20:.1f} MiB), {service.ranks.num_waiting} jobs wait, "
+        f"{service.num_tokens:,} tokens in forward and backward"
+    )
+    return (
+        "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=2><title>automodel-rl serve</title>"
+        "<style>body{font:15px system-ui;margin:2rem}td{padding:.2rem 1rem .2rem 0}</style>"
+        f"<h1>{html.escape(service.config.base_name)}</h1><p>{numbers}</p><table>{table}</table>"
+    )

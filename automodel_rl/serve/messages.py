@@ -1,0 +1,223 @@
+"""Messages between the server and the ranks: jobs, their results, and what they are made of."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence with targets of its own.
+
+    Attributes:
+        tokens: input tokens, int64 [n].
+        inputs: arrays of the loss by name, each [n], aligned with the positions that predict: `target_tokens`, int64,
+            and others, float32.
+    """
+
+    tokens: np.ndarray
+    inputs: dict[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What of the model a training run trains.
+
+    Attributes:
+        rank: rank of its adapters.
+        seed: seed of their first values.
+        attention, mlp: whether attention layers, and the other layers, have adapters.
+    """
+
+    rank: int
+    seed: int = 0
+    attention: bool = True
+    mlp: bool = True
+
+
+class Job:
+    """The base of all jobs. Ranks run them one after the other."""
+
+
+@dataclass(frozen=True)
+class Nothing(Job):
+    """No job came for some seconds. It shows ranks that wait for jobs that all is well."""
+
+
+@dataclass(frozen=True)
+class Stop(Job):
+    """The ranks must end."""
+
+
+@dataclass(frozen=True)
+class CreateRun(Job):
+    """A new training run. The answer is None."""
+
+    run: str
+    shape: RunShape
+
+
+@dataclass(frozen=True)
+class ForwardBackward(Job):
+    """Gradients of a loss to add up; `forward_only` for its results alone. The answer is a `LossResult`."""
+
+    run: str
+    loss: str
+    settings: dict[str, float]
+    data: list[Datum]
+    forward_only: bool
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """The result of a forward and backward.
+
+    Attributes:
+        loss: the sum over all tokens.
+        logprobs: log-probabilities of each datum's targets, float32 [n].
+    """
+
+    loss: float
+    logprobs: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class OptimizerStep(Job):
+    """One optimizer step with the gradients so far. The answer is metrics by name."""
+
+    run: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Save(Job):
+    """Weights of a run to write into a folder, for training with the optimizer's moments. The answer is None."""
+
+    run: str
+    folder: str
+    for_training: bool
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Load(Job):
+    """A run that goes on from a folder, and is made if there is none. The answer is None."""
+
+    run: str
+    shape: RunShape
+    folder: str
+    with_optimizer: bool
+
+
+@dataclass(frozen=True)
+class Keep(Job):
+    """The weights of a run as they are now, to sample from under a name. The answer is None."""
+
+    run: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Forget(Job):
+    """Runs and kept weights that are not needed any more. The answer is None."""
+
+    runs: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a completion is sampled.
+
+    Attributes:
+        max_tokens: longest completion.
+        temperature, top_p, top_k: as in `generator_messages.Request`.
+        stop: texts that end it.
+        stop_tokens: tokens that end it; None for the model's end-of-sequence tokens.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to continue, or to score.
+
+    Attributes:
+        tokens: its tokens.
+        num_samples: number of completions.
+        seed: seed of the first completion; the others have those after it.
+        sampling: how completions are sampled.
+        with_logprobs: whether to give the log-probabilities of its own tokens.
+    """
+
+    tokens: list[int]
+    num_samples: int
+    seed: int
+    sampling: Sampling
+    with_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Sample(Job):
+    """Prompts for the same weights: kept under a name, in a folder, or neither for the base model. The answer is a list
+    of `Sampled`."""
+
+    kept: str | None
+    folder: str | None
+    shape: RunShape | None
+    prompts: list[Prompt]
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """A completion: its tokens with the one that ended it, their log-probabilities, and why it ended."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The answer to a prompt.
+
+    Attributes:
+        sequences: the completions.
+        prompt_logprobs: log-probabilities of the prompt's tokens, [n], the first 0; None if not asked for.
+    """
+
+    sequences: list[SampledSequence] = field(default_factory=list)
+    prompt_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The answer to a job that could not be done, on any rank; `text` says why. The state is as before."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """Rank 0 got a signal to stop. The server then saves what there is, and asks the ranks to stop."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Rank 0's first message: the ranks wait for jobs.
+
+    Attributes:
+        vocab_size: number of token ids of the model.
+    """
+
+    vocab_size: int

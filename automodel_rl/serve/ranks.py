@@ -1,0 +1,181 @@
+"""The server's end of the ranks: it gives them jobs in order, and notices when they are gone."""
+
+import dataclasses
+import os
+import secrets
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from automodel_rl.serve.messages import Job, Ready, Refused, Sample, StopAsked
+from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
+
+MOST_SEQUENCES = 1024
+"""Most completions of sample jobs that run as one."""
+
+
+class RanksLostError(Exception):
+    """The ranks ended before a job was done."""
+
+
+class RefusedError(Exception):
+    """The ranks refused a job."""
+
+
+@dataclass
+class _Order:
+    job: Job
+    result: Future
+
+
+class Ranks:
+    """Runs jobs on the ranks that connect, one after the other, in a thread.
+
+    Args:
+        on_lost: called when ranks are gone that had been ready.
+        on_stop: called when the ranks got a signal to stop.
+
+    Attributes:
+        vocab_size: number of token ids of the model; 0 before ranks are ready.
+        ready: set when ranks have become ready for the first time.
+        num_jobs: number of jobs that ranks have done since they last became ready.
+    """
+
+    def __init__(self, on_lost: Callable[[], None], on_stop: Callable[[], None]):
+        self.on_lost, self.on_stop = on_lost, on_stop
+        self.vocab_size = 0
+        self.num_jobs = 0
+        self.ready = threading.Event()
+        self._folder = tempfile.TemporaryDirectory(prefix="automodel_rl_serve_")
+        key = secrets.token_bytes(32)
+        address = str(Path(self._folder.name) / "ranks")
+        self._listener = Listener(address, "AF_UNIX", authkey=key)
+        os.environ[ADDRESS_VARIABLE], os.environ[KEY_VARIABLE] = address, key.hex()
+        self._orders: deque[_Order] = deque()
+        self._came = threading.Condition()
+        threading.Thread(target=self._serve, daemon=True, name="ranks").start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of jobs that wait."""
+        return len(self._orders)
+
+    def submit(self, job: Job) -> Future:
+        """Puts a job behind those that wait.
+
+        Returns:
+            Its answer. It raises RefusedError or RanksLostError.
+        """
+        order = _Order(job, Future())
+        with self._came:
+            self._orders.append(order)
+            self._came.notify_all()
+        return order.result
+
+    def close(self) -> None:
+        """Takes no more ranks."""
+        self._listener.close()
+        self._folder.cleanup()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:  # closed
+                return
+            running: list[_Order] = []
+            try:
+                self._run(connection, running)
+            except (EOFError, OSError):
+                self.on_lost()  # first, for the errors say what it notes
+                for order in running:
+                    order.result.set_exception(RanksLostError())
+
+    def _run(self, connection: Connection, running: list[_Order]) -> None:
+        """Gives jobs to ranks until they end.
+
+        Args:
+            connection: the connection to rank 0.
+            running: gets the jobs that run.
+        """
+        while True:
+            message = connection.recv()
+            match message:
+                case Ready(vocab_size):
+                    self.vocab_size, self.num_jobs = vocab_size, 0
+                    self.ready.set()
+                    running += self._send_next(connection)
+                case StopAsked():
+                    self.on_stop()
+                case answer:
+                    self.num_jobs += 1
+                    _give(running, answer)
+                    running.clear()
+                    running += self._send_next(connection)
+
+    def _send_next(self, connection: Connection) -> list[_Order]:
+        """Sends the next job, and waits until there is one. Ranks that end meanwhile are noticed."""
+        while True:
+            with self._came:
+                if self._orders:
+                    orders = self._take()
+                    break
+                self._came.wait(WAIT_SECONDS)
+            if connection.poll():
+                message = connection.recv()  # raises EOFError if they have ended
+                if isinstance(message, StopAsked):
+                    self.on_stop()
+        connection.send(_joined([order.job for order in orders]))
+        return orders
+
+    def _take(self) -> list[_Order]:
+        """The next job, with all others that wait to be sampled in the same way from the same weights."""
+        first = self._orders.popleft()
+        taken, left = [first], []
+        if isinstance(first.job, Sample):
+            count = _num_sequences(first.job)
+            for order in self._orders:
+                fits = isinstance(order.job, Sample) and _way(order.job) == _way(first.job)
+                if fits and count + _num_sequences(order.job) <= MOST_SEQUENCES:
+                    count += _num_sequences(order.job)
+                    taken.append(order)
+                else:
+                    left.append(order)
+            self._orders = deque(left)
+        return taken
+
+
+WAIT_SECONDS = 0.05
+
+
+def _way(job: Any) -> Any:
+    return (job.kept, job.folder, job.prompts[0].sampling)
+
+
+def _num_sequences(job: Any) -> int:
+    return sum(prompt.num_samples for prompt in job.prompts)
+
+
+def _joined(jobs: list[Any]) -> Job:
+    """One job for all, which are several only if they are samples."""
+    return jobs[0] if len(jobs) == 1 else dataclasses.replace(jobs[0], prompts=[p for job in jobs for p in job.prompts])
+
+
+def _give(orders: list[_Order], answer: Any) -> None:
+    """Gives each job its part of the answer."""
+    if isinstance(answer, Refused):
+        for order in orders:
+            order.result.set_exception(RefusedError(answer.text))
+        return
+    if len(orders) == 1:
+        orders[0].result.set_result(answer)
+        return
+    rest = iter(answer)
+    for order in orders:
+        order.result.set_result([next(rest) for _ in order.job.prompts])  # type: ignore[attr-defined]

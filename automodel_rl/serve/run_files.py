@@ -1,0 +1,99 @@
+"""Runs on disk: adapters as PEFT's files, which others open, and the optimizer's moments beside them.
+
+Tensors are whole and have the rank of the run, so a run goes on on any layout, and with any larger rank of the server.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from automodel_rl.engine import Engine
+from automodel_rl.errors import InputError
+from automodel_rl.files import complete_folder
+from automodel_rl.lora.peft import AdapterFolder, write_adapters
+from automodel_rl.lora.rank import cut_to_rank, fill_up_to_rank
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.sharding import gather_whole, local_box, local_tensor
+from automodel_rl.serve.messages import RunShape
+
+MOMENTS, ABOUT = "moments.safetensors", "run.json"
+
+
+@torch.no_grad()
+def save_run(folder: Path, engine: Engine, shape: RunShape, for_training: bool, about: dict[str, Any]) -> None:
+    """Writes the run that the model has now. A collective.
+
+    Args:
+        folder: the new folder, on a file system that all ranks share.
+        engine: trains the model.
+        shape: the run's shape.
+        for_training: whether to write moments, too.
+        about: what else is to know of the run, as JSON.
+    """
+    handle, layout, origin = engine.handle, engine.handle.layout, engine.handle.adapter_origin
+    assert origin is not None
+    adapters: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
+    for name, parameter in handle.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        adapters[name] = cut_to_rank(name, gather_whole(parameter, layout).cpu(), shape.rank)
+        for key, value in engine.optimizer.state_of(parameter).items() if for_training else ():
+            whole = gather_whole(value, layout).cpu()
+            moments[f"{key}/{name}"] = whole if whole.ndim == 0 else cut_to_rank(name, whole, shape.rank)
+    of_stages = gather_objects((adapters, moments), layout.pp_control)
+    with complete_folder(folder, layout.world_control) as unfinished:
+        if dist.get_rank() == 0:
+            config = origin.config.model_copy(update={"rank": shape.rank})
+            every, theirs = ({k: v.contiguous() for one in of_stages for k, v in one[part].items()} for part in (0, 1))
+            write_adapters(unfinished, every, type(origin)(config, origin.base, origin.family))
+            if for_training:
+                save_file(theirs, unfinished / MOMENTS)
+            (unfinished / ABOUT).write_text(json.dumps({**about, "step": engine.step}))
+
+
+@torch.no_grad()
+def load_run(folder: Path, engine: Engine, with_optimizer: bool) -> None:
+    """Gives the model the adapters of a folder and, if asked for, moments and steps. A collective.
+
+    Args:
+        folder: a folder that `save_run` wrote.
+        engine: trains the model. What it has of the rank above that of the run is filled with zeros.
+        with_optimizer: whether to load moments and steps.
+
+    Raises:
+        InputError: on every rank; the folder is damaged. The model then has some adapters of it.
+    """
+    try:
+        tensors = AdapterFolder(folder).tensors
+        for name, parameter in _trained(engine):
+            _fill(name, parameter, tensors[name])
+        if with_optimizer:
+            with safe_open(folder / MOMENTS, "pt") as moments:
+                for name, parameter in _trained(engine):
+                    state = engine.optimizer.empty_state(parameter)
+                    for key, value in state.items():
+                        stored = moments.get_tensor(f"{key}/{name}")
+                        if value.ndim:
+                            _fill(name, value, stored)
+                        else:
+                            value.copy_(stored)
+                    engine.optimizer.set_state(parameter, state)
+            engine.step = json.loads((folder / ABOUT).read_text())["step"]
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise InputError(f"{folder.name}: the saved weights are damaged ({error})") from None
+
+
+def _trained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for name, parameter in engine.handle.named_parameters() if parameter.requires_grad]
+
+
+def _fill(name: str, tensor: Tensor, stored: Tensor) -> None:
+    whole = fill_up_to_rank(name, stored, tuple(tensor.shape))
+    local_tensor(tensor.detach()).copy_(whole[local_box(tensor)])

@@ -1,0 +1,182 @@
+"""Training runs that share one model: each has adapters, gradients, moments and steps of its own, and its turns."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import IGNORED_TARGET, Microbatch, TokenSequence, pack
+from automodel_rl.engine import Engine
+from automodel_rl.engine.trained_state import TrainedState
+from automodel_rl.lora.layers import initialise
+from automodel_rl.lora.rank import is_attention, set_scale
+from automodel_rl.losses import UNDIVIDED, LossFn, token_loss
+from automodel_rl.optimizers import AdamWSettings
+from automodel_rl.parallel.host_collectives import from_last_stage, gather_objects
+from automodel_rl.serve.messages import Datum, ForwardBackward, LossResult, RunShape
+from automodel_rl.serve.recorded_loss import recorded
+from automodel_rl.serve.run_files import load_run, save_run
+
+
+class Runs:
+    """The runs on this rank. Methods are collectives of all ranks, which call them in the same order.
+
+    The model has adapters of the largest rank. Those of a smaller rank are filled up with zeros, which get no gradient
+    and stay 0. So they compute and train as adapters of their own rank.
+
+    Args:
+        engine: trains the model.
+        microbatch_tokens: most tokens of a microbatch.
+
+    Attributes:
+        shapes: the shape of every run.
+        scale: the factor of the output of the adapters that the model has now.
+    """
+
+    def __init__(self, engine: Engine, microbatch_tokens: int):
+        self.engine, self.handle, self.capacity = engine, engine.handle, microbatch_tokens
+        assert self.handle.model.lora is not None
+        self.lora = self.handle.model.lora
+        self.shapes: dict[str, RunShape] = {}
+        self.scale = self.lora.scale
+        self._states: dict[str, TrainedState] = {}
+        self._kept: dict[str, tuple[RunShape, TrainedState]] = {}
+        self._active: str | None = None
+
+    def create(self, run: str, shape: RunShape) -> None:
+        """Makes a run with new adapters."""
+        self._leave()
+        self._fill(shape)
+        self.shapes[run] = shape
+        self._states[run] = self.engine.take_state()
+
+    def forward_backward(self, job: ForwardBackward) -> LossResult:
+        """Adds up the gradients of a loss, or computes the loss alone.
+
+        Raises:
+            InputError: on all ranks; the data do not fit the model. Gradients of earlier calls are still there.
+        """
+        self._enter(job.run)
+        found: dict[int, Tensor] = {}
+        loss: LossFn = recorded(token_loss(job.loss, job.settings), found)
+        microbatches = self._pack(job.data)
+        work = self.engine.evaluate if job.forward_only else self.engine.forward_backward
+        total, _ = work(microbatches, loss, counts=UNDIVIDED)
+        layout = self.handle.layout
+        own = {place: values.float().cpu().numpy() for place, values in found.items()}
+        own = from_last_stage(own, layout)
+        gathered = gather_objects(own if layout.is_first_of_data_rank else {}, layout.world_control)
+        everywhere = {place: values for one in gathered for place, values in one.items()}
+        return LossResult(total, [everywhere[place] for place in range(len(job.data))])
+
+    def optimizer_step(self, run: str, settings: dict[str, Any]) -> dict[str, float]:
+        """Takes an optimizer step and gives its metrics."""
+        self._enter(run)
+        shape = self.shapes[run]
+        for name, parameter in self.handle.named_parameters():
+            if not (shape.attention if is_attention(name) else shape.mlp):
+                parameter.grad = None
+        step = self.engine.optimizer_step(AdamWSettings(**settings))
+        return {"grad_norm:mean": step.grad_norm, "skipped:max": float(step.skipped)}
+
+    def save(self, run: str, folder: Path, for_training: bool, about: dict[str, Any]) -> None:
+        """Writes a run's adapters as PEFT's files and, for training, the moments beside them."""
+        self._enter(run)
+        save_run(folder, self.engine, self.shapes[run], for_training, about)
+
+    def load(self, run: str, shape: RunShape, folder: Path, with_optimizer: bool) -> None:
+        """Makes a run go on from a folder that `save` wrote. It is made if there is none."""
+        self._leave()
+        self._fill(shape)
+        load_run(folder, self.engine, with_optimizer)
+        self.shapes[run] = shape
+        self._states[run] = self.engine.take_state()
+
+    def keep(self, run: str, name: str) -> None:
+        """Keeps a copy of a run's weights."""
+        self._enter(run)
+        state = self.engine.take_state()
+        self._kept[name] = (self.shapes[run], TrainedState(state.weights, {}, {}))
+
+    def forget(self, runs: tuple[str, ...], kept: tuple[str, ...]) -> None:
+        """Lets go of runs and kept weights."""
+        for run in runs:
+            self._active = None if self._active == run else self._active
+            self._states.pop(run, None)
+            self.shapes.pop(run, None)
+        for name in kept:
+            self._kept.pop(name, None)
+
+    def show(self, kept: str | None, folder: Path | None, shape: RunShape | None) -> None:
+        """Gives the model weights to compute with: kept under a name, from a folder, or those of the base model."""
+        self._leave()
+        if kept is not None:
+            shape, state = self._kept[kept]
+            self._set_scale(shape)
+            self.engine.put_state(state)
+            return
+        self._fill(shape or RunShape(self.lora.rank))
+        if folder is not None:
+            load_run(folder, self.engine, with_optimizer=False)
+
+    def _enter(self, run: str) -> None:
+        """Gives the model the state of a run."""
+        if self._active == run:
+            return
+        self._leave()
+        self._set_scale(self.shapes[run])
+        self.engine.put_state(self._states[run])
+        self._active = run
+
+    def _leave(self) -> None:
+        """Takes the state of the run that was last out of the model."""
+        if self._active is not None:
+            self._states[self._active] = self.engine.take_state()
+            self._active = None
+
+    def _set_scale(self, shape: RunShape) -> None:
+        self.scale = self.lora.alpha / shape.rank
+        set_scale(self.handle.parts, self.scale)
+
+    def _fill(self, shape: RunShape) -> None:
+        """Gives the model new adapters, without gradients and moments."""
+        self._set_scale(shape)
+        for name, parameter in self.handle.named_parameters():
+            if parameter.requires_grad:
+                initialise(name, parameter, shape.seed, shape.rank)
+        weights = self.engine.take_state().weights
+        self.engine.put_state(TrainedState(weights, {}, {}))
+
+    def _pack(self, data: list[Datum]) -> list[Microbatch]:
+        """This data rank's microbatches. Their targets are those of the data."""
+        packed = pack(
+            [_sequence(datum) for datum in data],
+            self.capacity,
+            share=self.handle.layout.data_share,
+            min_microbatches=self.handle.layout.parallel.pp,
+            cost=self.handle.flops,
+        )
+        return [_with_own_targets(microbatch) for microbatch in packed]
+
+
+TARGETS = "target_tokens"
+
+
+def _sequence(datum: Datum) -> TokenSequence:
+    """A sequence of one token more, the last target, so that every target has a place as the token it stands for."""
+    targets = torch.from_numpy(datum.inputs[TARGETS].copy())
+    tokens = torch.cat([torch.from_numpy(datum.tokens.copy()), targets[-1:]])
+    values = {
+        name: torch.cat([tensor.new_zeros(1), tensor])
+        for name, tensor in ((name, torch.from_numpy(values.copy())) for name, values in datum.inputs.items())
+    }
+    return TokenSequence(tokens, torch.ones(len(tokens), dtype=torch.bool), values)
+
+
+def _with_own_targets(microbatch: Microbatch) -> Microbatch:
+    values = dict(microbatch.values)
+    targets = values.pop(TARGETS)
+    is_last = microbatch.targets == IGNORED_TARGET
+    return dataclasses.replace(microbatch, targets=torch.where(is_last, IGNORED_TARGET, targets), values=values)

@@ -1,0 +1,154 @@
+"""Starts the service: ranks, and the HTTP server beside them, which outlives them."""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from automodel_rl.config import ServeConfig
+from automodel_rl.errors import EXIT_OK, InputError
+from automodel_rl.launch.local import run_local_ranks
+from automodel_rl.serve.app import make_app
+from automodel_rl.serve.ranks import Ranks
+from automodel_rl.serve.saved_weights import SavedWeights
+from automodel_rl.serve.service import Service
+
+TIDY_SECONDS = 5.0
+
+MOST_FAILURES = 3
+"""Starts of ranks, one after the other, that fail before the ranks have done a job. Then the service ends."""
+
+
+def serve(config: ServeConfig, command: Sequence[str]) -> int:
+    """Runs the service until it is stopped, and returns the exit code.
+
+    Ranks that end, and had been ready, are started again; runs can then go on from saved weights.
+
+    Args:
+        config: the service's config.
+        command: the command that starts a rank.
+
+    Raises:
+        InputError: the address cannot be used, or the folder not be written.
+    """
+    listener = _listen(config)
+    folder = Path(config.output)
+    key = config.key or _own_key(folder)
+    server = Server(config, key)
+    thread = threading.Thread(target=server.run, args=(listener,), daemon=True, name="http")
+    thread.start()
+    print(f"loading {config.model.path} on {config.parallel.world_size} ranks ...", flush=True)
+    try:
+        return _keep_ranks(server.ranks, command, config.parallel.world_size)
+    finally:
+        server.end()
+        thread.join(timeout=END_SECONDS)
+
+
+def _keep_ranks(ranks: Ranks, command: Sequence[str], num_ranks: int) -> int:
+    """Runs ranks to the end of the service, and starts them again if they fail. Returns the exit code."""
+    failures = 0
+    while True:
+        code = run_local_ranks(command, num_ranks)
+        if code == EXIT_OK or (failures == 0 and not ranks.ready.is_set()) or failures == MOST_FAILURES:
+            return code
+        failures = 0 if ranks.num_jobs else failures + 1
+        print("the ranks have ended; starting them again, runs can go on from saved weights", flush=True)
+
+
+END_SECONDS = 10.0
+
+
+class Server:
+    """The HTTP server and the service behind it, in an event loop of their own.
+
+    Args:
+        config: the service's config.
+        key: the key that clients send.
+
+    Attributes:
+        ranks: the ranks.
+    """
+
+    def __init__(self, config: ServeConfig, key: str):
+        self.config, self.key = config, key
+        self.loop = asyncio.new_event_loop()
+        self.ranks = Ranks(self._in_loop(lambda: self.service.ranks_lost()), self._in_loop(self._stop))
+        saved = SavedWeights(Path(config.output) / "weights", config.limits.disk_gib * 2**30)
+        self.service = Service(config, self.ranks, saved)
+        app = make_app(self.service, config, key)
+        self.uvicorn = uvicorn.Server(
+            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        )
+        self._tasks: set[Any] = set()
+
+    def run(self, listener: socket.socket) -> None:
+        """Answers requests from the time on when ranks are ready, until `end`."""
+        asyncio.set_event_loop(self.loop)
+        self.ranks.ready.wait()
+        if self.uvicorn.should_exit:
+            return
+        host, port = listener.getsockname()[:2]
+        print(
+            f"serving {self.config.base_name} on http://{host}:{port}\n"
+            f"    export TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={self.key}\n"
+            f"    http://{host}:{port}/?key={self.key} shows runs and queue; Ctrl-C saves all runs and ends",
+            flush=True,
+        )
+        self.loop.create_task(self._tidy())
+        self.loop.run_until_complete(self.uvicorn.serve(sockets=[listener]))
+
+    def end(self) -> None:
+        """Lets the server end."""
+        self.uvicorn.should_exit = True
+        self.ranks.ready.set()
+        self.ranks.close()
+
+    async def _tidy(self) -> None:
+        while True:
+            await asyncio.sleep(TIDY_SECONDS)
+            self.service.tidy()
+
+    def _stop(self) -> None:
+        async def stop() -> None:
+            for path in await self.service.stop():
+                print(f"saved {path}", flush=True)
+
+        task = self.loop.create_task(stop())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _in_loop(self, work: Callable[[], None]) -> Callable[[], None]:
+        def later() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(work)
+
+        return later
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    try:
+        return socket.create_server((config.host, config.port))
+    except OSError as error:
+        raise InputError(
+            f"host={config.host} port={config.port}: cannot listen there ({error.strerror}): choose another port"
+        ) from None
+
+
+def _own_key(folder: Path) -> str:
+    """The key in the service's folder, which is made at its first start. Only the user can read it."""
+    file = folder / "key"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file.is_file():
+            file.touch(mode=0o600)
+            file.write_text(f"tml-{secrets.token_hex(16)}\n")
+        return file.read_text().strip()
+    except OSError as error:
+        raise InputError(f"output={folder}: cannot be written ({error.strerror}): choose another folder") from None

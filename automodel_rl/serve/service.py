@@ -1,0 +1,392 @@
+"""What the server does with requests: sessions, training runs, samplers, and the jobs that they become."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from automodel_rl.config import ServeConfig
+from automodel_rl.errors import InputError
+from automodel_rl.serve import checks
+from automodel_rl.serve.messages import (
+    CreateRun,
+    Forget,
+    ForwardBackward,
+    Job,
+    Keep,
+    Load,
+    OptimizerStep,
+    Prompt,
+    RunShape,
+    Sample,
+    Save,
+    Stop,
+)
+from automodel_rl.serve.ranks import Ranks
+from automodel_rl.serve.requests import (
+    CreateModelBody,
+    LoadBody,
+    OptimStepBody,
+    SampleBody,
+    SamplingSessionBody,
+    SaveBody,
+)
+from automodel_rl.serve.results import Result, Results, failed, finish
+from automodel_rl.serve.saved_weights import Kind, SavedWeights, about
+from automodel_rl.serve.tables import BusyError, Run, Session, UnknownError, Weights
+from automodel_rl.serve.wire import read_datum, write_output, write_samples
+
+GAP_SECONDS = 120.0
+"""Longest wait for a request whose turn it is, after those behind it have come."""
+
+Work = tuple[Job, Callable[[Any], Result]]
+"""A job, and what makes a result of its answer."""
+
+
+class Service:
+    """The state of the server. All methods are called in its event loop.
+
+    Args:
+        config: the service's config.
+        ranks: the ranks.
+        saved: all saved weights.
+    """
+
+    def __init__(self, config: ServeConfig, ranks: Ranks, saved: SavedWeights):
+        self.config, self.ranks, self.saved = config, ranks, saved
+        self.results = Results(60 * config.limits.result_minutes, config.limits.waiting)
+        self.sessions: dict[str, Session] = {}
+        self.runs: dict[str, Run] = {}
+        self.samplers: dict[str, Weights] = {}
+        self.is_stopping = False
+        self.num_tokens = 0
+        self._tasks: set[asyncio.Task] = set()
+
+    # Sessions
+
+    def create_session(self) -> dict[str, Any]:
+        session = secrets.token_hex(8)
+        self.sessions[session] = Session(time.monotonic())
+        note = "this server's adapters leave the unembedding as it is: train_unembed is not followed"
+        return {"session_id": session, "warning_message": note}
+
+    def heartbeat(self, session: str) -> dict[str, Any]:
+        self._session(session).seen = time.monotonic()
+        return {}
+
+    def finish_session(self, session: str) -> dict[str, Any]:
+        self._session(session)
+        self._end_session(session)
+        return {}
+
+    def tidy(self) -> None:
+        """Ends sessions without a sign of life, fails requests whose turn cannot come, and lets old results go."""
+        now = time.monotonic()
+        longest = 60 * self.config.limits.session_minutes
+        for session in [name for name, one in self.sessions.items() if now - one.seen > longest]:
+            self._end_session(session)
+        for run in self.runs.values():
+            if run.waiting and now - run.since > GAP_SECONDS:
+                run.lost = run.lost or (
+                    f"request {run.next} of this run never came, so those behind it cannot be done: load saved "
+                    "weights into a new run"
+                )
+                run.next = min(run.waiting)
+                self._advance(run)
+        self.results.forget_old()
+        self.saved.delete_expired()
+
+    def _end_session(self, session: str) -> None:
+        self.sessions.pop(session, None)
+        runs = [name for name, run in self.runs.items() if run.session == session]
+        kept = tuple(name for run in runs for name in self.runs[run].kept)
+        for name in runs:
+            del self.runs[name]
+        for sampler in [s for s, weights in self.samplers.items() if s.startswith(session) or weights.kept in kept]:
+            del self.samplers[sampler]
+        if runs or kept:
+            self.ranks.submit(Forget(tuple(runs), kept))
+
+    # Runs
+
+    def create_model(self, body: CreateModelBody) -> dict[str, Any]:
+        shape = checks.shape_of(body, self.config)
+        return self._new_run(body, shape, body.user_metadata, lambda run: CreateRun(run, shape))
+
+    def info(self, model_id: str) -> dict[str, Any]:
+        run, name = self._run(model_id), self.config.base_name
+        data = {"model_name": name, "tokenizer_id": name}
+        return {
+            "model_id": model_id,
+            "model_data": data,
+            "model_name": name,
+            "is_lora": True,
+            "lora_rank": run.shape.rank,
+        }
+
+    def training_run(self, name: str) -> dict[str, Any]:
+        run, saved = self.runs.get(name), self.saved.newest(name)
+        if run is None and saved is None:
+            raise UnknownError(f"there is no training run {name!r}")
+        known = run or saved
+        assert known is not None
+        used = run.used if run is not None else saved.created  # type: ignore[union-attr]
+        return {
+            "training_run_id": name,
+            "base_model": self.config.base_name,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": known.shape.rank,
+            "last_request_time": datetime.fromtimestamp(used, UTC).isoformat(),
+            "user_metadata": known.user_metadata,
+        }
+
+    def forward_backward(self, message: Any) -> dict[str, Any]:
+        def work() -> Work:
+            loss, settings = checks.loss_of(message)
+            data = [read_datum(datum) for datum in message.data]
+            checks.check_data(data, loss, self.config, self.ranks.vocab_size)
+            self.num_tokens += sum(map(len, data))
+            job = ForwardBackward(message.model_id, loss, settings, data, message.forward_only)
+            return job, lambda answer: write_output(answer.logprobs, {"loss:sum": answer.loss})
+
+        checks.check_numbers(message)
+        return self._turn(message.model_id, message.seq_id, work)
+
+    def optim_step(self, body: OptimStepBody) -> dict[str, Any]:
+        def work() -> Work:
+            if body.adam_params is None:
+                raise InputError("optim_step needs adam_params: AdamW is the optimizer that is served")
+            return OptimizerStep(body.model_id, body.adam_params.settings), lambda metrics: {"metrics": metrics}
+
+        return self._turn(body.model_id, body.seq_id, work)
+
+    def save(self, body: SaveBody, kind: Kind) -> dict[str, Any]:
+        run = self._run(body.model_id)
+
+        def work() -> Work:
+            if body.path is None:
+                return self._keep(body, kind)
+            saved = self.saved.new(body.model_id, kind, body.path, run.shape, body)
+
+            def done(_: Any) -> Result:
+                self.saved.add(saved)
+                return {"path": saved.path}
+
+            return Save(body.model_id, str(saved.folder), kind == "weights", about(saved)), done
+
+        return self._turn(body.model_id, body.seq_id, work)
+
+    def _keep(self, body: SaveBody, kind: Kind) -> Work:
+        """Keeps weights without a name to sample from, and lets go of the run's oldest if there are too many."""
+        if kind == "weights":
+            raise InputError("save_weights needs path, the name of the saved weights")
+        run, name = self._run(body.model_id), f"{body.model_id}:kept:{body.seq_id}"
+        run.kept.append(name)
+        self.samplers[name] = Weights(kept=name)
+        old = [run.kept.popleft() for _ in range(len(run.kept) - self.config.limits.samplers_of_run)]
+        if old:
+            self.ranks.submit(Forget(kept=tuple(old)))
+        return Keep(body.model_id, name), lambda _: {"sampling_session_id": name}
+
+    def load(self, body: LoadBody) -> dict[str, Any]:
+        if body.model_id is None:
+            if body.session_id is None or body.model_seq_id is None:
+                raise InputError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+            saved = self._training_weights(body.path)
+            metadata = body.user_metadata or saved.user_metadata
+            return self._new_run(
+                body, saved.shape, metadata, lambda run: Load(run, saved.shape, str(saved.folder), body.optimizer)
+            )
+        run = self._run(body.model_id)
+
+        def work() -> Work:
+            saved = self._training_weights(body.path)
+            run.shape, run.lost = saved.shape, ""
+            job = Load(str(body.model_id), saved.shape, str(saved.folder), body.optimizer)
+            return job, lambda _: {"path": body.path, "model_id": body.model_id}
+
+        if body.seq_id is None:
+            raise InputError("load_weights with model_id needs seq_id")
+        return self._turn(body.model_id, body.seq_id, work, mends=True)
+
+    def _training_weights(self, path: str) -> Any:
+        saved = self.saved[path]
+        if "/weights/" not in path:
+            raise InputError(f"{path}: has no optimizer state; training goes on from weights of save_state")
+        assert self.config.model.lora is not None
+        if saved.shape.rank > self.config.model.lora.rank:
+            raise InputError(
+                f"{path}: has adapters of rank {saved.shape.rank}, and this server's model.lora.rank is "
+                f"{self.config.model.lora.rank}: start it with a larger one"
+            )
+        return saved
+
+    def _new_run(
+        self, body: Any, shape: RunShape, metadata: dict[str, Any] | None, make: Callable[[str], Job]
+    ) -> dict[str, Any]:
+        session = self._session(body.session_id)
+        session.seen = time.monotonic()
+        name = f"{body.session_id}:train:{body.model_seq_id}"  # the client makes this name up itself, too
+        request = f"{name}:0"
+        if request not in self.results:
+            self._check_room()
+            if len(self.runs) >= self.config.limits.runs:
+                raise BusyError(
+                    f"there are {len(self.runs)} training runs, and limits.runs is {self.config.limits.runs}: end a "
+                    "client, or raise it"
+                )
+            self.runs[name] = Run(body.session_id, shape, metadata)
+            self._start(request, self.runs[name], make(name), lambda _: {"model_id": name})
+        return {"request_id": request, "model_id": name}
+
+    def _turn(self, model_id: str, seq_id: int, work: Callable[[], Work], mends: bool = False) -> dict[str, Any]:
+        """Puts a request into its run's order. From here on it is not refused but fails: others wait for its turn."""
+        run, request = self._run(model_id), f"{model_id}:{seq_id}"
+        answer = {"request_id": request, "model_id": model_id}
+        if request in self.results or seq_id < run.next:
+            return answer  # sent again, because the first answer was lost
+        result = self.results.open(request)
+        run.used = time.time()
+        run.since = run.since if run.waiting else time.monotonic()
+        if run.session in self.sessions:
+            self.sessions[run.session].seen = time.monotonic()
+
+        def start() -> None:
+            if run.lost and not mends:
+                result.set_result(failed(run.lost))
+                return
+            try:
+                job, convert = work()
+            except (InputError, UnknownError) as error:
+                result.set_result(failed(str(error)))
+                return
+            self._watch(finish(result, self.ranks.submit(job), convert, lambda: run.lost))
+
+        run.waiting[seq_id] = start
+        self._advance(run)
+        return answer
+
+    def _advance(self, run: Run) -> None:
+        """Starts all requests whose turn has come."""
+        while run.next in run.waiting:
+            start = run.waiting.pop(run.next)
+            run.next += 1
+            run.since = time.monotonic()
+            start()
+
+    # Sampling
+
+    def create_sampling_session(self, body: SamplingSessionBody) -> dict[str, Any]:
+        self._session(body.session_id)
+        if body.model_path is None:
+            checks.check_base_model(body.base_model, self.config)
+        else:
+            assert self.saved[body.model_path]
+        name = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+        self.samplers[name] = Weights(path=body.model_path)
+        return {"sampling_session_id": name}
+
+    def sampler(self, name: str) -> dict[str, Any]:
+        weights = self._sampler(name)
+        return {"sampler_id": name, "base_model": self.config.base_name, "model_path": weights.path}
+
+    def sample(self, body: SampleBody) -> dict[str, Any]:
+        weights = self._sampler(body.sampling_session_id)
+        request = f"{body.sampling_session_id}:{body.seq_id}"
+        names = [f"{request}:{number}" for number in range(body.num_samples)]
+        if request not in self.results:
+            prompt = checks.prompt_of(body, self.config, self.ranks.vocab_size)
+            self._check_room()
+            self._start(request, None, self._sample_job(weights, [prompt]), lambda answer: write_samples(answer[0]))
+        return {"request_id": request, "sample_sequence_ids": names}
+
+    def _sample_job(self, weights: Weights, prompts: list[Prompt]) -> Job:
+        if weights.path is None:
+            return Sample(weights.kept, None, None, prompts)
+        saved = self.saved[weights.path]
+        return Sample(None, str(saved.folder), saved.shape, prompts)
+
+    def _sampler(self, name: str) -> Weights:
+        if name not in self.samplers:
+            raise UnknownError(f"there is no sampler {name!r}: create a sampling client")
+        weights = self.samplers[name]
+        owner = name.partition(":kept:")[0]
+        if weights.kept is not None and owner in self.runs and weights.kept not in self.runs[owner].kept:
+            raise UnknownError(
+                f"the weights of the sampler {name!r} are gone: a run keeps its newest "
+                f"{self.config.limits.samplers_of_run} without a name (limits.samplers_of_run); save them with one"
+            )
+        return weights
+
+    # Results
+
+    async def retrieve(self, request: str, seconds: float) -> Result | None:
+        """The result of a request; None if it is not there within some seconds."""
+        result = self.results.find(request)
+        done, _ = await asyncio.wait([result], timeout=seconds)
+        return result.result() if done else None
+
+    def _start(self, request: str, run: Run | None, job: Job, convert: Callable[[Any], Result]) -> None:
+        lost = (lambda: run.lost) if run is not None else (lambda: "the ranks ended while they sampled: sample again")
+        self._watch(finish(self.results.open(request), self.ranks.submit(job), convert, lost))
+
+    def _watch(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _check_room(self) -> None:
+        if self.results.are_full:
+            self.results.forget_old()
+        if self.results.are_full:
+            raise BusyError(f"{len(self.results)} requests wait (limits.waiting): ask again later")
+
+    # The ranks' end
+
+    def ranks_lost(self) -> None:
+        """Notes that the ranks have ended, and with them all that was not saved."""
+        for name, run in self.runs.items():
+            saved = self.saved.newest(name)
+            remedy = "it has no saved weights: start a new run" if saved is None else f"go on from {saved.path}"
+            run.lost = f"the ranks of the server ended, and with them the state of the run {name}; {remedy}"
+            for kept in run.kept:
+                self.samplers.pop(kept, None)
+            run.kept.clear()
+
+    async def stop(self) -> list[str]:
+        """Saves all runs and ends the ranks.
+
+        Returns:
+            The paths of the saved weights.
+        """
+        if self.is_stopping:
+            return []
+        self.is_stopping = True
+        paths = []
+        for name, run in self.runs.items():
+            if run.lost:
+                continue
+            body = SaveBody(model_id=name, seq_id=run.next, user_metadata=run.user_metadata)
+            saved = self.saved.new(name, "weights", f"stopped-{run.next - 1}", run.shape, body)
+            await asyncio.wrap_future(self.ranks.submit(Save(name, str(saved.folder), True, about(saved))))
+            self.saved.add(saved)
+            paths.append(saved.path)
+        self.ranks.submit(Stop())
+        return paths
+
+    def _session(self, name: str) -> Session:
+        if name not in self.sessions:
+            raise UnknownError(f"there is no session {name!r}: it has ended, or the server was started again")
+        return self.sessions[name]
+
+    def _run(self, name: str) -> Run:
+        if name not in self.runs:
+            saved = self.saved.newest(name)
+            remedy = "" if saved is None else f"; its newest saved weights are {saved.path}"
+            raise UnknownError(
+                f"there is no training run {name!r}: it has ended, or the server was started again{remedy}"
+            )
+        return self.runs[name]

@@ -1,0 +1,63 @@
+"""What the server knows of its clients: sessions, training runs, and weights to sample from."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from automodel_rl.serve.messages import RunShape
+
+
+class UnknownError(Exception):
+    """A request names something that is not there."""
+
+
+class BusyError(Exception):
+    """There is no room for a request now."""
+
+
+@dataclass
+class Session:
+    """A client.
+
+    Attributes:
+        seen: when it last gave a sign, by the monotonic clock.
+    """
+
+    seen: float
+
+
+@dataclass
+class Run:
+    """A training run.
+
+    Attributes:
+        session: the session it belongs to.
+        shape: what it trains.
+        user_metadata: what its client said of it.
+        next: the number of the request whose turn it is.
+        waiting: requests that came before their turn, by number.
+        since: since when the first of them waits.
+        lost: why the run cannot go on; empty if it can.
+        kept: names of its weights that are kept to sample from, oldest first.
+        used: when it was last used.
+    """
+
+    session: str
+    shape: RunShape
+    user_metadata: dict[str, Any] | None
+    next: int = 1
+    waiting: dict[int, Callable[[], None]] = field(default_factory=dict)
+    since: float = 0.0
+    lost: str = ""
+    kept: deque[str] = field(default_factory=deque)
+    used: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights to sample from: kept under a name, or saved under a path, or those of the base model."""
+
+    kept: str | None = None
+    path: str | None = None

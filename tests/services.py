@@ -1,0 +1,103 @@
+"""A service that tests start, with a tiny model, and clients of it."""
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import tinker
+import torch
+import yaml
+from tinker import types
+
+from automodel_rl.quickstart.model import train_tokenizer
+from tests.processes import Job, Patience
+from tests.tiny import save_tiny_model
+
+VOCAB = 288
+
+COMMAND = "import sys; from automodel_rl.cli import main; sys.exit(main())"
+
+
+def write_model(folder: Path, dtype: torch.dtype = torch.float64) -> None:
+    """A tiny model with a tokenizer."""
+    save_tiny_model(folder, num_layers=2, dtype=dtype, vocab_size=VOCAB)
+    train_tokenizer(["1 + 2 is 3", "4 + 5 is 9"], VOCAB).save_pretrained(folder)
+
+
+class Service:
+    """`automodel-rl serve` as a process. A context manager.
+
+    Args:
+        folder: the service's folder; one that is there already is gone on with.
+        model: folder of the model.
+        settings: keys of the config, in place of those here.
+    """
+
+    def __init__(self, folder: Path, model: Path, **settings: Any):
+        values = {
+            "output": str(folder / "service"),
+            "model": {"path": str(model), "dtype": "float64", "lora": {"rank": 8}},
+            "parallel": {"pp": 2},
+            "microbatch_tokens": 64,
+            "port": 0,
+            **settings,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config = folder / "serve.yaml"
+        self.config.write_text(yaml.safe_dump(values))
+        self.key_file, self.model = folder / "service" / "key", str(model)
+
+    def __enter__(self) -> "Service":
+        # No fork of a process with its libraries imported: the server has threads when it starts its ranks.
+        self.job = Job([sys.executable, "-c", COMMAND, "serve", str(self.config)])
+        self.job.__enter__()
+        patience = Patience(self.job.processes)
+        while "export TINKER_BASE_URL=" not in self.job.stdout:
+            assert self.job.process.poll() is None, self.job.stderr
+            assert not patience.is_over, self.job.stderr
+            time.sleep(0.05)
+        self.url = self.job.stdout.split("TINKER_BASE_URL=")[1].split()[0]
+        self.key = self.key_file.read_text().strip()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            error.add_note(f"the service said:\n{self.job.stdout}\n{self.job.stderr}")
+        self.job.__exit__()
+
+    def client(self) -> Any:
+        """A client of the package `tinker`."""
+        return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+
+    def run(self, rank: int = 4, seed: int = 0, **options: Any) -> Any:
+        """A training client, of a service client of its own."""
+        client = self.client()
+        return client.create_lora_training_client(base_model=self.model, rank=rank, seed=seed, **options).result()
+
+
+def datum(length: int, seed: int, **inputs: Any) -> types.Datum:
+    """Random tokens with random inputs of every loss, or those given. Targets are not always the next token."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, VOCAB, length + 1)
+    targets = tokens[1:].copy()
+    targets[: length // 3] = 0
+    values = {
+        "target_tokens": targets.tolist(),
+        "weights": random.normal(size=length).astype(np.float32).tolist(),
+        "advantages": (random.normal(size=length) * (random.random(length) < 0.7)).astype(np.float32).tolist(),
+        "logprobs": (random.normal(size=length) * 0.2 - 5.5).astype(np.float32).tolist(),
+    }
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs={**values, **inputs}
+    )
+
+
+def of_loss(one: types.Datum, *names: str) -> types.Datum:
+    """A datum with the inputs of one loss."""
+    return types.Datum(
+        model_input=one.model_input,
+        loss_fn_inputs={name: one.loss_fn_inputs[name] for name in ("target_tokens", *names)},
+    )

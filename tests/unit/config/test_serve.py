@@ -1,0 +1,32 @@
+"""Configs of a service: what is refused."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from automodel_rl.config import LoraConfig, ModelConfig, ServeConfig
+
+LORA = LoraConfig(rank=8)
+
+
+@pytest.mark.parametrize(
+    ("lora", "values", "text"),
+    [
+        (None, {}, "model.lora is needed"),
+        (LoraConfig(dropout=0.1), {}, "dropout and modules_to_save are not served"),
+        (LoraConfig(modules_to_save=("lm_head",)), {}, "dropout and modules_to_save are not served"),
+        (LORA, {"host": "0.0.0.0"}, "give a key of your own"),
+        (LORA, {"key": "secret-secret"}, "pattern"),
+        (LORA, {"key": "tml-1"}, "12 characters"),
+    ],
+)
+def test_services_that_cannot_be_are_refused(lora: LoraConfig | None, values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        ServeConfig(output="x", model=ModelConfig(path="y", lora=lora), **values)
+
+
+def test_other_addresses_are_served_with_a_key() -> None:
+    config = ServeConfig(output="x", model=ModelConfig(path="y", lora=LORA), host="0.0.0.0", key="tml-12345678")
+    assert config.base_name == "y"
+    assert config.address == "0.0.0.0:8000"

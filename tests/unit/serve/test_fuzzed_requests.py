@@ -1,0 +1,259 @@
+"""1,000 broken requests: each gets an answer in one line, none reaches the ranks, and a good client goes on."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from automodel_rl.config import LoraConfig, ModelConfig, ServeConfig, ServeLimitsConfig
+from automodel_rl.serve.app import make_app
+from automodel_rl.serve.messages import ForwardBackward, Job, LossResult, OptimizerStep, Sample, Sampled
+from automodel_rl.serve.saved_weights import SavedWeights
+from automodel_rl.serve.service import Service
+from automodel_rl.serve.wire import INT64, MESSAGES
+
+KEY = "tml-unit-tests"
+VOCAB = 50
+NUM_REQUESTS = 1000
+
+
+class Answering:
+    """Stands for the ranks: checks every job, and answers at once."""
+
+    vocab_size = VOCAB
+    num_waiting = 0
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def submit(self, job: Job) -> Future:
+        self.jobs.append(job)
+        answer: Future = Future()
+        match job:
+            case ForwardBackward(data=data):
+                for datum in data:
+                    assert datum.tokens.min() >= 0
+                    assert datum.tokens.max() < VOCAB
+                    assert all(values.shape == datum.tokens.shape for values in datum.inputs.values())
+                    assert all(np.isfinite(values).all() for values in datum.inputs.values())
+                answer.set_result(LossResult(1.0, [np.zeros(len(datum), np.float32) for datum in data]))
+            case OptimizerStep():
+                answer.set_result({"grad_norm:mean": 1.0})
+            case Sample(prompts=prompts):
+                answer.set_result([Sampled() for _ in prompts])
+            case _:
+                answer.set_result(None)
+        return answer
+
+
+@pytest.fixture(name="ranks")
+def make_ranks() -> Answering:
+    return Answering()
+
+
+@pytest.fixture(name="client")
+def make_client(tmp_path: Path, ranks: Answering) -> TestClient:
+    config = ServeConfig(
+        output=str(tmp_path),
+        model=ModelConfig(path="base", lora=LoraConfig(rank=8)),
+        microbatch_tokens=32,
+        limits=ServeLimitsConfig(body_mib=0.05, runs=3, sequences=20),
+    )
+    service = Service(config, ranks, SavedWeights(tmp_path, 1e9))  # type: ignore[arg-type]
+    return TestClient(make_app(service, config, KEY), headers={"X-API-Key": KEY})
+
+
+def post(client: TestClient, path: str, body: Any, **options: Any) -> Any:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return client.post(f"/api/v1/{path}", content=content, **options)
+
+
+def training(model_id: str, seq_id: int, tokens: list[int] | None = None, **changes: Any) -> bytes:
+    tokens = [1, 2, 3] if tokens is None else tokens
+    message = MESSAGES["Request"](model_id=model_id, seq_id=seq_id, loss_fn=changes.get("loss_fn", "cross_entropy"))
+    datum = message.data.add()
+    datum.chunks.add().text.tokens = np.array(tokens, np.int32).tobytes()
+    targets, weights = datum.inputs["target_tokens"], datum.inputs["weights"]
+    targets.dense, targets.dtype = np.array(changes.get("targets", tokens), np.int64).tobytes(), INT64
+    weights.dense, weights.dtype = np.array(changes.get("weights", [1.0] * len(tokens)), np.float32).tobytes(), 1
+    return message.SerializeToString()
+
+
+def result(client: TestClient, submitted: Any) -> Any:
+    assert submitted.status_code == 200, submitted.text
+    return post(client, "retrieve_future", {"request_id": submitted.json()["request_id"]})
+
+
+class GoodClient:
+    """A client that does all in order, in between the broken requests."""
+
+    def __init__(self, client: TestClient):
+        self.client, self.seq = client, 0
+        self.session = post(client, "create_session", {}).json()["session_id"]
+        body = {"session_id": self.session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4}}
+        self.run = result(client, post(client, "create_model", body)).json()["model_id"]
+
+    def turn(self) -> int:
+        self.seq += 1
+        return self.seq
+
+    def step(self) -> None:
+        trained = result(self.client, post(self.client, "forward_backward", training(self.run, self.turn())))
+        assert trained.headers["content-type"] == "application/x-protobuf"
+        step = post(self.client, "optim_step", {"model_id": self.run, "seq_id": self.turn(), "adam_params": {}})
+        assert result(self.client, step).json() == {"metrics": {"grad_norm:mean": 1.0}}
+        body = {"session_id": self.session, "sampling_session_seq_id": self.seq, "base_model": "base"}
+        sampler = post(self.client, "create_sampling_session", body).json()["sampling_session_id"]
+        sample = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "sampling_params": {}}
+        asked = post(self.client, "asample", sample | {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}})
+        assert len(asked.json()["sample_sequence_ids"]) == 1
+        assert result(self.client, asked).status_code == 200
+
+
+ODD = (
+    None,
+    True,
+    -1,
+    0,
+    2**40,
+    1e400,
+    1.5,
+    "",
+    "x" * 3000,
+    "../../etc",
+    "tinker://a/b",
+    [],
+    [1, "a"],
+    {},
+    {"a": 1},
+    "é\0",
+)
+
+PATHS = (
+    *("create_session", "session_heartbeat", "create_model", "get_info", "optim_step", "save_weights"),
+    *("save_weights_for_sampler", "load_weights", "create_sampling_session", "asample", "retrieve_future"),
+    *("client/config", "telemetry"),
+)
+
+FIELDS = (
+    *("session_id", "model_seq_id", "base_model", "lora_config", "user_metadata", "model_id", "seq_id", "adam_params"),
+    *("path", "ttl_seconds", "overwrite", "optimizer", "sampling_session_seq_id", "model_path", "sampling_session_id"),
+    *("num_samples", "prompt", "sampling_params", "prompt_logprobs", "request_id", "topk_prompt_logprobs"),
+    *("optimizer_config", "kind"),
+)
+
+BAD_TRAINING: tuple[dict[str, Any], ...] = (
+    {"tokens": [1, VOCAB]},
+    {"tokens": [-1]},
+    {"tokens": []},
+    {"tokens": [1] * 33},
+    {"targets": [1]},
+    {"targets": [1, 2, VOCAB]},
+    {"weights": [1.0, float("nan"), 0.0]},
+    {"weights": [1.0]},
+    {"loss_fn": "stable_reinforce"},
+    {"loss_fn": "ppo"},
+    {"loss_fn": ""},
+)
+
+
+def broken(random_: random.Random, good: GoodClient) -> tuple[str, Any, dict[str, Any]]:
+    """Path, body and options of a request that is wrong in some way, or asks for what is not there."""
+    known = {"session_id": good.session, "model_id": good.run, "base_model": "base"}
+    match random_.randrange(6):
+        case 0:
+            return random_.choice(PATHS), random_.randbytes(random_.randrange(200)), {}
+        case 1:
+            return "forward_backward", random_.randbytes(random_.randrange(1, 200)), {}
+        case 2:
+            return random_.choice(PATHS), {}, {"headers": {"X-API-Key": random_.choice(["", "tml-other", KEY + "x"])}}
+        case 3:
+            return random_.choice(PATHS), b"[" * random_.randrange(60_000), {}
+        case 4:
+            body = {field: random_.choice(ODD) for field in FIELDS if random_.random() < 0.5}
+            return random_.choice(PATHS), json.dumps(body | {"session_id": "none", "model_id": "none"}).encode(), {}
+    body = {**known, **{field: random_.choice(ODD) for field in FIELDS if field not in known}}
+    return random_.choice(["create_model", "asample", "load_weights", "create_sampling_session"]), body, {}
+
+
+def test_broken_requests_are_refused_and_lose_nothing(client: TestClient, ranks: Answering) -> None:
+    random_ = random.Random(0)
+    with client:
+        good = GoodClient(client)
+        for number in range(NUM_REQUESTS):
+            if number % 100 == 0:
+                good.step()
+            path, body, options = broken(random_, good)
+            num_jobs = len(ranks.jobs)
+            answer = post(client, path, body, **options)
+            if path in ("client/config", "telemetry", "create_session") and answer.status_code == 200:
+                continue
+            assert answer.status_code in (400, 401, 404, 413, 429), (path, body, answer.text)
+            text = answer.json()["detail"]
+            assert text
+            assert "\n" not in text
+            assert "Traceback" not in text
+            assert len(ranks.jobs) == num_jobs
+        for changes in BAD_TRAINING:
+            sent = training(good.run, good.turn(), **changes)
+            failed = result(client, post(client, "forward_backward", sent)).json()
+            assert failed["category"] == "user"
+            assert failed["error"]
+        good.step()
+
+
+def test_turns_come_in_order_however_they_arrive_and_once(client: TestClient, ranks: Answering) -> None:
+    with client:
+        good = GoodClient(client)
+        bodies = [training(good.run, seq, [seq]) for seq in range(1, 6)]
+        for seq in (3, 5, 2, 2, 4):
+            post(client, "forward_backward", bodies[seq - 1])
+        assert not [job for job in ranks.jobs if isinstance(job, ForwardBackward)]
+        post(client, "forward_backward", bodies[0])
+        post(client, "forward_backward", bodies[0])
+        found = [job.data[0].tokens.tolist() for job in ranks.jobs if isinstance(job, ForwardBackward)]
+        assert found == [[1], [2], [3], [4], [5]]
+
+
+def test_more_runs_than_allowed_wait_and_a_missing_turn_fails_those_behind_it(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client:
+        good = GoodClient(client)
+        for number in (1, 2):
+            body = {"session_id": good.session, "model_seq_id": number, "base_model": "base"}
+            assert post(client, "create_model", body | {"lora_config": {"rank": 1}}).status_code == 200
+        body = {"session_id": good.session, "model_seq_id": 3, "base_model": "base", "lora_config": {"rank": 1}}
+        refused = post(client, "create_model", body)
+        assert (refused.status_code, "limits.runs is 3" in refused.text) == (429, True)
+        waiting = post(client, "forward_backward", training(good.run, 2))
+        service = service_of(client)
+        monkeypatch.setattr("automodel_rl.serve.service.GAP_SECONDS", -1.0)
+        client.portal.call(in_loop(service.tidy))  # type: ignore[union-attr]
+        assert "request 1 of this run never came" in result(client, waiting).json()["error"]
+
+
+def service_of(client: TestClient) -> Service:
+    route = next(route for route in client.app.routes if route.path == "/")  # type: ignore[attr-defined]
+    return route.endpoint.__self__.service
+
+
+def in_loop(work: Callable[[], None]) -> Callable[[], Any]:
+    async def call() -> None:
+        work()
+        await asyncio.sleep(0)
+
+    return call
+
+
+def test_the_page_needs_the_key(client: TestClient) -> None:
+    with client:
+        assert client.get("/").status_code == 401
+        assert "<h1>base</h1>" in client.get("/", params={"key": KEY}).text
