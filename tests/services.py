@@ -1,5 +1,6 @@
 """A service that tests start, with a tiny model, and clients of it."""
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,7 @@ class Service:
         self.config = folder / "serve.yaml"
         self.config.write_text(yaml.safe_dump(values))
         self.key_file, self.model = folder / "service" / "key", str(model)
+        self.clients: list[Any] = []
 
     def __enter__(self) -> "Service":
         # No fork of a process with its libraries imported: the server has threads when it starts its ranks.
@@ -66,11 +68,17 @@ class Service:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
             error.add_note(f"the service said:\n{self.job.stdout}\n{self.job.stderr}")
+        elif self.job.process.poll() is None:
+            for client in self.clients:
+                client.close("success").result()  # else its sockets would be noticed in another test
         self.job.__exit__()
+        self.clients.clear()
+        gc.collect()
 
     def client(self) -> Any:
         """A client of the package `tinker`."""
-        return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+        self.clients.append(tinker.ServiceClient(base_url=self.url, api_key=self.key))
+        return self.clients[-1]
 
     def run(self, rank: int = 4, seed: int = 0, **options: Any) -> Any:
         """A training client, of a service client of its own."""

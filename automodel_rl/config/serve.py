@@ -100,6 +100,10 @@ class ServeConfig(Section):
             )
         if self.model.lora.dropout or self.model.lora.modules_to_save:
             raise ValueError("model.lora: dropout and modules_to_save are not served: leave them out")
+        if self.memory.offload_optimizer or self.memory.offload is not None:
+            raise ValueError(
+                "memory: offload_optimizer and offload are not served, runs wait on the host: leave them out"
+            )
         if self.host not in LOOPBACK and self.key is None:
             raise ValueError(
                 f"host={self.host} can be reached from other machines: give a key of your own (tml-...), and prefer "

@@ -64,13 +64,13 @@ class _Routes:
             "save_weights": (requests.SaveBody, lambda body: service.save(body, "weights")),
             "save_weights_for_sampler": (requests.SaveBody, lambda body: service.save(body, "sampler_weights")),
             "load_weights": (requests.LoadBody, service.load),
-            "create_sampling_session": (requests.SamplingSessionBody, service.create_sampling_session),
-            "asample": (requests.SampleBody, service.sample),
+            "create_sampling_session": (requests.SamplingSessionBody, service.samplers.create),
+            "asample": (requests.SampleBody, service.samplers.sample),
         }
         gets: dict[str, Handler] = {
             "healthz": lambda _: {"status": "ok"},
             "get_server_capabilities": lambda _: {"supported_models": [self._model()]},
-            "samplers/{name}": lambda found: service.sampler(found["name"]),
+            "samplers/{name}": lambda found: service.samplers.describe(found["name"]),
             "training_runs/{name}": lambda found: service.training_run(found["name"]),
         }
         routes = [self._route(path, "POST", self._posted(kind, handler)) for path, (kind, handler) in posts.items()]
@@ -136,7 +136,7 @@ class _Routes:
 
     def _delete(self, found: dict[str, str]) -> dict[str, Any]:
         try:
-            self.service.saved.delete(f"tinker://{found['run']}/{found['kind']}/{found['name']}")
+            self.service.delete(f"tinker://{found['run']}/{found['kind']}/{found['name']}")
         except InputError as error:
             raise UnknownError(str(error)) from None
         return {}
@@ -180,7 +180,7 @@ def page(service: Service) -> str:
         "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in [head, *rows]
     )
     numbers = (
-        f"{len(service.sessions)} sessions, {len(service.samplers)} samplers, {len(service.saved)} saved weights "
+        f"{len(service.sessions)} sessions, {len(service.samplers.table)} samplers, {len(service.saved)} saved weights "
         f"({service.saved.num_bytes / 2**20:.1f} MiB), {service.ranks.num_waiting} jobs wait, "
         f"{service.num_tokens:,} tokens in forward and backward"
     )

@@ -90,6 +90,12 @@ INSTEAD = {
 }
 
 
+def only_read(data: list[Datum], loss: str) -> list[Datum]:
+    """The data with only those arrays that a loss reads. Others may have any size."""
+    names = {TARGETS, *INPUTS[loss]}
+    return [Datum(one.tokens, {name: one.inputs[name] for name in one.inputs.keys() & names}) for one in data]
+
+
 def check_data(data: list[Datum], loss: str, config: ServeConfig, vocab_size: int) -> None:
     """Raises InputError if datums do not fit a loss, the model or the limits."""
     if not 1 <= len(data) <= config.limits.sequences:

@@ -94,6 +94,14 @@ class OptimizerStep(Job):
 
 
 @dataclass(frozen=True)
+class Spoil(Job):
+    """A forward and backward of a run that the server refused: the run's next optimizer step must fail. The answer is
+    None."""
+
+    run: str
+
+
+@dataclass(frozen=True)
 class Save(Job):
     """Weights of a run to write into a folder, for training with the optimizer's moments. The answer is None."""
 

@@ -94,8 +94,11 @@ class Ranks:
                 self._run(connection, running)
             except (EOFError, OSError):
                 self.on_lost()  # first, for the errors say what it notes
+                with self._came:  # those that wait are for states that are gone, too
+                    running += self._orders
+                    self._orders.clear()
                 for order in running:
-                    order.result.set_exception(RanksLostError())
+                    order.result.set_exception(RanksLostError("the ranks of the server ended"))
 
     def _run(self, connection: Connection, running: list[_Order]) -> None:
         """Gives jobs to ranks until they end.
@@ -110,29 +113,28 @@ class Ranks:
                 case Ready(vocab_size):
                     self.vocab_size, self.num_jobs = vocab_size, 0
                     self.ready.set()
-                    running += self._send_next(connection)
+                    self._send_next(connection, running)
                 case StopAsked():
                     self.on_stop()
                 case answer:
                     self.num_jobs += 1
                     _give(running, answer)
                     running.clear()
-                    running += self._send_next(connection)
+                    self._send_next(connection, running)
 
-    def _send_next(self, connection: Connection) -> list[_Order]:
+    def _send_next(self, connection: Connection, running: list[_Order]) -> None:
         """Sends the next job, and waits until there is one. Ranks that end meanwhile are noticed."""
         while True:
             with self._came:
                 if self._orders:
-                    orders = self._take()
+                    running += self._take()  # before it is sent, which may fail
                     break
                 self._came.wait(WAIT_SECONDS)
             if connection.poll():
                 message = connection.recv()  # raises EOFError if they have ended
                 if isinstance(message, StopAsked):
                     self.on_stop()
-        connection.send(_joined([order.job for order in orders]))
-        return orders
+        connection.send(_joined([order.job for order in running]))
 
     def _take(self) -> list[_Order]:
         """The next job, with all others that wait to be sampled in the same way from the same weights."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-NAME = r"^[A-Za-z0-9._-]{1,128}$"
+NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 """A name of saved weights. It becomes the name of a folder."""
 
 Text = Annotated[str, Field(max_length=1024)]
@@ -58,7 +58,7 @@ class AdamBody(Body):
     learning_rate: Annotated[Finite, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[Finite, Field(gt=0)] = 1e-12
+    eps: Annotated[Finite, Field(ge=1e-30)] = 1e-12
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[Finite, Field(ge=0)] = 0.0
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.serve.ranks import RanksLostError, RefusedError
 
 Result = bytes | dict[str, Any]
@@ -96,5 +96,7 @@ async def finish(
         answer = failed(str(error))
     except RanksLostError:
         answer = failed(lost(), "server")
+    except Exception as error:  # the client must not wait for ever
+        answer = failed(innermost(error), "server")
     if not result.done():
         result.set_result(answer)

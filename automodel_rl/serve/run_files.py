@@ -49,13 +49,18 @@ def save_run(folder: Path, engine: Engine, shape: RunShape, for_training: bool, 
             moments[f"{key}/{name}"] = whole if whole.ndim == 0 else cut_to_rank(name, whole, shape.rank)
     of_stages = gather_objects((adapters, moments), layout.pp_control)
     with complete_folder(folder, layout.world_control) as unfinished:
+        problem = ""
         if dist.get_rank() == 0:
             config = origin.config.model_copy(update={"rank": shape.rank})
             every, theirs = ({k: v.contiguous() for one in of_stages for k, v in one[part].items()} for part in (0, 1))
-            write_adapters(unfinished, every, type(origin)(config, origin.base, origin.family))
-            if for_training:
-                save_file(theirs, unfinished / MOMENTS)
-            (unfinished / ABOUT).write_text(json.dumps({**about, "step": engine.step}))
+            try:
+                write_adapters(unfinished, every, type(origin)(config, origin.base, origin.family))
+                if for_training:
+                    save_file(theirs, unfinished / MOMENTS)
+                (unfinished / ABOUT).write_text(json.dumps({**about, "step": engine.step}))
+            except (OSError, SafetensorError) as error:
+                problem = f"the weights cannot be saved ({error})"
+        _raise_everywhere(problem, engine)
 
 
 @torch.no_grad()
@@ -70,6 +75,7 @@ def load_run(folder: Path, engine: Engine, with_optimizer: bool) -> None:
     Raises:
         InputError: on every rank; the folder is damaged. The model then has some adapters of it.
     """
+    problem = ""
     try:
         tensors = AdapterFolder(folder).tensors
         for name, parameter in _trained(engine):
@@ -86,8 +92,16 @@ def load_run(folder: Path, engine: Engine, with_optimizer: bool) -> None:
                             value.copy_(stored)
                     engine.optimizer.set_state(parameter, state)
             engine.step = json.loads((folder / ABOUT).read_text())["step"]
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise InputError(f"{folder.name}: the saved weights are damaged ({error})") from None
+    except (OSError, SafetensorError, KeyError, ValueError, InputError) as error:
+        problem = f"the saved weights are damaged ({error})"
+    _raise_everywhere(problem, engine)
+
+
+def _raise_everywhere(problem: str, engine: Engine) -> None:
+    """Raises InputError on all ranks if one of them has a problem."""
+    for found in gather_objects(problem, engine.handle.layout.world_control):
+        if found:
+            raise InputError(found)
 
 
 def _trained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:

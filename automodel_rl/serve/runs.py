@@ -1,6 +1,7 @@
 """Training runs that share one model: each has adapters, gradients, moments and steps of its own, and its turns."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from automodel_rl.batch import IGNORED_TARGET, Microbatch, TokenSequence, pack
 from automodel_rl.engine import Engine
 from automodel_rl.engine.trained_state import TrainedState
+from automodel_rl.errors import InputError
 from automodel_rl.lora.layers import initialise
 from automodel_rl.lora.rank import is_attention, set_scale
 from automodel_rl.losses import UNDIVIDED, LossFn, token_loss
@@ -18,6 +20,8 @@ from automodel_rl.parallel.host_collectives import from_last_stage, gather_objec
 from automodel_rl.serve.messages import Datum, ForwardBackward, LossResult, RunShape
 from automodel_rl.serve.recorded_loss import recorded
 from automodel_rl.serve.run_files import load_run, save_run
+
+GONE = "the state of the run is gone, for the ranks of the server ended or its weights could not be loaded"
 
 
 class Runs:
@@ -43,6 +47,7 @@ class Runs:
         self.scale = self.lora.scale
         self._states: dict[str, TrainedState] = {}
         self._kept: dict[str, tuple[RunShape, TrainedState]] = {}
+        self._spoilt: set[str] = set()
         self._active: str | None = None
 
     def create(self, run: str, shape: RunShape) -> None:
@@ -58,6 +63,14 @@ class Runs:
         Raises:
             InputError: on all ranks; the data do not fit the model. Gradients of earlier calls are still there.
         """
+        try:
+            return self._forward_backward(job)
+        except InputError:
+            if not job.forward_only:
+                self.spoil(job.run)
+            raise
+
+    def _forward_backward(self, job: ForwardBackward) -> LossResult:
         self._enter(job.run)
         found: dict[int, Tensor] = {}
         loss: LossFn = recorded(token_loss(job.loss, job.settings), found)
@@ -72,14 +85,30 @@ class Runs:
         return LossResult(total, [everywhere[place] for place in range(len(job.data))])
 
     def optimizer_step(self, run: str, settings: dict[str, Any]) -> dict[str, float]:
-        """Takes an optimizer step and gives its metrics."""
+        """Takes an optimizer step and gives its metrics.
+
+        Raises:
+            InputError: on all ranks; a forward and backward since the last step failed. All gradients are dropped.
+        """
         self._enter(run)
+        if run in self._spoilt:
+            self._spoilt.remove(run)
+            self.engine.zero_grad()
+            raise InputError(
+                "a forward_backward before this optim_step failed: the gradients of the others are dropped, and the "
+                "weights are as before"
+            )
         shape = self.shapes[run]
         for name, parameter in self.handle.named_parameters():
             if not (shape.attention if is_attention(name) else shape.mlp):
                 parameter.grad = None
         step = self.engine.optimizer_step(AdamWSettings(**settings))
-        return {"grad_norm:mean": step.grad_norm, "skipped:max": float(step.skipped)}
+        norm = {"grad_norm:mean": step.grad_norm} if math.isfinite(step.grad_norm) else {}
+        return {**norm, "skipped:max": float(step.skipped)}
+
+    def spoil(self, run: str) -> None:
+        """Notes that a forward and backward of a run failed: its next optimizer step must fail, too."""
+        self._spoilt.add(run)
 
     def save(self, run: str, folder: Path, for_training: bool, about: dict[str, Any]) -> None:
         """Writes a run's adapters as PEFT's files and, for training, the moments beside them."""
@@ -87,8 +116,13 @@ class Runs:
         save_run(folder, self.engine, self.shapes[run], for_training, about)
 
     def load(self, run: str, shape: RunShape, folder: Path, with_optimizer: bool) -> None:
-        """Makes a run go on from a folder that `save` wrote. It is made if there is none."""
+        """Makes a run go on from a folder that `save` wrote. It is made if there is none.
+
+        Raises:
+            InputError: the folder is damaged. The run is then gone.
+        """
         self._leave()
+        self.forget((run,), ())  # a run that cannot be loaded must not go on as it was
         self._fill(shape)
         load_run(folder, self.engine, with_optimizer)
         self.shapes[run] = shape
@@ -106,6 +140,7 @@ class Runs:
             self._active = None if self._active == run else self._active
             self._states.pop(run, None)
             self.shapes.pop(run, None)
+            self._spoilt.discard(run)
         for name in kept:
             self._kept.pop(name, None)
 
@@ -113,6 +148,8 @@ class Runs:
         """Gives the model weights to compute with: kept under a name, from a folder, or those of the base model."""
         self._leave()
         if kept is not None:
+            if kept not in self._kept:
+                raise InputError(GONE)
             shape, state = self._kept[kept]
             self._set_scale(shape)
             self.engine.put_state(state)
@@ -126,6 +163,8 @@ class Runs:
         if self._active == run:
             return
         self._leave()
+        if run not in self._states:
+            raise InputError(GONE)
         self._set_scale(self.shapes[run])
         self.engine.put_state(self._states[run])
         self._active = run
@@ -137,7 +176,7 @@ class Runs:
             self._active = None
 
     def _set_scale(self, shape: RunShape) -> None:
-        self.scale = self.lora.alpha / shape.rank
+        self.scale = self.lora.model_copy(update={"rank": shape.rank}).scale
         set_scale(self.handle.parts, self.scale)
 
     def _fill(self, shape: RunShape) -> None:

@@ -1,14 +1,15 @@
 """The table of saved weights: `tinker://` paths, each a key of the table, and their folders on disk."""
 
+import contextlib
 import json
 import os
 import re
-import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from automodel_rl.config import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.serve.messages import RunShape
 
@@ -31,6 +32,7 @@ class Saved:
         created: when they were saved, in seconds since 1970.
         expires: when they may be deleted; None for never.
         user_metadata: what the client said of the run.
+        origin: what they belong to: the base model, and the adapters' settings.
     """
 
     path: str
@@ -39,6 +41,7 @@ class Saved:
     created: float
     expires: float | None
     user_metadata: dict[str, Any] | None
+    origin: dict[str, Any]
 
     @property
     def run(self) -> str:
@@ -54,10 +57,13 @@ class SavedWeights:
     Args:
         folder: the folder that holds them.
         limit: most bytes of them together.
+        lora: the adapters' settings of this start of the service.
+        base: the base model of this start.
     """
 
-    def __init__(self, folder: Path, limit: float):
-        self.folder, self.limit = folder, limit
+    def __init__(self, folder: Path, limit: float, lora: LoraConfig, base: str):
+        self.folder, self.limit, self.rank = folder, limit, lora.rank
+        self.origin = {"base": base, **lora.model_dump(mode="json", include={"alpha", "rslora", "targets"})}
         self._table: dict[str, Saved] = {}
         for file in sorted(folder.glob(f"*/*/*/{ABOUT}")):
             if file.parent.name.startswith("."):  # unfinished
@@ -75,6 +81,30 @@ class SavedWeights:
         if path not in self._table:
             raise InputError(f"there are no saved weights {path!r}: look at the paths that saving returned")
         return self._table[path]
+
+    def usable(self, path: str) -> Saved:
+        """The saved weights of a path, if this start of the service can compute with them.
+
+        Raises:
+            InputError: there are none, or they belong to another base model or other settings of adapters.
+        """
+        saved = self[path]
+        other = next((key for key in self.origin if saved.origin.get(key) != self.origin[key]), None)
+        if other is not None:
+            raise InputError(
+                f"{path}: belongs to {other}={saved.origin.get(other)}, and this server has {self.origin[other]}: "
+                "start it as it was, or train anew"
+            )
+        if saved.shape.rank > self.rank:
+            raise InputError(
+                f"{path}: has adapters of rank {saved.shape.rank}, and this server's model.lora.rank is {self.rank}: "
+                "start it with a larger one"
+            )
+        return saved
+
+    def is_current(self, saved: Saved) -> bool:
+        """Whether weights are still in the table: not deleted, nor overwritten."""
+        return self._table.get(saved.path) == saved
 
     def __len__(self) -> int:
         return len(self._table)
@@ -101,27 +131,30 @@ class SavedWeights:
             )
         now = time.time()
         expires = None if body.ttl_seconds is None else now + body.ttl_seconds
-        return Saved(path, self.folder / run / kind / name, shape, now, expires, body.user_metadata)
+        folder = self.folder / run / kind / f"{name}@{now:.6f}"  # others may still read what it replaces
+        return Saved(path, folder, shape, now, expires, body.user_metadata, self.origin)
 
-    def add(self, saved: Saved) -> None:
-        """Puts weights that are complete into the table."""
+    def add(self, saved: Saved) -> Saved | None:
+        """Puts weights that are complete into the table. Returns those that they replace."""
+        before = self._table.get(saved.path)
         self._table[saved.path] = saved
+        return before
 
-    def delete(self, path: str) -> None:
-        """Deletes saved weights.
+    def take(self, path: str) -> Saved:
+        """Takes saved weights out of the table.
 
         Raises:
             InputError: there are none.
         """
         saved = self[path]
         del self._table[path]
-        shutil.rmtree(saved.folder, ignore_errors=True)
+        return saved
 
-    def delete_expired(self) -> None:
-        """Deletes what may be deleted."""
+    @property
+    def expired(self) -> list[str]:
+        """Paths of what may be deleted."""
         now = time.time()
-        for path in [p for p, saved in self._table.items() if saved.expires is not None and saved.expires < now]:
-            self.delete(path)
+        return [path for path, saved in self._table.items() if saved.expires is not None and saved.expires < now]
 
     def newest(self, run: str) -> Saved | None:
         """The newest weights of a run that it can be trained on from."""
@@ -131,8 +164,12 @@ class SavedWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes on disk."""
-        files = (Path(folder) / name for folder, _, names in os.walk(self.folder) for name in names)
-        return sum(file.stat().st_size for file in files if file.is_file())
+        total = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # ranks rename folders meanwhile
+                    total += (Path(folder) / name).stat().st_size
+        return total
 
 
 def about(saved: Saved) -> dict[str, Any]:
@@ -143,6 +180,7 @@ def about(saved: Saved) -> dict[str, Any]:
         "created": saved.created,
         "expires": saved.expires,
         "user_metadata": saved.user_metadata,
+        "origin": saved.origin,
     }
 
 
@@ -154,6 +192,7 @@ def _read(file: Path) -> Saved | None:
         path = values["path"]
         if PATH.fullmatch(path) is None:
             return None
-        return Saved(path, file.parent, shape, values["created"], values["expires"], values["user_metadata"])
+        known = {key: values[key] for key in ("created", "expires", "user_metadata", "origin")}
+        return Saved(path, file.parent, shape, **known)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from automodel_rl.config import ServeConfig
-from automodel_rl.errors import EXIT_OK, InputError
+from automodel_rl.errors import EXIT_OK, InputError, innermost
 from automodel_rl.launch.local import run_local_ranks
 from automodel_rl.serve.app import make_app
 from automodel_rl.serve.ranks import Ranks
@@ -55,6 +56,7 @@ def _keep_ranks(ranks: Ranks, command: Sequence[str], num_ranks: int) -> int:
     """Runs ranks to the end of the service, and starts them again if they fail. Returns the exit code."""
     failures = 0
     while True:
+        ranks.num_jobs = 0
         code = run_local_ranks(command, num_ranks)
         if code == EXIT_OK or (failures == 0 and not ranks.ready.is_set()) or failures == MOST_FAILURES:
             return code
@@ -80,7 +82,9 @@ class Server:
         self.config, self.key = config, key
         self.loop = asyncio.new_event_loop()
         self.ranks = Ranks(self._in_loop(lambda: self.service.ranks_lost()), self._in_loop(self._stop))
-        saved = SavedWeights(Path(config.output) / "weights", config.limits.disk_gib * 2**30)
+        assert config.model.lora is not None
+        folder, limit = Path(config.output) / "weights", config.limits.disk_gib * 2**30
+        saved = SavedWeights(folder, limit, config.model.lora, config.model.path)
         self.service = Service(config, self.ranks, saved)
         app = make_app(self.service, config, key)
         self.uvicorn = uvicorn.Server(
@@ -113,7 +117,10 @@ class Server:
     async def _tidy(self) -> None:
         while True:
             await asyncio.sleep(TIDY_SECONDS)
-            self.service.tidy()
+            try:
+                self.service.tidy()
+            except Exception as error:  # the next time may do better
+                print(f"warning: {innermost(error)}", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
         async def stop() -> None:
@@ -146,9 +153,14 @@ def _own_key(folder: Path) -> str:
     file = folder / "key"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not file.is_file():
-            file.touch(mode=0o600)
-            file.write_text(f"tml-{secrets.token_hex(16)}\n")
-        return file.read_text().strip()
+        key = file.read_text().strip() if file.is_file() else ""
+        if not key.startswith("tml-"):
+            key = f"tml-{secrets.token_hex(16)}"
+            unfinished = folder / ".key.unfinished"
+            unfinished.unlink(missing_ok=True)
+            unfinished.touch(mode=0o600)
+            unfinished.write_text(f"{key}\n")
+            unfinished.rename(file)
+        return key
     except OSError as error:
         raise InputError(f"output={folder}: cannot be written ({error.strerror}): choose another folder") from None

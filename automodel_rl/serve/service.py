@@ -2,13 +2,14 @@
 
 import asyncio
 import secrets
+import shutil
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 from automodel_rl.config import ServeConfig
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.serve import checks
 from automodel_rl.serve.messages import (
     CreateRun,
@@ -18,25 +19,23 @@ from automodel_rl.serve.messages import (
     Keep,
     Load,
     OptimizerStep,
-    Prompt,
     RunShape,
-    Sample,
     Save,
+    Spoil,
     Stop,
 )
-from automodel_rl.serve.ranks import Ranks
+from automodel_rl.serve.ranks import Ranks, RanksLostError, RefusedError
 from automodel_rl.serve.requests import (
     CreateModelBody,
     LoadBody,
     OptimStepBody,
-    SampleBody,
-    SamplingSessionBody,
     SaveBody,
 )
 from automodel_rl.serve.results import Result, Results, failed, finish
-from automodel_rl.serve.saved_weights import Kind, SavedWeights, about
+from automodel_rl.serve.samplers import Samplers
+from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, about
 from automodel_rl.serve.tables import BusyError, Run, Session, UnknownError, Weights
-from automodel_rl.serve.wire import read_datum, write_output, write_samples
+from automodel_rl.serve.wire import read_datum, write_output
 
 GAP_SECONDS = 120.0
 """Longest wait for a request whose turn it is, after those behind it have come."""
@@ -59,7 +58,7 @@ class Service:
         self.results = Results(60 * config.limits.result_minutes, config.limits.waiting)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, Run] = {}
-        self.samplers: dict[str, Weights] = {}
+        self.samplers = Samplers(self)
         self.is_stopping = False
         self.num_tokens = 0
         self._tasks: set[asyncio.Task] = set()
@@ -73,11 +72,11 @@ class Service:
         return {"session_id": session, "warning_message": note}
 
     def heartbeat(self, session: str) -> dict[str, Any]:
-        self._session(session).seen = time.monotonic()
+        self.session(session).seen = time.monotonic()
         return {}
 
     def finish_session(self, session: str) -> dict[str, Any]:
-        self._session(session)
+        self.session(session)
         self._end_session(session)
         return {}
 
@@ -96,16 +95,22 @@ class Service:
                 run.next = min(run.waiting)
                 self._advance(run)
         self.results.forget_old()
-        self.saved.delete_expired()
+        for path in self.saved.expired:
+            self.delete(path)
 
     def _end_session(self, session: str) -> None:
         self.sessions.pop(session, None)
         runs = [name for name, run in self.runs.items() if run.session == session]
+        for run in (self.runs[name] for name in runs):
+            run.lost = "the session of this run has ended"
+            for start in run.waiting.values():
+                start()
         kept = tuple(name for run in runs for name in self.runs[run].kept)
         for name in runs:
             del self.runs[name]
-        for sampler in [s for s, weights in self.samplers.items() if s.startswith(session) or weights.kept in kept]:
-            del self.samplers[sampler]
+        table = self.samplers.table
+        for sampler in [name for name, weights in table.items() if name.startswith(session) or weights.kept in kept]:
+            del table[sampler]
         if runs or kept:
             self.ranks.submit(Forget(tuple(runs), kept))
 
@@ -144,16 +149,24 @@ class Service:
         }
 
     def forward_backward(self, message: Any) -> dict[str, Any]:
+        def checked() -> Work:
+            try:
+                return work()
+            except InputError:
+                if not message.forward_only:
+                    self.ranks.submit(Spoil(message.model_id))
+                raise
+
         def work() -> Work:
             loss, settings = checks.loss_of(message)
-            data = [read_datum(datum) for datum in message.data]
+            data = checks.only_read([read_datum(datum) for datum in message.data], loss)
             checks.check_data(data, loss, self.config, self.ranks.vocab_size)
             self.num_tokens += sum(map(len, data))
             job = ForwardBackward(message.model_id, loss, settings, data, message.forward_only)
             return job, lambda answer: write_output(answer.logprobs, {"loss:sum": answer.loss})
 
         checks.check_numbers(message)
-        return self._turn(message.model_id, message.seq_id, work)
+        return self._turn(message.model_id, message.seq_id, checked)
 
     def optim_step(self, body: OptimStepBody) -> dict[str, Any]:
         def work() -> Work:
@@ -172,12 +185,26 @@ class Service:
             saved = self.saved.new(body.model_id, kind, body.path, run.shape, body)
 
             def done(_: Any) -> Result:
-                self.saved.add(saved)
+                self._delete_later(self.saved.add(saved))
                 return {"path": saved.path}
 
             return Save(body.model_id, str(saved.folder), kind == "weights", about(saved)), done
 
         return self._turn(body.model_id, body.seq_id, work)
+
+    def delete(self, path: str) -> None:
+        """Deletes saved weights.
+
+        Raises:
+            InputError: there are none.
+        """
+        self._delete_later(self.saved.take(path))
+
+    def _delete_later(self, saved: Saved | None) -> None:
+        """Deletes a folder once the jobs that wait, and may read it, are done."""
+        if saved is not None:
+            folder = saved.folder
+            self.ranks.submit(Forget()).add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
 
     def _keep(self, body: SaveBody, kind: Kind) -> Work:
         """Keeps weights without a name to sample from, and lets go of the run's oldest if there are too many."""
@@ -185,7 +212,7 @@ class Service:
             raise InputError("save_weights needs path, the name of the saved weights")
         run, name = self._run(body.model_id), f"{body.model_id}:kept:{body.seq_id}"
         run.kept.append(name)
-        self.samplers[name] = Weights(kept=name)
+        self.samplers.table[name] = Weights(kept=name)
         old = [run.kept.popleft() for _ in range(len(run.kept) - self.config.limits.samplers_of_run)]
         if old:
             self.ranks.submit(Forget(kept=tuple(old)))
@@ -213,33 +240,27 @@ class Service:
         return self._turn(body.model_id, body.seq_id, work, mends=True)
 
     def _training_weights(self, path: str) -> Any:
-        saved = self.saved[path]
+        saved = self.saved.usable(path)
         if "/weights/" not in path:
             raise InputError(f"{path}: has no optimizer state; training goes on from weights of save_state")
-        assert self.config.model.lora is not None
-        if saved.shape.rank > self.config.model.lora.rank:
-            raise InputError(
-                f"{path}: has adapters of rank {saved.shape.rank}, and this server's model.lora.rank is "
-                f"{self.config.model.lora.rank}: start it with a larger one"
-            )
         return saved
 
     def _new_run(
         self, body: Any, shape: RunShape, metadata: dict[str, Any] | None, make: Callable[[str], Job]
     ) -> dict[str, Any]:
-        session = self._session(body.session_id)
+        session = self.session(body.session_id)
         session.seen = time.monotonic()
         name = f"{body.session_id}:train:{body.model_seq_id}"  # the client makes this name up itself, too
         request = f"{name}:0"
         if request not in self.results:
-            self._check_room()
+            self.check_room()
             if len(self.runs) >= self.config.limits.runs:
                 raise BusyError(
                     f"there are {len(self.runs)} training runs, and limits.runs is {self.config.limits.runs}: end a "
                     "client, or raise it"
                 )
             self.runs[name] = Run(body.session_id, shape, metadata)
-            self._start(request, self.runs[name], make(name), lambda _: {"model_id": name})
+            self.start(request, self.runs[name], make(name), lambda _: {"model_id": name})
         return {"request_id": request, "model_id": name}
 
     def _turn(self, model_id: str, seq_id: int, work: Callable[[], Work], mends: bool = False) -> dict[str, Any]:
@@ -254,7 +275,7 @@ class Service:
         if run.session in self.sessions:
             self.sessions[run.session].seen = time.monotonic()
 
-        def start() -> None:
+        def begin() -> None:
             if run.lost and not mends:
                 result.set_result(failed(run.lost))
                 return
@@ -263,9 +284,12 @@ class Service:
             except (InputError, UnknownError) as error:
                 result.set_result(failed(str(error)))
                 return
+            except Exception as error:  # the client must not wait for ever
+                result.set_result(failed(innermost(error), "server"))
+                return
             self._watch(finish(result, self.ranks.submit(job), convert, lambda: run.lost))
 
-        run.waiting[seq_id] = start
+        run.waiting[seq_id] = begin
         self._advance(run)
         return answer
 
@@ -277,50 +301,6 @@ class Service:
             run.since = time.monotonic()
             start()
 
-    # Sampling
-
-    def create_sampling_session(self, body: SamplingSessionBody) -> dict[str, Any]:
-        self._session(body.session_id)
-        if body.model_path is None:
-            checks.check_base_model(body.base_model, self.config)
-        else:
-            assert self.saved[body.model_path]
-        name = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        self.samplers[name] = Weights(path=body.model_path)
-        return {"sampling_session_id": name}
-
-    def sampler(self, name: str) -> dict[str, Any]:
-        weights = self._sampler(name)
-        return {"sampler_id": name, "base_model": self.config.base_name, "model_path": weights.path}
-
-    def sample(self, body: SampleBody) -> dict[str, Any]:
-        weights = self._sampler(body.sampling_session_id)
-        request = f"{body.sampling_session_id}:{body.seq_id}"
-        names = [f"{request}:{number}" for number in range(body.num_samples)]
-        if request not in self.results:
-            prompt = checks.prompt_of(body, self.config, self.ranks.vocab_size)
-            self._check_room()
-            self._start(request, None, self._sample_job(weights, [prompt]), lambda answer: write_samples(answer[0]))
-        return {"request_id": request, "sample_sequence_ids": names}
-
-    def _sample_job(self, weights: Weights, prompts: list[Prompt]) -> Job:
-        if weights.path is None:
-            return Sample(weights.kept, None, None, prompts)
-        saved = self.saved[weights.path]
-        return Sample(None, str(saved.folder), saved.shape, prompts)
-
-    def _sampler(self, name: str) -> Weights:
-        if name not in self.samplers:
-            raise UnknownError(f"there is no sampler {name!r}: create a sampling client")
-        weights = self.samplers[name]
-        owner = name.partition(":kept:")[0]
-        if weights.kept is not None and owner in self.runs and weights.kept not in self.runs[owner].kept:
-            raise UnknownError(
-                f"the weights of the sampler {name!r} are gone: a run keeps its newest "
-                f"{self.config.limits.samplers_of_run} without a name (limits.samplers_of_run); save them with one"
-            )
-        return weights
-
     # Results
 
     async def retrieve(self, request: str, seconds: float) -> Result | None:
@@ -329,7 +309,15 @@ class Service:
         done, _ = await asyncio.wait([result], timeout=seconds)
         return result.result() if done else None
 
-    def _start(self, request: str, run: Run | None, job: Job, convert: Callable[[Any], Result]) -> None:
+    def start(self, request: str, run: Run | None, job: Job, convert: Callable[[Any], Result]) -> None:
+        """Submits the job of a request that has no turn to wait for.
+
+        Args:
+            request: the request's name.
+            run: the run that the job belongs to, if it belongs to one.
+            job: the job.
+            convert: makes the request's result of the job's answer.
+        """
         lost = (lambda: run.lost) if run is not None else (lambda: "the ranks ended while they sampled: sample again")
         self._watch(finish(self.results.open(request), self.ranks.submit(job), convert, lost))
 
@@ -338,7 +326,8 @@ class Service:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _check_room(self) -> None:
+    def check_room(self) -> None:
+        """Raises BusyError if too many requests wait."""
         if self.results.are_full:
             self.results.forget_old()
         if self.results.are_full:
@@ -353,31 +342,41 @@ class Service:
             remedy = "it has no saved weights: start a new run" if saved is None else f"go on from {saved.path}"
             run.lost = f"the ranks of the server ended, and with them the state of the run {name}; {remedy}"
             for kept in run.kept:
-                self.samplers.pop(kept, None)
+                self.samplers.table.pop(kept, None)
             run.kept.clear()
 
     async def stop(self) -> list[str]:
         """Saves all runs and ends the ranks.
 
         Returns:
-            The paths of the saved weights.
+            The paths of the saved weights, or why there are none.
         """
         if self.is_stopping:
             return []
         self.is_stopping = True
+        try:
+            return await self._save_all()
+        finally:
+            self.ranks.submit(Stop())
+
+    async def _save_all(self) -> list[str]:
         paths = []
-        for name, run in self.runs.items():
+        for name, run in [*self.runs.items()]:
             if run.lost:
                 continue
             body = SaveBody(model_id=name, seq_id=run.next, user_metadata=run.user_metadata)
-            saved = self.saved.new(name, "weights", f"stopped-{run.next - 1}", run.shape, body)
-            await asyncio.wrap_future(self.ranks.submit(Save(name, str(saved.folder), True, about(saved))))
+            try:
+                saved = self.saved.new(name, "weights", f"stopped-{run.next - 1}", run.shape, body)
+                await asyncio.wrap_future(self.ranks.submit(Save(name, str(saved.folder), True, about(saved))))
+            except (InputError, RefusedError, RanksLostError) as error:
+                paths.append(f"nothing of {name}: {error}")
+                continue
             self.saved.add(saved)
             paths.append(saved.path)
-        self.ranks.submit(Stop())
         return paths
 
-    def _session(self, name: str) -> Session:
+    def session(self, name: str) -> Session:
+        """A session. Raises UnknownError if there is none."""
         if name not in self.sessions:
             raise UnknownError(f"there is no session {name!r}: it has ended, or the server was started again")
         return self.sessions[name]

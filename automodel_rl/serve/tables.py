@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automodel_rl.serve.messages import RunShape
+from automodel_rl.serve.saved_weights import Saved
 
 
 class UnknownError(Exception):
@@ -57,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to sample from: kept under a name, or saved under a path, or those of the base model."""
+    """Weights to sample from: kept under a name, or saved, or those of the base model."""
 
     kept: str | None = None
-    path: str | None = None
+    saved: Saved | None = None

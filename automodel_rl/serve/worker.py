@@ -6,7 +6,6 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from automodel_rl.config import OptimizerConfig, ServeConfig
@@ -30,6 +29,7 @@ from automodel_rl.serve.messages import (
     Refused,
     Sample,
     Save,
+    Spoil,
     Stop,
     StopAsked,
 )
@@ -62,12 +62,15 @@ class Worker:
         self.sampler = Sampler(config, self.engine, tokenizer)
         self._shown: tuple[str | None, str | None] | None = None
 
-    def work(self) -> None:
-        """Runs jobs until one asks to stop. A collective."""
+    def work(self, signals: list[int]) -> None:
+        """Runs jobs until one asks to stop. A collective.
+
+        Args:
+            signals: gets every signal to stop.
+        """
         server = _connect() if dist.get_rank() == 0 else None
         if server is not None:
             server.send(Ready(self.handle.config.vocab_size))
-        signals = _noted_signals()
         while True:
             if signals and server is not None:
                 signals.clear()
@@ -105,6 +108,8 @@ class Worker:
                 return self.runs.create(run, shape)
             case ForwardBackward():
                 return self.runs.forward_backward(job)
+            case Spoil(run):
+                return self.runs.spoil(run)
             case OptimizerStep(run, settings):
                 return self.runs.optimizer_step(run, settings)
             case Save(run, folder, for_training, about):
@@ -147,5 +152,5 @@ def _connect() -> Connection:
 
 def serve_rank(config: ServeConfig) -> None:
     """Runs this rank to the end of the service."""
-    torch.manual_seed(0)
-    Worker(config).work()
+    signals = _noted_signals()  # also while the model is loaded
+    Worker(config).work(signals)

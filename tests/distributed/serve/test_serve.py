@@ -16,6 +16,7 @@ from tinker import types
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from automodel_rl.config import LoraConfig
 from automodel_rl.serve.saved_weights import SavedWeights
 from tests.services import Service, datum, of_loss, write_model
 
@@ -50,7 +51,7 @@ def make_service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def folder_of(service: Service, path: str) -> Path:
-    return SavedWeights(service.key_file.parent / "weights", math.inf)[path].folder
+    return SavedWeights(service.key_file.parent / "weights", math.inf, LoraConfig(), "")[path].folder
 
 
 def plain_loss(name: str, settings: dict[str, float], logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
@@ -183,6 +184,47 @@ def test_a_sampler_keeps_its_weights_and_its_log_probabilities_are_those_of_trai
     assert (stopped.tokens, stopped.stop_reason) == (before[0].tokens[:1], "stop")
 
 
+def test_a_loss_of_the_clients_own_trains_by_its_derivatives(service: Service) -> None:
+    data = [of_loss(datum(length, length), "weights") for length in LENGTHS[:3]]
+
+    def squares(_: list[types.Datum], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        return torch.stack([(one**2).sum() for one in logprobs]).sum(), {}
+
+    custom, given = service.run(seed=4), service.run(seed=4)
+    custom.forward_backward_custom(data, squares).result()
+    logprobs = [out["logprobs"].to_numpy() for out in given.forward(data, "cross_entropy").result().loss_fn_outputs]
+    weighted = [
+        types.Datum(
+            model_input=one.model_input,
+            loss_fn_inputs={"target_tokens": one.loss_fn_inputs["target_tokens"], "weights": (-2 * values).tolist()},
+        )
+        for one, values in zip(data, logprobs, strict=True)
+    ]
+    given.forward_backward(weighted, "cross_entropy").result()
+    norms = [run.optim_step(types.AdamParams()).result().metrics["grad_norm:mean"] for run in (custom, given)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert norms[0] > 1
+
+
+def test_weights_that_are_saved_again_are_those_that_are_sampled_from(service: Service) -> None:
+    run = service.run(seed=6)
+    found = []
+    for seed in (70, 80):
+        numbers(run, seed, 1)
+        path = run.save_weights_for_sampler("again").result().path
+        sampler = service.client().create_sampling_client(model_path=path).result()
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints(list(range(9)))).result()
+        asked = types.SamplingParams(max_tokens=4, seed=1)
+        sampled = sampler.sample(types.ModelInput.from_ints(list(range(9))), 1, asked).result().sequences[0]
+        found.append((scored, sampled.logprobs))
+        if seed == 70:
+            first = sampler
+    with pytest.raises(Exception, match="deleted or overwritten"):
+        first.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
+
+
 def test_what_is_not_served_fails_its_request_alone(service: Service) -> None:
     run = service.run()
     good = of_loss(datum(5, 0), "weights")
@@ -198,8 +240,14 @@ def test_what_is_not_served_fails_its_request_alone(service: Service) -> None:
     for future, text in sent:
         with pytest.raises(tinker.TinkerError, match=text):
             future.result()
-    assert run.optim_step(types.AdamParams()).result().metrics["skipped:max"] == 0
     assert math.isfinite(last.result().metrics["loss:sum"])
+    with pytest.raises(tinker.TinkerError, match="a forward_backward before this optim_step failed"):
+        run.optim_step(types.AdamParams()).result()
+    assert run.optim_step(types.AdamParams()).result().metrics == {"skipped:max": 1.0, "grad_norm:mean": 0.0}
+    run.forward_backward([of_loss(datum(5, 0, weights=[3e38] * 5), "weights")], "cross_entropy").result()
+    assert run.optim_step(types.AdamParams()).result().metrics == {"skipped:max": 1.0}
+    run.forward_backward([good], "cross_entropy").result()
+    assert run.optim_step(types.AdamParams()).result().metrics["skipped:max"] == 0
 
 
 def test_runs_go_on_from_saved_weights_after_a_rank_and_after_the_server_is_killed(model: Path, tmp_path: Path) -> None:
@@ -221,6 +269,7 @@ def test_runs_go_on_from_saved_weights_after_a_rank_and_after_the_server_is_kill
         after_rank = numbers(resumed, 60, 2)
         assert after_rank == undisturbed[len(undisturbed) // 3 :]
         os.kill(service.job.process.pid, signal.SIGKILL)
+        service.job.process.wait()
     with Service(tmp_path, model) as service:
         resumed = service.client().create_training_client_from_state_with_optimizer(path).result()
         assert numbers(resumed, 60, 2) == after_rank

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from automodel_rl.config import LoraConfig, ModelConfig, ServeConfig, ServeLimitsConfig
 from automodel_rl.serve.app import make_app
-from automodel_rl.serve.messages import ForwardBackward, Job, LossResult, OptimizerStep, Sample, Sampled
+from automodel_rl.serve.messages import ForwardBackward, Job, LossResult, OptimizerStep, Sample, Sampled, Spoil
 from automodel_rl.serve.saved_weights import SavedWeights
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.wire import INT64, MESSAGES
@@ -66,7 +66,7 @@ def make_client(tmp_path: Path, ranks: Answering) -> TestClient:
         microbatch_tokens=32,
         limits=ServeLimitsConfig(body_mib=0.05, runs=3, sequences=20),
     )
-    service = Service(config, ranks, SavedWeights(tmp_path, 1e9))  # type: ignore[arg-type]
+    service = Service(config, ranks, SavedWeights(tmp_path, 1e9, LoraConfig(rank=8), "base"))  # type: ignore[arg-type]
     return TestClient(make_app(service, config, KEY), headers={"X-API-Key": KEY})
 
 
@@ -206,7 +206,28 @@ def test_broken_requests_are_refused_and_lose_nothing(client: TestClient, ranks:
             failed = result(client, post(client, "forward_backward", sent)).json()
             assert failed["category"] == "user"
             assert failed["error"]
+            assert ranks.jobs[-1] == Spoil(good.run)  # else the next optimizer step would go without it
         good.step()
+
+
+def test_arrays_that_a_loss_does_not_read_may_be_anything(client: TestClient, ranks: Answering) -> None:
+    with client:
+        good = GoodClient(client)
+        message = MESSAGES["Request"].FromString(training(good.run, good.turn()))
+        extra = message.data[0].inputs["mask"]
+        extra.dense, extra.dtype = np.ones(99, np.float32).tobytes(), 1
+        sent = post(client, "forward_backward", message.SerializeToString())
+        assert result(client, sent).headers["content-type"] == "application/x-protobuf"
+        assert isinstance(ranks.jobs[-1], ForwardBackward)
+        assert ranks.jobs[-1].data[0].inputs.keys() == {"target_tokens", "weights"}
+
+
+@pytest.mark.parametrize("name", [".", "..", ".hidden", "a/b", "", "x" * 129])
+def test_names_that_are_no_names_of_folders_are_refused(client: TestClient, name: str) -> None:
+    with client:
+        good = GoodClient(client)
+        body = {"model_id": good.run, "seq_id": 1, "path": name}
+        assert post(client, "save_weights", body).status_code == 400
 
 
 def test_turns_come_in_order_however_they_arrive_and_once(client: TestClient, ranks: Answering) -> None:

@@ -1,0 +1,80 @@
+"""Samplers: what clients sample from, and the jobs that their prompts become."""
+
+from typing import TYPE_CHECKING, Any
+
+from automodel_rl.serve import checks
+from automodel_rl.serve.messages import Job, Prompt, Sample
+from automodel_rl.serve.requests import SampleBody, SamplingSessionBody
+from automodel_rl.serve.tables import UnknownError, Weights
+from automodel_rl.serve.wire import write_samples
+
+if TYPE_CHECKING:
+    from automodel_rl.serve.service import Service
+
+
+class Samplers:
+    """All samplers of the server.
+
+    Args:
+        service: the server's state.
+
+    Attributes:
+        table: the weights of each sampler, by its name.
+    """
+
+    def __init__(self, service: "Service"):
+        self.service, self.config = service, service.config
+        self.table: dict[str, Weights] = {}
+
+    def create(self, body: SamplingSessionBody) -> dict[str, Any]:
+        self.service.session(body.session_id)
+        name, weights = f"{body.session_id}:sample:{body.sampling_session_seq_id}", Weights()
+        if body.model_path is None:
+            checks.check_base_model(body.base_model, self.config)
+        else:
+            weights = Weights(saved=self.service.saved.usable(body.model_path))
+        self.table[name] = weights
+        return {"sampling_session_id": name}
+
+    def describe(self, name: str) -> dict[str, Any]:
+        weights = self._sampler(name)
+        path = None if weights.saved is None else weights.saved.path
+        return {"sampler_id": name, "base_model": self.config.base_name, "model_path": path}
+
+    def sample(self, body: SampleBody) -> dict[str, Any]:
+        weights = self._sampler(body.sampling_session_id)
+        request = f"{body.sampling_session_id}:{body.seq_id}"
+        names = [f"{request}:{number}" for number in range(body.num_samples)]
+        if request not in self.service.results:
+            prompt = checks.prompt_of(body, self.config, self.service.ranks.vocab_size)
+            self.service.check_room()
+            self.service.start(
+                request, None, self._sample_job(weights, [prompt]), lambda answer: write_samples(answer[0])
+            )
+        return {"request_id": request, "sample_sequence_ids": names}
+
+    def _sample_job(self, weights: Weights, prompts: list[Prompt]) -> Job:
+        if weights.saved is None:
+            return Sample(weights.kept, None, None, prompts)
+        return Sample(None, str(weights.saved.folder), weights.saved.shape, prompts)
+
+    def _sampler(self, name: str) -> Weights:
+        if name not in self.table:
+            raise UnknownError(f"there is no sampler {name!r}: create a sampling client")
+        weights = self.table[name]
+        if weights.saved is not None and not self.service.saved.is_current(weights.saved):
+            raise UnknownError(
+                f"the weights {weights.saved.path} of the sampler {name!r} were deleted or overwritten: create a new "
+                "sampling client"
+            )
+        owner = name.partition(":kept:")[0]
+        if (
+            weights.kept is not None
+            and owner in self.service.runs
+            and weights.kept not in self.service.runs[owner].kept
+        ):
+            raise UnknownError(
+                f"the weights of the sampler {name!r} are gone: a run keeps its newest "
+                f"{self.config.limits.samplers_of_run} without a name (limits.samplers_of_run); save them with one"
+            )
+        return weights
