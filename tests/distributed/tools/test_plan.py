@@ -50,20 +50,14 @@ def allocate(model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerC
     handle = ModelHandle.from_pretrained(model, parallel)
     engine = Engine(handle, optimizer)
     rows = [pack_microbatch(make_sequences(2, m)) for m in range(3)]
-    gradients: list[int] = []
-    update = engine._optimizer_step
-
-    def watch(lr: float, norm: float) -> None:
-        trained = [p for part in handle.parts for p in part.parameters() if p.grad is not None]
-        gradients.append(sum(local_tensor(p.grad).nbytes for p in trained))
-        update(lr, norm)
-
-    engine._optimizer_step = watch
-    engine.train_step(rows, sft_loss)
+    engine.forward_backward(rows, sft_loss)
+    trained = [p for part in handle.parts for p in part.parameters() if p.grad is not None]
+    gradients = sum(local_tensor(p.grad).nbytes for p in trained)
+    engine.optimizer_step()
     return Allocated(
         handle.layout.pp_rank,
         sum(local_tensor(p.detach()).nbytes for part in handle.parts for p in part.parameters()),
-        gradients[0],
+        gradients,
         sum(local_tensor(moment).nbytes for moment in engine.optimizer.moments()),
     )
 
