@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import cast, get_args
 
 import automodel_rl
-from automodel_rl.config import ALGORITHMS, GRPOConfig, config_of_model, load_config, load_serve_config
+from automodel_rl.config import (
+    ALGORITHMS,
+    GRPOConfig,
+    RayConfig,
+    RunConfig,
+    config_of_model,
+    load_config,
+    load_serve_config,
+)
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.lifeline import hold_lifeline
@@ -71,6 +79,7 @@ def _train(algorithm: str, arguments: list[str]) -> int:
         sys.path.append(os.getcwd())  # a config's loss_function may be there; rewards and other ranks look there, too
     path, rest = _config_file(algorithm, arguments)
     resume, rest = _take_resume(rest)
+    launcher, rest = _take_launcher(rest)
     max_minutes, overrides = _take_minutes(rest)
     config = load_config(path, overrides, algorithm)
     # Checked once for all ranks: by the launcher, before they import anything heavy, or by torchrun's first rank.
@@ -85,11 +94,24 @@ def _train(algorithm: str, arguments: list[str]) -> int:
         from automodel_rl.data.chat import check_chats  # imports torch, which errors found above need not wait for
 
         check_chats(config, chats)
+    on_ray = RayConfig() if launcher == "ray" and config.launch.ray is None else config.launch.ray
+    if not is_rank() and on_ray is not None and launcher != "local":
+        return _run_on_ray(config, on_ray, [algorithm, *arguments])
     if not is_rank() and config.world_size > 1:
         print(f"starting {config.world_size} ranks ...", flush=True)
         command = [sys.executable, "-m", "automodel_rl", algorithm, *arguments]
         return run_local_ranks(command, config.world_size, Path(config.output) / FLIGHTS)
     return guard(lambda: getattr(automodel_rl, TRAINERS[algorithm])(config, resume, max_minutes).train())
+
+
+def _run_on_ray(config: RunConfig, settings: RayConfig, arguments: list[str]) -> int:
+    try:
+        from automodel_rl.ray.job import run_on_ray
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"a Ray cluster needs {error.name}, which is not installed: pip install 'automodel-rl[ray]'"
+        ) from None
+    return run_on_ray(config, settings, arguments)
 
 
 def _serve(arguments: list[str]) -> int:
@@ -114,6 +136,13 @@ def _take_resume(arguments: list[str]) -> tuple[str, list[str]]:
     if given not in (None, "auto", "never") and not Path(given).is_dir():
         raise InputError(f"--resume {given}: is neither auto, never nor the folder of a checkpoint")
     return given or "never", rest
+
+
+def _take_launcher(arguments: list[str]) -> tuple[str | None, list[str]]:
+    launcher, rest = _take_option("--launcher", arguments)
+    if launcher not in (None, "ray", "local"):
+        raise InputError(f"--launcher {launcher}: use ray or local")
+    return launcher, rest
 
 
 def _take_minutes(arguments: list[str]) -> tuple[float | None, list[str]]:

@@ -313,7 +313,9 @@ def _run(request: _Request, descriptors: list[int]) -> None:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     random.seed()
     ours = importlib.import_module("tests.warm")
-    importlib.import_module("automodel_rl.launch.local").subprocess = types.SimpleNamespace(Popen=ours.ForkedRank)
+    importlib.import_module("automodel_rl.launch.rank_processes").subprocess = types.SimpleNamespace(
+        Popen=ours.ForkedRank
+    )
     ours.start_children_warm()
     sys.argv = ["", *request.arguments[1:]]
     runpy.run_module(request.arguments[0], run_name="__main__", alter_sys=True)

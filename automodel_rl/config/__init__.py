@@ -13,6 +13,7 @@ from automodel_rl.config.data import (
 from automodel_rl.config.dpo import DPOConfig
 from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.keys import Key, describe_keys
+from automodel_rl.config.launch import LaunchConfig, RayConfig
 from automodel_rl.config.load import (
     ALGORITHMS,
     completed,
@@ -46,6 +47,7 @@ __all__ = [
     "KLConfig",
     "Key",
     "LanguageComponent",
+    "LaunchConfig",
     "LengthConfig",
     "LoraConfig",
     "MemoryConfig",
@@ -61,6 +63,7 @@ __all__ = [
     "PolicyBatchConfig",
     "PolicyLossConfig",
     "PromptDataConfig",
+    "RayConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

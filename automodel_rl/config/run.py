@@ -7,6 +7,7 @@ from pydantic import Field, ValidationError, model_validator
 from automodel_rl.config.base import PathText, Positive, Section
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.data import CommonBatchConfig, SourcesConfig
+from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
@@ -130,6 +131,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     failures: FailuresConfig = FailuresConfig()
+    launch: LaunchConfig = LaunchConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property

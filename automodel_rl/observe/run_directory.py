@@ -29,7 +29,7 @@ FIRST_FILES = {"checkpoints", ".config.yaml.unfinished"}
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
 MAY_DIFFER = (
-    *("length.", "output", "observe.", "checkpoint.", "failures."),
+    *("length.", "output", "observe.", "checkpoint.", "failures.", "launch"),
     *("parallel", "components", "memory.", "batch.microbatch_tokens", "data.validation", "data.num_workers"),
     *("optimizer.lr", "optimizer.warmup_", "optimizer.decay", "optimizer.min_lr_ratio", "optimizer.weight_decay"),
     *("optimizer.groups", "optimizer.max_grad_norm", "optimizer.max_skipped_steps", "model.attention"),

@@ -31,13 +31,14 @@ TRAINING = """\
 CONFIG.yaml is a config file; any of its keys may follow as --dotted.key value. The command starts as many local ranks
 as the layout asks for, or joins torchrun's.
 
+  --launcher ray       places the ranks on a Ray cluster, as launch.ray says; local ignores launch.ray
   --resume auto        goes on with the run in the output folder, from its newest whole checkpoint
   --resume CHECKPOINT  goes on from that one, perhaps of another run, in another output folder
   --max-minutes M      saves and stops in time for the end of a batch job
   --help WORDS         shows only keys with these words, such as --help optimizer"""
 
-_TRAIN = ("CONFIG.yaml [--resume auto|never|CHECKPOINT] [--max-minutes M] [--dotted.key value ...]", TRAINING)
-_OF_TRAINING = ("--resume", "--max-minutes", "--help")
+_TRAIN = ("CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] [--dotted.key value ...]", TRAINING)
+_OF_TRAINING = ("--resume", "--launcher", "--max-minutes", "--help")
 
 
 def _training(brief: str) -> Command:

@@ -1,0 +1,41 @@
+"""What starts the ranks of a run."""
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from automodel_rl.config.base import Positive, Section
+
+
+class RayConfig(Section):
+    """A Ray cluster that places the ranks on its nodes."""
+
+    address: str = "auto"
+    """The cluster: auto for that of this machine, HOST:PORT of its head, or local to start one on this machine for the
+    run alone."""
+
+    ranks_per_node: Positive | None = None
+    """Number of ranks on each node. null takes the largest that enough nodes have GPUs for, or processors if the
+    cluster has no GPUs."""
+
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often in a row a job that fails is started again from its newest checkpoint. A new checkpoint sets the count
+    back to 0."""
+
+    wait_minutes: Annotated[float, Field(ge=0)] = 30.0
+    """Longest wait for free nodes, at the start and before a restart."""
+
+    @field_validator("address")
+    @classmethod
+    def _not_a_client(cls, address: str) -> str:
+        if "://" in address:
+            raise ValueError(
+                f"{address!r} is the address of a Ray client, which cannot place ranks: run on a machine of the "
+                "cluster, with auto or HOST:PORT"
+            )
+        return address
+
+
+class LaunchConfig(Section):
+    ray: RayConfig | None = None
+    """A Ray cluster to run on. null: ranks are processes of this machine, or those that torchrun has started."""

@@ -1,0 +1,194 @@
+"""Ranks as processes of this machine: started, watched, and ended together."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_rl.errors import EXIT_FAILURE
+from automodel_rl.launch.flight import last_place, left_flight
+from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
+from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, first_cause, read_records
+
+GRACE_SECONDS = 3.0
+"""Longest wait for the records of other ranks once one rank has failed."""
+
+NOTICE_SECONDS = 0.5
+"""A record that is older than the end of a killed rank by so much is not a consequence of that end."""
+
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Share:
+    """A machine's share of a job's ranks, and where all ranks of the job meet.
+
+    Attributes:
+        first: the first rank of the share.
+        count: number of ranks of the share.
+        world_size: number of ranks of the job.
+        address: host name or address of rank 0's machine.
+        port: TCP port on which rank 0 listens.
+    """
+
+    first: int
+    count: int
+    world_size: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How the ranks of a failed job ended.
+
+    Attributes:
+        records: what failed ranks have left.
+        silent: what is known of ranks that have left no record, in the order of their ends.
+        tail: the last output of the first silent rank.
+        was_killed: whether the first silent rank was killed.
+        noticed: the time at which the first end was noticed, by the wall clock.
+    """
+
+    records: list[FailureRecord]
+    silent: list[FailureRecord]
+    tail: str
+    was_killed: bool
+    noticed: float
+
+    @property
+    def cause(self) -> FailureRecord:
+        """The record that says why the job failed: of a silent rank, unless another rank tells a cause of its own."""
+        return self.silent[0] if self.is_silent else first_cause(self.records)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a rank that left no record was the first to fail: it was killed, or crashed."""
+        earlier = [record for record in self.records if record.time < self.noticed - NOTICE_SECONDS]
+        causes = earlier if self.was_killed else self.records
+        return bool(self.silent) and all(record.is_lost_peer for record in causes)
+
+
+class RankProcesses:
+    """The ranks of a share.
+
+    Args:
+        folder: gets their output and their records.
+        flights: folder in which ranks keep the files of their flight recorders, if they do.
+    """
+
+    def __init__(self, folder: Path, flights: Path | None):
+        self.folder, self.flights = folder, flights
+        self.share = Share(0, 0, 0, "", 0)
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], share: Share, environment: Mapping[str, str], *, shown: int | None) -> None:
+        """Starts every rank of the share.
+
+        Args:
+            command: the command that runs a rank.
+            share: which ranks.
+            environment: their environment, except what says which rank each one is.
+            shown: a rank that shares this process's terminal. The others write to files.
+        """
+        self.share, self.started = share, time.time()
+        their_end, self.our_end = os.pipe()
+        shared = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // share.count)),
+            **environment,
+            "WORLD_SIZE": str(share.world_size),
+            "LOCAL_WORLD_SIZE": str(share.count),
+            "MASTER_ADDR": share.address,
+            "MASTER_PORT": str(share.port),
+            RECORD_FOLDER_VARIABLE: str(self.folder),
+            LIFELINE_VARIABLE: str(their_end),
+        }
+        for local_rank in range(share.count):
+            rank = share.first + local_rank
+            with contextlib.nullcontext() if rank == shown else self.log(rank).open("w") as log:
+                process = subprocess.Popen(
+                    command,
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[their_end],
+                    start_new_session=True,  # a terminal's Ctrl-C reaches only us, and we pass it on once
+                )
+            self.processes.append(process)
+        os.close(their_end)
+
+    def log(self, rank: int) -> Path:
+        """The file with the output of a rank that does not share the terminal."""
+        return self.folder / f"rank_{rank}.log"
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to all ranks that are alive."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    @property
+    def exit_code(self) -> int | None:
+        """0 if every rank has ended well, 1 if any has failed, None if ranks are at work."""
+        codes = [process.poll() for process in self.processes]
+        if any(code not in (None, 0) for code in codes):
+            return EXIT_FAILURE
+        return 0 if all(code == 0 for code in codes) else None
+
+    def end(self) -> Ends:
+        """Ends all ranks, once others than the first that failed had time to leave their records."""
+        dead, noticed = self._dead(), time.time()
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+            time.sleep(0.05)
+            dead += [place for place in self._dead() if place not in dead]
+        self.kill()
+        records = read_records(self.folder)
+        silent = [place for place in dead if self.share.first + place not in records]
+        return Ends(
+            [*records.values()],
+            [self._record_of(place) for place in silent],
+            self._tail(silent[0]) if silent else "",
+            bool(silent) and self.processes[silent[0]].returncode == -signal.SIGKILL,
+            noticed,
+        )
+
+    def kill(self) -> None:
+        """Kills all ranks that are alive."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def _dead(self) -> list[int]:
+        return [place for place, process in enumerate(self.processes) if process.poll() not in (None, 0)]
+
+    def _tail(self, place: int) -> str:
+        log = self.log(self.share.first + place)
+        if not log.is_file():
+            return ""
+        return "".join(log.read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:])
+
+    def _record_of(self, place: int) -> FailureRecord:
+        """A record of what is known about a rank that left none."""
+        rank, process = self.share.first + place, self.processes[place]
+        code = process.returncode
+        if code < 0:
+            remedy = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
+            line = f"rank {rank} was ended by {signal.Signals(-code).name}{remedy}"
+        else:
+            line = f"rank {rank} ended with exit code {code} and left no cause"
+        file = left_flight(self.flights, rank, self.started)
+        return FailureRecord(
+            rank,
+            EXIT_FAILURE,
+            f"error: {line}",
+            where="" if file is None else last_place(file),
+            pid=process.pid,
+            flight=str(file or ""),
+        )

@@ -1,0 +1,18 @@
+"""Ranks on a Ray cluster: whole runs, and a policy that another program trains."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from automodel_rl.ray.policy_group import PolicyGroup, PolicyLostError
+
+__all__ = ["PolicyGroup", "PolicyLostError"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'automodel_rl.ray' has no attribute {name!r}")
+    from automodel_rl.launch.quiet import quiet_imports
+
+    with quiet_imports():  # it imports torch, which the command line need not wait for
+        return getattr(importlib.import_module("automodel_rl.ray.policy_group"), name)

@@ -1,0 +1,149 @@
+"""The driver's connection to a Ray cluster, and the nodes that it reserves."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from automodel_rl.config import RayConfig
+from automodel_rl.errors import InputError
+
+NOT_FOR_NODES = ("RAY_", "SLURM_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "TMPDIR")
+"""Beginnings of the names of variables that are of the driver's machine alone."""
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """A connection to the cluster for the block.
+
+    Raises:
+        InputError: no cluster answers.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"launch.ray.address={address}: no Ray cluster answers ({reason}): start one with `ray start --head`, give "
+            "the address of its head, or use local"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes that are reserved for ranks.
+
+    Attributes:
+        group: the placement group, with a bundle for each node.
+        bundle: the resources of each bundle.
+        ranks_per_node: number of ranks on each node.
+        count: number of nodes.
+    """
+
+    group: PlacementGroup
+    bundle: dict[str, float]
+    ranks_per_node: int
+    count: int
+
+    def options(self, node: int, share: int = 1) -> dict[str, Any]:
+        """Options of an actor on a node that has one of `share` equal parts of the node's resources."""
+        return {
+            "num_cpus": self.bundle["CPU"] / share,
+            "num_gpus": self.bundle.get("GPU", 0) / share,
+            "max_restarts": 0,  # a rank that is started again alone finds no peers
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=node),
+        }
+
+
+@contextlib.contextmanager
+def reserved(config: RayConfig, num_ranks: int, own_devices: int = 0) -> Iterator[Nodes]:
+    """Nodes for a job, for the block. Every node is another machine. At the end all actors on them are killed.
+
+    Args:
+        config: the config's section `launch.ray`.
+        num_ranks: number of ranks of the job.
+        own_devices: number of GPUs that the generators of a node have for themselves.
+
+    Raises:
+        InputError: the cluster has no such nodes free, even after the wait.
+    """
+    per_node, bundle = _share(config, num_ranks, own_devices)
+    count = num_ranks // per_node
+    group = placement_group([bundle] * count, strategy="STRICT_SPREAD")
+    try:
+        _wait(group, config.wait_minutes * 60, f"{count} nodes with {_text(bundle)} each")
+        yield Nodes(group, bundle, per_node, count)
+    finally:
+        remove_placement_group(group)
+
+
+def _share(config: RayConfig, num_ranks: int, own_devices: int) -> tuple[int, dict[str, float]]:
+    """Number of ranks of a node, and the resources for them."""
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    has_gpus = any("GPU" in one for one in resources)
+
+    def bundle(per_node: int) -> dict[str, float]:
+        gpus = {"GPU": float(per_node + own_devices)} if has_gpus else {}
+        return {"CPU": float(per_node), **gpus}
+
+    given = config.ranks_per_node
+    if given is not None and num_ranks % given:
+        raise InputError(
+            f"launch.ray.ranks_per_node={given}: does not divide the {num_ranks} ranks of the layout: choose a divisor"
+        )
+    if given is not None:
+        return given, bundle(given)
+    for per_node in range(num_ranks, 0, -1):
+        fitting = [one for one in resources if all(one.get(key, 0) >= n for key, n in bundle(per_node).items())]
+        if num_ranks % per_node == 0 and len(fitting) >= num_ranks // per_node:
+            return per_node, bundle(per_node)
+    raise InputError(
+        f"the layout has {num_ranks} ranks, and the nodes of the Ray cluster have {_text(_sum(resources))} in all: use "
+        "a smaller layout or more nodes, or give launch.ray.ranks_per_node to wait for nodes that are to come"
+    )
+
+
+def _sum(resources: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: sum(one.get(key, 0) for one in resources) for key in ("CPU", "GPU")}
+
+
+def _text(resources: dict[str, float]) -> str:
+    names = {"CPU": "processors", "GPU": "GPUs"}
+    return " and ".join(f"{resources[key]:.0f} {name}" for key, name in names.items() if resources.get(key))
+
+
+SAY_SECONDS = 10.0
+"""Seconds after which a wait for nodes is told of."""
+
+
+def _wait(group: PlacementGroup, seconds: float, wish: str) -> None:
+    if group.wait(min(SAY_SECONDS, max(seconds, 1))):
+        return
+    print(f"waiting for {wish}, up to {seconds / 60:.0f} minutes ...", flush=True)
+    deadline = time.monotonic() + seconds - SAY_SECONDS
+    while time.monotonic() < deadline:
+        if group.wait(1):
+            return
+    free = _text(_sum([ray.available_resources()])) or "nothing"
+    raise InputError(
+        f"the Ray cluster has no {wish} free after {seconds / 60:.0f} minutes (free are {free}): end other jobs, add "
+        "nodes, or use a smaller layout"
+    )
+
+
+def environment_for_nodes() -> dict[str, str]:
+    """The variables of this process that ranks on other machines get where their nodes lack them."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_NODES)}

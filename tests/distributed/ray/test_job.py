@@ -1,0 +1,106 @@
+"""Runs on a Ray cluster of two nodes: the numbers of our own launcher, and what a node that dies leaves."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from automodel_rl.cli import main
+from tests.distributed.trainers.runs import assert_same_weights, metrics_of, settings_of, write
+from tests.processes import Job, run_command
+from tests.ray_nodes import RayNodes
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(name="nodes", scope="module")
+def make_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
+    with RayNodes(tmp_path_factory.mktemp("nodes")) as nodes:
+        yield nodes
+
+
+def command(algorithm: str, config: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "automodel_rl", algorithm, config, *options]
+
+
+def on_ray(nodes: RayNodes) -> list[str]:
+    return ["--launch.ray.address", nodes.address, "--launch.ray.ranks_per_node", "1"]
+
+
+def numbers(output: Path) -> list[dict[str, float]]:
+    """The metrics of a run that do not depend on time."""
+    timed = ("time/", "perf/", "memory/", "rollout/environment_seconds")
+    return [{key: value for key, value in one.items() if not key.startswith(timed)} for one in metrics_of(output)]
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_a_run_on_two_nodes_has_the_numbers_of_our_own_launcher(
+    nodes: RayNodes, workspace: Path, tmp_path: Path, algorithm: str
+) -> None:
+    settings = settings_of(algorithm, workspace, tmp_path / "run", parallel={"pp": 2})
+    config = write(settings, tmp_path)
+    assert run_command(command(algorithm, config)).returncode == 0
+    (tmp_path / "run").rename(tmp_path / "local")
+    ran = run_command(command(algorithm, config, *on_ray(nodes)))
+    assert ran.returncode == 0, ran.stderr
+    assert "starting 2 ranks, 1 on each of 2 nodes" in ran.stdout
+    assert f"step {settings['length']['steps']}/" in ran.stdout, "the driver shows what rank 0 prints"
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "local")
+    assert_same_weights(tmp_path / "local" / "final", tmp_path / "run" / "final")
+
+
+def test_a_run_goes_on_without_a_node_that_dies(nodes: RayNodes, workspace: Path, tmp_path: Path) -> None:
+    settings = settings_of("sft", workspace, tmp_path / "run", parallel={"pp": 2})
+    settings |= {"length": {"steps": 40, "validate_every": None}, "checkpoint": {"every_steps": 2}}
+    config = write(settings, tmp_path)
+    assert run_command(command("sft", config)).returncode == 0
+    (tmp_path / "run").rename(tmp_path / "undisturbed")
+    with Job(command("sft", config, *on_ray(nodes))) as job:
+        assert job.wait_until((tmp_path / "run" / "checkpoints" / "step_4").is_dir), job.stderr
+        nodes.order("remove")
+        assert job.wait_until(lambda: "starting again from step_" in job.stdout), job.stdout + job.stderr
+        nodes.order("add")
+        assert job.finish() == 0, job.stderr
+        assert "is gone: Ray has lost the node or its agent" in job.stderr
+    assert_same_weights(tmp_path / "undisturbed" / "final", tmp_path / "run" / "final")
+
+
+def test_a_failure_that_comes_again_ends_the_run(nodes: RayNodes, workspace: Path, tmp_path: Path) -> None:
+    settings = settings_of("sft", workspace, tmp_path / "run", parallel={"pp": 2})
+    settings |= {"loss_function": "tests.distributed.ray.failing_loss:fail"}
+    options = [*on_ray(nodes), "--launch.ray.restarts", "1"]
+    ran = run_command(command("sft", write(settings, tmp_path), *options))
+    assert ran.returncode == 1
+    assert ran.stdout.count("starting again from the beginning, 1 of at most 1 times") == 1
+    assert "loss of microbatch 0 on stage 1 failed: ValueError: planted (" in ran.stderr.splitlines()[-1]
+
+
+def test_what_cannot_be_placed_is_refused(
+    nodes: RayNodes, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write(settings_of("sft", workspace, tmp_path / "run", parallel={"pp": 2, "dp_shard": 4}), tmp_path)
+    cases = {
+        ("--launch.ray.address", nodes.address): "the layout has 8 ranks, and the nodes of the Ray cluster have 4 proc",
+        ("--launch.ray.address", nodes.address, "--launch.ray.ranks_per_node", "3"): "does not divide the 8 ranks",
+    }
+    for options, message in cases.items():
+        ran = run_command(command("sft", config, *options))
+        assert ran.returncode == 2
+        assert message in ran.stderr.splitlines()[-1]
+    assert main(["sft", config, "--launch.ray.address", "ray://head:10001"]) == 2
+    assert main(["sft", config, "--launcher", "mpi"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "is the address of a Ray client" in first
+    assert second == "error: --launcher mpi: use ray or local"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_policy_trains_from_a_program_without_a_rank(nodes: RayNodes, workspace: Path, tmp_path: Path) -> None:
+    ran = run_command([sys.executable, "-c", POLICY, nodes.address, str(workspace), str(tmp_path)])
+    assert ran.returncode == 0, ran.stderr
+    shutil.rmtree(tmp_path)
+
+
+POLICY = "from tests.distributed.ray.policy import main; main()"
