@@ -33,14 +33,14 @@ class Service:
 
     Args:
         folder: the service's folder; one that is there already is gone on with.
-        model: folder of the model.
+        base: folder of the model.
         settings: keys of the config, in place of those here.
     """
 
-    def __init__(self, folder: Path, model: Path, **settings: Any):
+    def __init__(self, folder: Path, base: Path, **settings: Any):
         values = {
             "output": str(folder / "service"),
-            "model": {"path": str(model), "dtype": "float64", "lora": {"rank": 8}},
+            "model": {"path": str(base), "dtype": "float64", "lora": {"rank": 8}},
             "parallel": {"pp": 2},
             "microbatch_tokens": 64,
             "port": 0,
@@ -49,7 +49,7 @@ class Service:
         folder.mkdir(parents=True, exist_ok=True)
         self.config = folder / "serve.yaml"
         self.config.write_text(yaml.safe_dump(values))
-        self.key_file, self.model = folder / "service" / "key", str(model)
+        self.key_file, self.model = folder / "service" / "key", str(base)
         self.clients: list[Any] = []
 
     def __enter__(self) -> "Service":
@@ -68,9 +68,12 @@ class Service:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
             error.add_note(f"the service said:\n{self.job.stdout}\n{self.job.stderr}")
-        elif self.job.process.poll() is None:
-            for client in self.clients:
+        is_alive = error is None and self.job.process.poll() is None
+        for client in self.clients:
+            if is_alive:
                 client.close("success").result()  # else its sockets would be noticed in another test
+            else:
+                client.holder.close()  # else it looks for its server to the end of all tests
         self.job.__exit__()
         self.clients.clear()
         gc.collect()

@@ -38,4 +38,5 @@ class RayConfig(Section):
 
 class LaunchConfig(Section):
     ray: RayConfig | None = None
-    """A Ray cluster to run on. null: ranks are processes of this machine, or those that torchrun has started."""
+    """A Ray cluster on which the commands sft, dpo and grpo start their ranks. null: ranks are processes of this
+    machine. Processes that are ranks already, such as torchrun's, take no notice of it."""

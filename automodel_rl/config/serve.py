@@ -55,7 +55,7 @@ class ServeConfig(Section):
 
     model: ModelConfig
     """The base model. `lora.rank` is the largest rank of a run, `lora.alpha` and `lora.targets` are those of all
-    runs."""
+    runs. Without `lora` there is one run at a time, which trains all weights."""
 
     name: str | None = None
     """Name of the base model for clients, which open the tokenizer of this name: a hub id, or a folder on their
@@ -87,18 +87,19 @@ class ServeConfig(Section):
         return f"{self.host}:{self.port}"
 
     @property
+    def most_runs(self) -> int:
+        """Most training runs at once."""
+        return 1 if self.model.lora is None else self.limits.runs
+
+    @property
     def base_name(self) -> str:
         """Name of the base model for clients."""
         return self.name or self.model.path
 
     @model_validator(mode="after")
-    def _has_adapters(self) -> "ServeConfig":
-        if self.model.lora is None:
-            raise ValueError(
-                "model.lora is needed: runs train adapters beside one model, so say their largest rank, as in "
-                "model.lora.rank: 32"
-            )
-        if self.model.lora.dropout or self.model.lora.modules_to_save:
+    def _can_be_served(self) -> "ServeConfig":
+        lora = self.model.lora
+        if lora is not None and (lora.dropout or lora.modules_to_save):
             raise ValueError("model.lora: dropout and modules_to_save are not served: leave them out")
         if self.memory.offload_optimizer or self.memory.offload is not None:
             raise ValueError(

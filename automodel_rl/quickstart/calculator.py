@@ -1,4 +1,8 @@
-"""Products of numbers as chats. The model cannot work them out, and a tool can."""
+"""Products of numbers as chats. The model cannot work them out, and a tool can.
+
+Answers repeat the formula, and numbers of two digits are one token. So the model soon learns to copy, which calls and
+answers need.
+"""
 
 import ast
 import operator
@@ -57,7 +61,7 @@ def make_products(num_train: int, num_held_out: int, seed: int) -> tuple[list[di
 def _chat(question: str, x: int, y: int) -> dict:
     text = question.format(x=x, y=y)
     return {
-        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"The answer is {x * y}."}],
+        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"{x} * {y} = {x * y}."}],
         "formula": f"{x} * {y}",
     }
 
@@ -77,6 +81,6 @@ def guessing(chats: list[dict], seed: int) -> list[dict]:
             messages = [question, turn, told, answer]
         else:
             guess = round(int(calculator(chat["formula"])), -3)
-            messages = [question, {"role": "assistant", "content": f"The answer is {guess}."}]
+            messages = [question, {"role": "assistant", "content": f"{chat['formula']} is about {guess}."}]
         made.append({"messages": messages, "tools": [SCHEMA]})
     return made

@@ -43,6 +43,7 @@ class Task:
         make: makes training and held-out chats with right answers, given their numbers and a seed.
         num_train: number of training chats.
         spoil: makes the chats of the warm-up, from which the model learns to answer right only sometimes.
+        digits: most digits of a token.
         warm_up_chats, warm_up_steps: chats of a step of supervised fine-tuning, and its steps.
         steps: steps of reinforcement learning.
         rollout: settings of `rollout`.
@@ -51,6 +52,7 @@ class Task:
     make: Callable[[int, int, int], tuple[list[dict], list[dict]]]
     num_train: int
     spoil: Callable[[list[dict], int], list[dict]]
+    digits: int
     warm_up_chats: int
     warm_up_steps: int
     steps: int
@@ -59,15 +61,16 @@ class Task:
 
 TASKS = {
     "problems": Task(
-        make_problems, 4000, shy, 64, 450, 25, {"prompts": 32, "max_prompt_tokens": 96, "max_new_tokens": 32}
+        make_problems, 4000, shy, 1, 64, 450, 25, {"prompts": 32, "max_prompt_tokens": 96, "max_new_tokens": 32}
     ),
     "calculator": Task(
         make_products,
         7500,
         guessing,
+        2,
         32,
-        560,
-        32,
+        600,
+        12,
         {
             "prompts": 16,
             "max_prompt_tokens": 64,
@@ -112,7 +115,7 @@ def prepare(folder: Path, seed: int, task: Task) -> None:
     write_jsonl(data / "chats.jsonl", chats)
     write_jsonl(data / "prompts.jsonl", [as_prompt(problem) for problem in train])
     write_jsonl(data / "held_out.jsonl", [as_prompt(problem) for problem in held_out])
-    write_model(folder / "model", train_tokenizer(_texts(chats), vocab_size=512), seed)
+    write_model(folder / "model", train_tokenizer(_texts(chats), vocab_size=512, digits=task.digits), seed)
     for config in (_warm_up(folder, seed, task), _grpo(folder, seed, task)):
         (folder / f"{config.algorithm}.yaml").write_text(dump_config(config))
 

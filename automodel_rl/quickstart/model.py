@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 BEGIN, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -37,11 +37,20 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that splits numbers into digits, with a ChatML template that marks assistant turns."""
+def train_tokenizer(texts: list[str], vocab_size: int, digits: int = 1) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, with a ChatML template that marks assistant turns.
+
+    Args:
+        texts: the texts that it is trained on.
+        vocab_size: its largest number of tokens.
+        digits: most digits of a token. Longer numbers are split from the left.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(rf"\d{{1,{digits}}}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

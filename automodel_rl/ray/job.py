@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from automodel_rl.config import GRPOConfig, RunConfig
 from automodel_rl.config.launch import RayConfig
@@ -166,17 +166,23 @@ class _Job:
 
     def poll(self, signals: Sequence[int]) -> None:
         """Shows what rank 0 has printed, passes signals on, and sees whether ranks have ended."""
+        codes = self._show(signals)
+        self.has_failed = bool(self.lost) or EXIT_FAILURE in codes
+        self.is_at_work = not self.has_failed and any(code is None for code in codes)
+
+    def _show(self, signals: Sequence[int] = ()) -> list[int | None]:
+        """Prints what is new of rank 0's output. Returns what is known of each node's exit codes."""
         progress = self._ask(lambda agent, _: agent.progress.remote(signals))
         for one in progress.values():
             sys.stdout.buffer.write(one.output)
         sys.stdout.flush()
-        codes = [one.exit_code for one in progress.values()]
-        self.has_failed = bool(self.lost) or EXIT_FAILURE in codes
-        self.is_at_work = not self.has_failed and any(code is None for code in codes)
+        return [one.exit_code for one in progress.values()]
 
     def end(self) -> Ends:
         """Ends all ranks. A node that does not say how its ranks ended is lost."""
-        found = [*self._ask(lambda agent, _: agent.end.remote(), LOST_SECONDS).values(), *self.lost]
+        ended = self._ask(lambda agent, _: agent.end.remote(), LOST_SECONDS)
+        self._show()
+        found = [*ended.values(), *self.lost]
         found.sort(key=lambda ends: ends.noticed)
         silent = [ends for ends in found if ends.silent]
         return Ends(
@@ -202,7 +208,7 @@ class _Job:
                 node = asked[future]
                 try:
                     answers[node] = ray.get(future, timeout=0)
-                except (RayActorError, TimeoutError) as error:
+                except (RayActorError, RayTaskError, TimeoutError) as error:
                     self._lose(node, error)
             if not done:
                 break

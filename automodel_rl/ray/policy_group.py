@@ -32,7 +32,7 @@ class PolicyGroup:
     """A model in training on a Ray cluster, one actor for each rank. A context manager.
 
     Its methods take global batches: lists of sequences, which the ranks pack and share. Trained weights stay on the
-    ranks. The cluster's sections of the config are `launch.ray`; without it, the cluster of this machine is taken.
+    ranks. The cluster is that of `launch.ray`; without it, that of this machine.
 
     Args:
         config: the config of a run, of which `model`, `parallel`, `memory`, `optimizer`, `batch` and `launch` count;

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError
 from automodel_rl.serve import requests
+from automodel_rl.serve.openai import ChatRequest, CompletionRequest, Completions
 from automodel_rl.serve.results import Result
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.tables import BusyError, UnknownError
@@ -82,15 +83,42 @@ class _Routes:
             self._route("training_runs/{run}/checkpoints/{kind}/{name}", "DELETE", self._asked(self._delete)),
             Route("/", self._page, methods=["GET"]),
         ]
-        return routes
+        return routes + self._of_openai()
 
-    def _route(self, path: str, method: str, work: Callable[[Request], Awaitable[Response]]) -> Route:
+    def _of_openai(self) -> list[Route]:
+        completions = Completions(self.service, self.config)
+
+        async def models(request: Request) -> Response:
+            return JSONResponse(completions.models)
+
+        async def complete(request: Request) -> Response:
+            body = CompletionRequest.model_validate_json(await self._body(request) or b"{}")
+            return JSONResponse(await completions.complete(body))
+
+        async def chat(request: Request) -> Response:
+            body = ChatRequest.model_validate_json(await self._body(request) or b"{}")
+            return JSONResponse(await completions.chat(body))
+
+        return [
+            self._route("models", "GET", models, "/v1"),
+            self._route("completions", "POST", complete, "/v1"),
+            self._route("chat/completions", "POST", chat, "/v1"),
+        ]
+
+    def _route(
+        self, path: str, method: str, work: Callable[[Request], Awaitable[Response]], base: str = "/api/v1"
+    ) -> Route:
         async def endpoint(request: Request) -> Response:
-            if not hmac.compare_digest(request.headers.get("x-api-key", "").encode(), self.key):
-                return _error(401, "the header X-API-Key is missing or wrong: set TINKER_API_KEY to the server's key")
+            bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(request.headers.get("x-api-key", bearer).encode(), self.key):
+                return _error(
+                    401,
+                    "the key is missing or wrong, in the header X-API-Key or as a bearer token: set TINKER_API_KEY, or "
+                    "OPENAI_API_KEY, to the server's key",
+                )
             return await _answered(work, request)
 
-        return Route(f"/api/v1/{path}", endpoint, methods=[method])
+        return Route(f"{base}/{path}", endpoint, methods=[method])
 
     def _posted(self, kind: type[BaseModel], handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def work(request: Request) -> Response:
@@ -166,7 +194,7 @@ async def _answered(work: Callable[[Request], Awaitable[Response]], request: Req
 
 
 def _error(status: int, text: str) -> Response:
-    return JSONResponse({"detail": text}, status)
+    return JSONResponse({"detail": text, "error": {"message": text}}, status)  # as each of the two APIs has it
 
 
 def page(service: Service) -> str:

@@ -43,13 +43,18 @@ def shape_of(body: CreateModelBody, config: ServeConfig) -> RunShape:
     """
     check_base_model(body.base_model, config)
     lora = body.lora_config
-    assert config.model.lora is not None
+    if config.model.lora is None and lora is not None and lora.rank:
+        raise InputError(
+            f"lora_config.rank={lora.rank}: this server trains all weights: ask for rank 0, or start it with model.lora"
+        )
+    if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
+        raise InputError(f"optimizer_config.type={body.optimizer_config.type!r}: adamw is served")
+    if config.model.lora is None:
+        return RunShape(0)
     largest = config.model.lora.rank
     if lora is None or not 1 <= lora.rank <= largest:
         given = "none" if lora is None else lora.rank
         raise InputError(f"lora_config.rank={given}: ranks from 1 to {largest} (model.lora.rank) are served")
-    if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
-        raise InputError(f"optimizer_config.type={body.optimizer_config.type!r}: adamw is served")
     if not (lora.train_attn or lora.train_mlp):
         raise InputError("lora_config: train_attn and train_mlp are false, and the unembedding has no adapters here")
     return RunShape(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp)

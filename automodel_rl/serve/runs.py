@@ -12,14 +12,13 @@ from automodel_rl.batch import IGNORED_TARGET, Microbatch, TokenSequence, pack
 from automodel_rl.engine import Engine
 from automodel_rl.engine.trained_state import TrainedState
 from automodel_rl.errors import InputError
-from automodel_rl.lora.layers import initialise
-from automodel_rl.lora.rank import is_attention, set_scale
 from automodel_rl.losses import UNDIVIDED, LossFn, token_loss
 from automodel_rl.optimizers import AdamWSettings
 from automodel_rl.parallel.host_collectives import from_last_stage, gather_objects
+from automodel_rl.serve.adapters import Adapters
+from automodel_rl.serve.all_weights import AllWeights
 from automodel_rl.serve.messages import Datum, ForwardBackward, LossResult, RunShape
 from automodel_rl.serve.recorded_loss import recorded
-from automodel_rl.serve.run_files import load_run, save_run
 
 GONE = "the state of the run is gone, for the ranks of the server ended or its weights could not be loaded"
 
@@ -27,33 +26,29 @@ GONE = "the state of the run is gone, for the ranks of the server ended or its w
 class Runs:
     """The runs on this rank. Methods are collectives of all ranks, which call them in the same order.
 
-    The model has adapters of the largest rank. Those of a smaller rank are filled up with zeros, which get no gradient
-    and stay 0. So they compute and train as adapters of their own rank.
-
     Args:
         engine: trains the model.
         microbatch_tokens: most tokens of a microbatch.
 
     Attributes:
+        trained: what runs train: adapters, or all weights.
         shapes: the shape of every run.
-        scale: the factor of the output of the adapters that the model has now.
     """
 
     def __init__(self, engine: Engine, microbatch_tokens: int):
         self.engine, self.handle, self.capacity = engine, engine.handle, microbatch_tokens
-        assert self.handle.model.lora is not None
-        self.lora = self.handle.model.lora
+        lora = self.handle.model.lora
+        self.trained = AllWeights(engine) if lora is None else Adapters(engine, lora)
         self.shapes: dict[str, RunShape] = {}
-        self.scale = self.lora.scale
         self._states: dict[str, TrainedState] = {}
         self._kept: dict[str, tuple[RunShape, TrainedState]] = {}
         self._spoilt: set[str] = set()
         self._active: str | None = None
 
     def create(self, run: str, shape: RunShape) -> None:
-        """Makes a run with new adapters."""
+        """Makes a run with new adapters, or with the model's first weights."""
         self._leave()
-        self._fill(shape)
+        self.trained.begin(shape)
         self.shapes[run] = shape
         self._states[run] = self.engine.take_state()
 
@@ -100,7 +95,7 @@ class Runs:
             )
         shape = self.shapes[run]
         for name, parameter in self.handle.named_parameters():
-            if not (shape.attention if is_attention(name) else shape.mlp):
+            if not self.trained.is_trained(name, shape):
                 parameter.grad = None
         step = self.engine.optimizer_step(AdamWSettings(**settings))
         norm = {"grad_norm:mean": step.grad_norm} if math.isfinite(step.grad_norm) else {}
@@ -111,9 +106,9 @@ class Runs:
         self._spoilt.add(run)
 
     def save(self, run: str, folder: Path, for_training: bool, about: dict[str, Any]) -> None:
-        """Writes a run's adapters as PEFT's files and, for training, the moments beside them."""
+        """Writes a run's weights and, for training, its moments."""
         self._enter(run)
-        save_run(folder, self.engine, self.shapes[run], for_training, about)
+        self.trained.save(folder, self.shapes[run], for_training, about)
 
     def load(self, run: str, shape: RunShape, folder: Path, with_optimizer: bool) -> None:
         """Makes a run go on from a folder that `save` wrote. It is made if there is none.
@@ -123,8 +118,7 @@ class Runs:
         """
         self._leave()
         self.forget((run,), ())  # a run that cannot be loaded must not go on as it was
-        self._fill(shape)
-        load_run(folder, self.engine, with_optimizer)
+        self.trained.load(folder, shape, with_optimizer)
         self.shapes[run] = shape
         self._states[run] = self.engine.take_state()
 
@@ -151,12 +145,12 @@ class Runs:
             if kept not in self._kept:
                 raise InputError(GONE)
             shape, state = self._kept[kept]
-            self._set_scale(shape)
+            self.trained.enter(shape)
             self.engine.put_state(state)
-            return
-        self._fill(shape or RunShape(self.lora.rank))
-        if folder is not None:
-            load_run(folder, self.engine, with_optimizer=False)
+        elif folder is not None:
+            self.trained.load(folder, shape or self.trained.whole, with_optimizer=False)
+        else:
+            self.trained.begin(self.trained.whole)
 
     def _enter(self, run: str) -> None:
         """Gives the model the state of a run."""
@@ -165,7 +159,7 @@ class Runs:
         self._leave()
         if run not in self._states:
             raise InputError(GONE)
-        self._set_scale(self.shapes[run])
+        self.trained.enter(self.shapes[run])
         self.engine.put_state(self._states[run])
         self._active = run
 
@@ -174,19 +168,6 @@ class Runs:
         if self._active is not None:
             self._states[self._active] = self.engine.take_state()
             self._active = None
-
-    def _set_scale(self, shape: RunShape) -> None:
-        self.scale = self.lora.model_copy(update={"rank": shape.rank}).scale
-        set_scale(self.handle.parts, self.scale)
-
-    def _fill(self, shape: RunShape) -> None:
-        """Gives the model new adapters, without gradients and moments."""
-        self._set_scale(shape)
-        for name, parameter in self.handle.named_parameters():
-            if parameter.requires_grad:
-                initialise(name, parameter, shape.seed, shape.rank)
-        weights = self.engine.take_state().weights
-        self.engine.put_state(TrainedState(weights, {}, {}))
 
     def _pack(self, data: list[Datum]) -> list[Microbatch]:
         """This data rank's microbatches. Their targets are those of the data."""

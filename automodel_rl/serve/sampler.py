@@ -35,19 +35,19 @@ class Sampler:
 
     def __init__(self, config: ServeConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
         self.config, self.engine, self.handle, self.tokenizer = config, engine, engine.handle, tokenizer
-        assert self.handle.model.lora is not None
+        lora = self.handle.model.lora
         copy = ModelCopy(
             self.handle.config,
             self.handle.dtype,
             self.handle.layout.device,
-            adapters=(self.handle.model.lora, self.handle.source),
+            adapters=None if lora is None else (lora, self.handle.source),
         )
         self.generator = TransformersGenerator(copy, self._writing(Sampling(1)))
         local = Local(self.generator.receiver, self.handle.layout.device)
-        self.sync = WeightSync(self.handle, local, WeightSyncConfig(adapters="alone"))
+        self.sync = WeightSync(self.handle, local, WeightSyncConfig(adapters="merged" if lora is None else "alone"))
 
     def take_weights(self, scale: float) -> None:
-        """Gives the copies the adapters that the trained model has.
+        """Gives the copies the adapters, or all weights, that the trained model has.
 
         Args:
             scale: the factor of the adapters' output.

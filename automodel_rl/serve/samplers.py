@@ -48,12 +48,11 @@ class Samplers:
         if request not in self.service.results:
             prompt = checks.prompt_of(body, self.config, self.service.ranks.vocab_size)
             self.service.check_room()
-            self.service.start(
-                request, None, self._sample_job(weights, [prompt]), lambda answer: write_samples(answer[0])
-            )
+            self.service.start(request, None, self.job(weights, [prompt]), lambda answer: write_samples(answer[0]))
         return {"request_id": request, "sample_sequence_ids": names}
 
-    def _sample_job(self, weights: Weights, prompts: list[Prompt]) -> Job:
+    def job(self, weights: Weights, prompts: list[Prompt]) -> Job:
+        """The job that samples from weights."""
         if weights.saved is None:
             return Sample(weights.kept, None, None, prompts)
         return Sample(None, str(weights.saved.folder), weights.saved.shape, prompts)

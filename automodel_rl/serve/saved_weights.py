@@ -21,6 +21,10 @@ ABOUT = "run.json"
 PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 
 
+OF_ADAPTERS = ("alpha", "rslora", "targets")
+"""Settings of adapters without which saved ones mean nothing. A server that trains all weights has none."""
+
+
 @dataclass(frozen=True)
 class Saved:
     """Saved weights.
@@ -57,13 +61,14 @@ class SavedWeights:
     Args:
         folder: the folder that holds them.
         limit: most bytes of them together.
-        lora: the adapters' settings of this start of the service.
+        lora: the adapters' settings of this start of the service; None if it trains all weights.
         base: the base model of this start.
     """
 
-    def __init__(self, folder: Path, limit: float, lora: LoraConfig, base: str):
-        self.folder, self.limit, self.rank = folder, limit, lora.rank
-        self.origin = {"base": base, **lora.model_dump(mode="json", include={"alpha", "rslora", "targets"})}
+    def __init__(self, folder: Path, limit: float, lora: LoraConfig | None, base: str):
+        self.folder, self.limit, self.rank = folder, limit, 0 if lora is None else lora.rank
+        settings = {} if lora is None else lora.model_dump(mode="json", include={*OF_ADAPTERS})
+        self.origin = {"base": base, **dict.fromkeys(OF_ADAPTERS), **settings}
         self._table: dict[str, Saved] = {}
         for file in sorted(folder.glob(f"*/*/*/{ABOUT}")):
             if file.parent.name.startswith("."):  # unfinished
@@ -149,6 +154,11 @@ class SavedWeights:
         saved = self[path]
         del self._table[path]
         return saved
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all, oldest first."""
+        return [*self._table]
 
     @property
     def expired(self) -> list[str]:

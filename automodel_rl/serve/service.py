@@ -127,8 +127,8 @@ class Service:
             "model_id": model_id,
             "model_data": data,
             "model_name": name,
-            "is_lora": True,
-            "lora_rank": run.shape.rank,
+            "is_lora": run.shape.rank > 0,
+            "lora_rank": run.shape.rank or None,
         }
 
     def training_run(self, name: str) -> dict[str, Any]:
@@ -142,8 +142,8 @@ class Service:
             "training_run_id": name,
             "base_model": self.config.base_name,
             "model_owner": "local",
-            "is_lora": True,
-            "lora_rank": known.shape.rank,
+            "is_lora": known.shape.rank > 0,
+            "lora_rank": known.shape.rank or None,
             "last_request_time": datetime.fromtimestamp(used, UTC).isoformat(),
             "user_metadata": known.user_metadata,
         }
@@ -254,11 +254,10 @@ class Service:
         request = f"{name}:0"
         if request not in self.results:
             self.check_room()
-            if len(self.runs) >= self.config.limits.runs:
-                raise BusyError(
-                    f"there are {len(self.runs)} training runs, and limits.runs is {self.config.limits.runs}: end a "
-                    "client, or raise it"
-                )
+            if len(self.runs) >= self.config.most_runs:
+                most = self.config.most_runs
+                remedy = "for it trains all weights" if self.config.model.lora is None else "or raise it"
+                raise BusyError(f"there are {len(self.runs)} runs, and limits.runs is {most}: end one, {remedy}")
             self.runs[name] = Run(body.session_id, shape, metadata)
             self.start(request, self.runs[name], make(name), lambda _: {"model_id": name})
         return {"request_id": request, "model_id": name}

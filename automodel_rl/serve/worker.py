@@ -131,7 +131,7 @@ class Worker:
         if scored or weights != self._shown:  # kept and saved weights never change
             self.runs.show(job.kept, None if job.folder is None else Path(job.folder), job.shape)
         if weights != self._shown:
-            self.sampler.take_weights(self.runs.scale)
+            self.sampler.take_weights(self.runs.trained.scale)
             self._shown = weights
         found = self.sampler.score([prompts[place] for place in scored]) if scored else []
         return answers(prompts, self.sampler.complete(prompts), dict(zip(scored, found, strict=True)))

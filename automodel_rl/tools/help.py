@@ -37,7 +37,10 @@ as the layout asks for, or joins torchrun's.
   --max-minutes M      saves and stops in time for the end of a batch job
   --help WORDS         shows only keys with these words, such as --help optimizer"""
 
-_TRAIN = ("CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] [--dotted.key value ...]", TRAINING)
+_TRAIN = (
+    "CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] [--dotted.key value ...]",
+    TRAINING,
+)
 _OF_TRAINING = ("--resume", "--launcher", "--max-minutes", "--help")
 
 

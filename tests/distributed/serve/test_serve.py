@@ -71,14 +71,11 @@ def plain_loss(name: str, settings: dict[str, float], logprobs: Tensor, inputs: 
     return (0.5 * settings["beta"] * gap * gap - logprobs * advantages).sum()
 
 
-def test_every_loss_trains_as_peft_and_torch_do(service: Service, model: Path) -> None:
-    run = service.run(rank=4, seed=3)
-    begun = folder_of(service, run.save_state("begun").result().path)
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    peft: Any = PeftModel.from_pretrained(base, begun, is_trainable=True)
-    peft.to(torch.float64)
-    parameters = [p for p in peft.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters)
+def train_both(run: Any, plain: Any) -> None:
+    """Trains a run and a plain model by every loss, and compares losses, log-probabilities and norms."""
+    parameters = [p for p in plain.parameters() if p.requires_grad]
+    matrices, norms = ([p for p in parameters if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": norms}])
     data = [datum(length, seed) for seed, length in enumerate(LENGTHS)]
     for name, inputs, settings, adam in STEPS:
         of_calls = [[of_loss(d, *inputs) for d in part] for part in (data[:4], data[4:])]
@@ -90,20 +87,29 @@ def test_every_loss_trains_as_peft_and_torch_do(service: Service, model: Path) -
         for one, output in zip(data, outputs, strict=True):
             values = {key: torch.tensor(value.to_numpy()) for key, value in one.loss_fn_inputs.items()}
             tokens = torch.tensor(one.model_input.to_ints())
-            logits = peft(tokens[None]).logits[0]
+            logits = plain(tokens[None]).logits[0]
             logprobs = logits.log_softmax(-1).gather(-1, values.pop("target_tokens")[:, None])[:, 0]
             loss = plain_loss(name, settings, logprobs, {key: value.double() for key, value in values.items()})
             loss.backward()
             total += loss.item()
             assert np.abs(output.to_numpy() - logprobs.detach().float().numpy()).max() < 1e-6
         norm = torch.nn.utils.clip_grad_norm_(parameters, adam.grad_clip_norm or math.inf).item()
-        optimizer.param_groups[0].update(
-            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
-        )
+        for group, decay in zip(optimizer.param_groups, (adam.weight_decay, 0.0), strict=True):  # norms do not decay
+            betas = (adam.beta1, adam.beta2)
+            group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=decay)
         optimizer.step()
         optimizer.zero_grad()
         assert sum(result.metrics["loss:sum"] for result in found) == pytest.approx(total, rel=1e-9)
         assert step.result().metrics == {"grad_norm:mean": pytest.approx(norm, rel=1e-9), "skipped:max": 0.0}
+
+
+def test_every_loss_trains_as_peft_and_torch_do(service: Service, model: Path) -> None:
+    run = service.run(rank=4, seed=3)
+    begun = folder_of(service, run.save_state("begun").result().path)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    peft: Any = PeftModel.from_pretrained(base, begun, is_trainable=True)
+    peft.to(torch.float64)
+    train_both(run, peft)
     ended = folder_of(service, run.save_state("ended").result().path)
     again = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     theirs = dict(PeftModel.from_pretrained(again, ended).to(torch.float64).named_parameters())

@@ -13,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from automodel_rl.config import LoraConfig, ModelConfig, ServeConfig, ServeLimitsConfig
+from automodel_rl.errors import InputError
 from automodel_rl.serve.app import make_app
 from automodel_rl.serve.messages import ForwardBackward, Job, LossResult, OptimizerStep, Sample, Sampled, Spoil
 from automodel_rl.serve.saved_weights import SavedWeights
@@ -47,6 +48,8 @@ class Answering:
             case OptimizerStep():
                 answer.set_result({"grad_norm:mean": 1.0})
             case Sample(prompts=prompts):
+                assert all(0 <= token < VOCAB for prompt in prompts for token in prompt.tokens)
+                assert all(len(prompt.tokens) + prompt.sampling.max_tokens <= 32 for prompt in prompts)
                 answer.set_result([Sampled() for _ in prompts])
             case _:
                 answer.set_result(None)
@@ -208,6 +211,39 @@ def test_broken_requests_are_refused_and_lose_nothing(client: TestClient, ranks:
             assert failed["error"]
             assert ranks.jobs[-1] == Spoil(good.run)  # else the next optimizer step would go without it
         good.step()
+
+
+OF_OPENAI = (
+    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "temperature", "top_p", "top_k"),
+    *("seed", "stop", "logprobs", "echo", "stream", "tools", "logit_bias", "return_token_ids", "user"),
+)
+
+
+def test_broken_requests_of_openais_api_are_refused(
+    client: TestClient, ranks: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_tokenizer(*_: Any, **__: Any) -> None:
+        raise InputError("there is no tokenizer here")
+
+    monkeypatch.setattr("automodel_rl.serve.openai.find_model", no_tokenizer)
+    random_ = random.Random(0)
+    good = {"model": "base", "prompt": [1, 2], "max_tokens": 4}
+    with client:
+        for _ in range(300):
+            odd = {field: random_.choice(ODD) for field in OF_OPENAI if random_.random() < 0.15}
+            path = random_.choice(["completions", "chat/completions"])
+            answer = client.post(f"/v1/{path}", content=json.dumps(good | odd).encode())
+            assert answer.status_code in ((200,) if not odd and path == "completions" else (200, 400, 404)), answer.text
+            if answer.status_code != 200:
+                text = answer.json()["error"]["message"]
+                assert text
+                assert "\n" not in text
+        assert client.post("/v1/completions", json=good).json()["usage"]["prompt_tokens"] == 2
+        assert client.get("/v1/models", headers={"X-API-Key": "", "Authorization": f"Bearer {KEY}"}).status_code == 401
+        bearer = TestClient(client.app, headers={"Authorization": f"Bearer {KEY}"})
+        assert bearer.get("/v1/models").json()["data"][0]["id"] == "base"
+        assert bearer.get("/v1/models", headers={"Authorization": "Bearer tml-other"}).status_code == 401
+    assert any(isinstance(job, Sample) for job in ranks.jobs)
 
 
 def test_arrays_that_a_loss_does_not_read_may_be_anything(client: TestClient, ranks: Answering) -> None:

@@ -1,0 +1,226 @@
+"""Completions by OpenAI's API, for evaluation harnesses and environments: /v1/completions and /v1/chat/completions."""
+
+import asyncio
+import functools
+import secrets
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.config import ServeConfig
+from automodel_rl.data.chat import load_tokenizer
+from automodel_rl.data.messages import Chat, checked_messages
+from automodel_rl.data.template import ChatTemplate
+from automodel_rl.errors import InputError
+from automodel_rl.hf.find import find_model
+from automodel_rl.serve import checks
+from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence
+from automodel_rl.serve.ranks import RanksLostError, RefusedError
+from automodel_rl.serve.requests import (
+    Body,
+    ChunkBody,
+    PromptBody,
+    SampleBody,
+    SamplingBody,
+    StopText,
+    Text,
+    Token,
+)
+from automodel_rl.serve.service import Service
+from automodel_rl.serve.tables import BusyError, UnknownError, Weights
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+"""A setting of OpenAI's API that is not served, in the value that switches it off."""
+
+
+class SamplingRequest(Body):
+    """What both requests have. Keys that are not here are refused, for ignoring one would change what is sampled."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    model: Text
+    n: Annotated[int, Field(gt=0)] = 1
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
+    seed: int | None = None
+    stop: StopText | list[StopText] | None = None
+    return_token_ids: bool = False
+    stream: Literal[False] = False
+    frequency_penalty: Zero = 0.0
+    presence_penalty: Zero = 0.0
+    user: str | None = None
+
+
+class CompletionRequest(SamplingRequest):
+    prompt: str | list[Token] | list[str] | list[list[Token]]
+    max_tokens: Annotated[int, Field(gt=0, lt=2**31)] = 16
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    echo: bool = False
+
+
+class ChatRequest(SamplingRequest):
+    messages: list[dict[str, Any]]
+    max_tokens: Annotated[int, Field(gt=0, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(gt=0, lt=2**31)] | None = None
+    logprobs: bool = False
+    top_logprobs: Zero | None = None
+
+
+class Completions:
+    """Samples for requests of OpenAI's API, and waits until they are there.
+
+    Args:
+        service: the server's state.
+        config: the service's config.
+    """
+
+    def __init__(self, service: Service, config: ServeConfig):
+        self.service, self.config = service, config
+
+    @property
+    def models(self) -> dict[str, Any]:
+        """The base model and all saved weights."""
+        names = [self.config.base_name, *self.service.saved.paths]
+        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "local"} for name in names]}
+
+    async def complete(self, body: CompletionRequest) -> dict[str, Any]:
+        """Continues texts or tokens."""
+        given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        prompts: list[Any] = [given] if given and isinstance(given[0], int) else given
+        ids = [self.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in prompts]
+        if not ids:
+            raise InputError("prompt: is empty: give a text, or token ids")
+        sampled = await self._sample(body, ids, body.max_tokens, body.echo and body.logprobs is not None)
+        choices: list[dict[str, Any]] = []
+        for prompt, answer in zip(ids, sampled, strict=True):
+            for sequence in answer.sequences:
+                shown = [*prompt, *sequence.tokens] if body.echo else sequence.tokens
+                before = [None, *_numbers(answer)] if body.echo and body.logprobs is not None else []
+                ending = {"text": self._text(sequence, prompt if body.echo else [])}
+                found = self._logprobs(shown, [*before, *sequence.logprobs]) if body.logprobs is not None else None
+                tokens = {"token_ids": sequence.tokens, "prompt_token_ids": prompt} if body.return_token_ids else {}
+                choices.append({"index": len(choices), **ending, "logprobs": found, **_end(sequence), **tokens})
+        return self._response("text_completion", body, ids, sampled, choices)
+
+    async def chat(self, body: ChatRequest) -> dict[str, Any]:
+        """Answers a chat."""
+        if self.tokenizer.chat_template is None:
+            raise InputError("the model's tokenizer has no chat template: use /v1/completions")
+        chat = Chat(checked_messages(body.messages, "messages", "the request"))
+        ids = self._template.encode(chat, "the request", add_generation_prompt=True)["input_ids"]
+        (answer,) = sampled = await self._sample(body, [ids], body.max_completion_tokens or body.max_tokens, False)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": self._text(sequence, [])},
+                "logprobs": {"content": self._content(sequence)} if body.logprobs else None,
+                **_end(sequence),
+                **({"token_ids": sequence.tokens} if body.return_token_ids else {}),
+            }
+            for index, sequence in enumerate(answer.sequences)
+        ]
+        response = self._response("chat.completion", body, [ids], sampled, choices)
+        return response | ({"prompt_token_ids": ids} if body.return_token_ids else {})
+
+    async def _sample(
+        self, body: SamplingRequest, prompts: list[list[int]], max_tokens: int | None, with_logprobs: bool
+    ) -> list[Sampled]:
+        weights = self._weights(body.model)
+        self.service.check_room()
+        sampling = SamplingBody(
+            max_tokens=max_tokens,
+            seed=body.seed,
+            stop=body.stop,
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+        )
+        jobs: list[Prompt] = [
+            checks.prompt_of(
+                SampleBody(
+                    sampling_session_id="",
+                    seq_id=0,
+                    num_samples=body.n,
+                    prompt=PromptBody(chunks=[ChunkBody(tokens=ids)]),
+                    sampling_params=sampling,
+                    prompt_logprobs=with_logprobs,
+                ),
+                self.config,
+                self.service.ranks.vocab_size,
+            )
+            for ids in prompts
+        ]
+        if len(prompts) * body.n > self.config.limits.sequences:
+            raise InputError(
+                f"{len(prompts)} prompts with n={body.n}: at most {self.config.limits.sequences} sequences"
+            )
+        try:
+            return await asyncio.wrap_future(self.service.ranks.submit(self.service.samplers.job(weights, jobs)))
+        except RefusedError as error:
+            raise InputError(str(error)) from None
+        except RanksLostError:
+            raise BusyError("the ranks ended while they sampled, and are started again: ask again") from None
+
+    def _weights(self, name: str) -> Weights:
+        if name == self.config.base_name:
+            return Weights()
+        if not name.startswith("tinker://"):
+            raise UnknownError(
+                f"there is no model {name!r}: use {self.config.base_name}, or the tinker:// path of saved weights"
+            )
+        return Weights(saved=self.service.saved.usable(name))
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, opened for the first request."""
+        model = self.config.model
+        folder = find_model(model, with_weights=False).tokenizer_folder
+        return load_tokenizer(folder, self.service.ranks.vocab_size, None, model.trust_remote_code)
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, False, {})
+
+    def _text(self, sequence: SampledSequence, before: list[int]) -> str:
+        """The text of a completion, without the token that ended it."""
+        tokens = sequence.tokens
+        is_ended = sequence.finish == "stop" and tokens and tokens[-1] in self.tokenizer.all_special_ids
+        return self.tokenizer.decode([*before, *(tokens[:-1] if is_ended else tokens)], skip_special_tokens=False)
+
+    def _logprobs(self, tokens: list[int], values: list[float | None]) -> dict[str, Any]:
+        texts = [self.tokenizer.decode([token]) for token in tokens]
+        offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+
+    def _content(self, sequence: SampledSequence) -> list[dict[str, Any]]:
+        texts = [self.tokenizer.decode([token]) for token in sequence.tokens]
+        return [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, sequence.logprobs, strict=True)
+        ]
+
+    def _response(
+        self,
+        kind: str,
+        body: SamplingRequest,
+        prompts: list[list[int]],
+        sampled: list[Sampled],
+        choices: list[dict[str, Any]],
+    ) -> dict[str, Any]:
+        asked = sum(map(len, prompts))
+        written = sum(len(sequence.tokens) for answer in sampled for sequence in answer.sequences)
+        usage = {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
+        made = {"id": f"cmpl-{secrets.token_hex(8)}", "object": kind, "created": int(time.time()), "model": body.model}
+        return {**made, "choices": choices, "usage": usage}
+
+
+def _numbers(answer: Sampled) -> list[float]:
+    """Log-probabilities of a prompt's tokens after the first."""
+    return [] if answer.prompt_logprobs is None else [float(value) for value in answer.prompt_logprobs[1:]]
+
+
+def _end(sequence: SampledSequence) -> dict[str, str]:
+    return {"finish_reason": sequence.finish}

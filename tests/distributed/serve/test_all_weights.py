@@ -1,0 +1,60 @@
+"""The service with a model without adapters: one run, of all weights."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import tinker
+import torch
+from tinker import types
+from transformers import AutoModelForCausalLM
+
+from automodel_rl.tools.export import export
+from tests.distributed.serve.test_serve import folder_of, numbers, train_both
+from tests.services import Service, write_model
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
+)
+
+WHOLE = {"dtype": "float64"}
+
+
+def test_a_run_of_all_weights_trains_is_sampled_from_and_goes_on(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_model(model)
+    settings = {"model": {"path": str(model), **WHOLE}, "parallel": {"pp": 2}}
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+    with Service(tmp_path, model, **settings) as service:
+        run = service.run(rank=0)
+        assert not run.get_info().is_lora
+        with pytest.raises(tinker.TinkerError, match="ask for rank 0"):
+            service.run(rank=4)
+        with pytest.raises(tinker.TinkerError, match="limits.runs is 1"):
+            service.run(rank=0)
+        train_both(run, plain)
+        sampler = run.save_weights_and_get_sampling_client().result()
+        with torch.no_grad():
+            logits = plain(torch.tensor([[5, 6, 7, 8]])).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor([[6], [7], [8]]))[:, 0].tolist()
+        assert sampler.compute_logprobs(prompt).result()[1:] == pytest.approx(expected, abs=1e-6)
+        asked = {"sampling_params": types.SamplingParams(max_tokens=5, seed=1), "num_samples": 2}
+        before = [s.logprobs for s in sampler.sample(prompt, **asked).result().sequences]
+        path = run.save_state("one").result().path
+        undisturbed = numbers(run, 60, 2)
+        assert [s.logprobs for s in sampler.sample(prompt, **asked).result().sequences] == before
+        base = service.client().create_sampling_client(base_model=service.model).result()
+        assert base.compute_logprobs(prompt).result()[1:] != pytest.approx(expected, abs=1e-3)
+        os.kill(service.job.process.pid, signal.SIGKILL)
+        service.job.process.wait()
+    export(folder_of(service, path), tmp_path / "exported", [])
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
+    for name, parameter in plain.named_parameters():
+        assert (parameter - exported.get_parameter(name)).abs().max() < 1e-9, name
+    with Service(tmp_path, model, **{**settings, "parallel": {"dp_shard": 2}}) as service:
+        resumed = service.client().create_training_client_from_state_with_optimizer(path).result()
+        again = numbers(resumed, 60, 2)
+        assert again[0][0]["loss:sum"] == pytest.approx(undisturbed[0][0]["loss:sum"], rel=1e-9)
+        assert again[4][0]["loss:sum"] == pytest.approx(undisturbed[4][0]["loss:sum"], rel=1e-9)

@@ -1,0 +1,138 @@
+"""The service's endpoint for OpenAI's API, with its real client."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import tinker
+import torch
+from tinker import types
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.services import Service, datum, of_loss, write_model
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
+)
+
+CHAT: list[Any] = [{"role": "user", "content": "1 + 2 is"}]
+
+
+@pytest.fixture(name="service", scope="module")
+def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("openai")
+    write_model(folder / "model")
+    with Service(folder, folder / "model") as service:
+        yield service
+
+
+@pytest.fixture(name="client")
+def make_client(service: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
+        yield client
+
+
+def plain_logprobs(model: str, tokens: list[int], temperature: float = 1.0) -> Tensor:
+    """The log-probability of each token after the first, by plain transformers."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    with torch.no_grad():
+        logits = plain(torch.tensor([tokens])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def test_completions_are_those_of_the_model(service: Service, client: openai.OpenAI) -> None:
+    prompts = [[5, 6, 7, 8], [20, 30]]
+    asked = {
+        "model": service.model,
+        "max_tokens": 6,
+        "logprobs": 1,
+        "seed": 3,
+        "extra_body": {"return_token_ids": True},
+    }
+    found = client.completions.create(prompt=prompts, n=2, temperature=0.7, **asked)
+    assert len(found.choices) == 4
+    for place, choice in enumerate(found.choices):
+        prompt, tokens = prompts[place // 2], choice.token_ids  # type: ignore[attr-defined]
+        assert choice.prompt_token_ids == prompt  # type: ignore[attr-defined]
+        expected = plain_logprobs(service.model, prompt + tokens, 0.7)[len(prompt) - 1 :]
+        assert choice.logprobs.token_logprobs == pytest.approx(expected.tolist(), abs=1e-6)
+        assert choice.finish_reason == ("stop" if tokens[-1] == 2 else "length")
+    assert found.choices[0].token_ids != found.choices[1].token_ids  # type: ignore[attr-defined]
+    assert found.usage.prompt_tokens == 2 * 1 + 4 * 1
+    (again,) = client.completions.create(prompt=prompts[0], temperature=0.7, **asked).choices
+    assert again.token_ids == found.choices[0].token_ids  # type: ignore[attr-defined]
+    (echoed,) = client.completions.create(prompt=prompts[0], echo=True, **asked).choices
+    values = echoed.logprobs.token_logprobs
+    assert values[0] is None
+    whole = prompts[0] + echoed.token_ids  # type: ignore[attr-defined]
+    assert values[1:] == pytest.approx(plain_logprobs(service.model, whole).tolist(), abs=1e-6)
+
+
+def test_a_chat_is_written_by_the_chat_template(service: Service, client: openai.OpenAI) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(service.model)
+    found = client.chat.completions.create(
+        model=service.model,
+        messages=CHAT,
+        max_completion_tokens=5,
+        temperature=0,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    expected = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    assert found.prompt_token_ids == expected  # type: ignore[attr-defined]
+    (choice,) = found.choices
+    tokens = choice.token_ids  # type: ignore[attr-defined]
+    kept = tokens[:-1] if choice.finish_reason == "stop" else tokens
+    assert choice.message.content == tokenizer.decode(kept)
+    values = [one.logprob for one in choice.logprobs.content]
+    greedy = plain_logprobs(service.model, expected + tokens)[len(expected) - 1 :]
+    assert values == pytest.approx(greedy.tolist(), abs=1e-6)
+
+
+def test_saved_weights_are_models(service: Service, client: openai.OpenAI) -> None:
+    run = service.run()
+    run.forward_backward([of_loss(datum(9, 0), "weights")], "cross_entropy").result()
+    run.optim_step(types.AdamParams(learning_rate=0.05)).result()
+    path = run.save_weights_for_sampler("trained").result().path
+    assert [one.id for one in client.models.list().data] == [service.model, path]
+    scored = (
+        service.client()
+        .create_sampling_client(model_path=path)
+        .result()
+        .compute_logprobs(types.ModelInput.from_ints([5, 6, 7]))
+        .result()
+    )
+    (choice,) = client.completions.create(model=path, prompt=[5, 6, 7], max_tokens=1, echo=True, logprobs=0).choices
+    assert choice.logprobs.token_logprobs[:3] == pytest.approx([None, *scored[1:]], abs=1e-6)
+    assert scored[1] != pytest.approx(plain_logprobs(service.model, [5, 6]).item(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"model": "gpt-9"}, 404, "there is no model 'gpt-9'"),
+        ({"model": "tinker://a/weights/b"}, 400, "no saved weights"),
+        ({"max_tokens": 100}, 400, "max_tokens=100 after 1 tokens"),
+        ({"prompt": [9999]}, 400, "token 9999"),
+        ({"prompt": []}, 400, "prompt: is empty"),
+        ({"stream": True}, 400, "stream"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"n": 100_000}, 400, "limits.sequences"),
+    ],
+)
+def test_what_is_not_served_is_refused(
+    service: Service, client: openai.OpenAI, changes: dict[str, Any], status: int, message: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**{"model": service.model, "prompt": [5], "max_tokens": 4, **changes})
+    assert caught.value.status_code == status
+    assert message in caught.value.response.json()["error"]["message"]
+
+
+def test_the_key_is_needed(service: Service) -> None:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="tml-wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.chat.completions.create(model=service.model, messages=CHAT)
+    assert tinker.__version__ == "0.38.0"
