@@ -88,7 +88,7 @@ class RolloutConfig(EpisodeConfig):
     """Run the generator in a process of its own next to its rank, as vllm always does."""
 
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Devices for generators in processes of their own, by number on the machine. If empty, each generator shares its
+    """Devices for generators in processes of their own, by number among those that ranks see. If empty, each shares its
     rank's device. There may be fewer vLLMs than ranks: the first ranks of a machine lead one each."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 0

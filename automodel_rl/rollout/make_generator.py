@@ -199,15 +199,22 @@ def visible_devices(devices: Sequence[int], device: torch.device, count: int = 1
     """CUDA_VISIBLE_DEVICES for this rank's generator; None to inherit it.
 
     Args:
-        devices: the generators' own devices, by their number on the machine; empty if each shares its rank's device.
+        devices: the generators' own devices, by number among those that ranks see; empty if each shares its rank's.
         device: this rank's device.
         count: number of devices of the generator: of its own, or of this rank and those after it.
     """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else None
     if devices:
         first = int(os.environ.get("LOCAL_RANK", "0")) * count
-        return ",".join(map(str, devices[first : first + count]))
-    if device.type != "cuda":
+        own: Sequence[int] = devices[first : first + count]
+    elif device.type != "cuda":
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    own = range(device.index, device.index + count)
-    return ",".join(visible.split(",")[number] if visible else str(number) for number in own)
+    else:
+        own = range(device.index, device.index + count)
+    if names is not None and own and max(own) >= len(names):
+        raise InputError(
+            f"rollout.devices={list(devices)}: ranks see {len(names)} devices (CUDA_VISIBLE_DEVICES={visible}), whose "
+            f"numbers are 0 to {len(names) - 1}: name others"
+        )
+    return ",".join(str(number) if names is None else names[number] for number in own)
