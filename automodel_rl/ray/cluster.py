@@ -69,51 +69,58 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def reserved(config: RayConfig, num_ranks: int, own_devices: int = 0) -> Iterator[Nodes]:
+def reserved(config: RayConfig, num_ranks: int, devices: Sequence[int] = ()) -> Iterator[Nodes]:
     """Nodes for a job, for the block. Every node is another machine. At the end all actors on them are killed.
 
     Args:
         config: the config's section `launch.ray`.
         num_ranks: number of ranks of the job.
-        own_devices: number of GPUs that the generators of a node have for themselves.
+        devices: the GPUs that the generators of a node have for themselves, by number after those of the ranks.
 
     Raises:
         InputError: the cluster has no such nodes free, even after the wait.
     """
-    per_node, bundle = _share(config, num_ranks, own_devices)
+    if config.ranks_per_node is not None and num_ranks % config.ranks_per_node:
+        raise InputError(
+            f"launch.ray.ranks_per_node={config.ranks_per_node}: does not divide the {num_ranks} ranks of the layout: "
+            "choose a divisor"
+        )
+    deadline = time.monotonic() + config.wait_minutes * 60
+    per_node, bundle = _share(config, num_ranks, len(devices), deadline)
+    expected = [*range(per_node, per_node + len(devices))]
+    if [*devices] != expected:
+        raise InputError(
+            f"rollout.devices={[*devices]}: on a node of the Ray cluster the {per_node} ranks have the first GPUs, and "
+            f"generators those after them: give {expected}"
+        )
     count = num_ranks // per_node
     group = placement_group([bundle] * count, strategy="STRICT_SPREAD")
     try:
-        _wait(group, config.wait_minutes * 60, f"{count} nodes with {_text(bundle)} each")
+        _wait(group, deadline, f"{count} nodes with {_text(bundle)} each")
         yield Nodes(group, bundle, per_node, count)
     finally:
         remove_placement_group(group)
 
 
-def _share(config: RayConfig, num_ranks: int, own_devices: int) -> tuple[int, dict[str, float]]:
-    """Number of ranks of a node, and the resources for them."""
-    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    has_gpus = any("GPU" in one for one in resources)
-
-    def bundle(per_node: int) -> dict[str, float]:
-        gpus = {"GPU": float(per_node + own_devices)} if has_gpus else {}
-        return {"CPU": float(per_node), **gpus}
-
-    given = config.ranks_per_node
-    if given is not None and num_ranks % given:
-        raise InputError(
-            f"launch.ray.ranks_per_node={given}: does not divide the {num_ranks} ranks of the layout: choose a divisor"
-        )
-    if given is not None:
-        return given, bundle(given)
-    for per_node in range(num_ranks, 0, -1):
-        fitting = [one for one in resources if all(one.get(key, 0) >= n for key, n in bundle(per_node).items())]
-        if num_ranks % per_node == 0 and len(fitting) >= num_ranks // per_node:
-            return per_node, bundle(per_node)
-    raise InputError(
-        f"the layout has {num_ranks} ranks, and the nodes of the Ray cluster have {_text(_sum(resources))} in all: use "
-        "a smaller layout or more nodes, or give launch.ray.ranks_per_node to wait for nodes that are to come"
-    )
+def _share(config: RayConfig, num_ranks: int, own_devices: int, deadline: float) -> tuple[int, dict[str, float]]:
+    """Number of ranks of a node, and the resources for them. Waits until nodes are there that could hold the job."""
+    has_told = False
+    while True:
+        resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        has_gpus = any("GPU" in one for one in resources)
+        for per_node in [config.ranks_per_node] if config.ranks_per_node else range(num_ranks, 0, -1):
+            gpus = {"GPU": float(per_node + own_devices)} if has_gpus else {}
+            bundle = {"CPU": float(per_node), **gpus}
+            fitting = [one for one in resources if all(one.get(key, 0) >= n for key, n in bundle.items())]
+            if num_ranks % per_node == 0 and len(fitting) >= num_ranks // per_node:
+                return per_node, bundle
+        has = f"the layout has {num_ranks} ranks, and the nodes of the Ray cluster have {_text(_sum(resources))} in all"
+        if time.monotonic() > deadline:
+            raise InputError(f"{has}, after a wait of launch.ray.wait_minutes: use a smaller layout, or add nodes")
+        if not has_told:
+            print(f"{has}: waiting for more nodes, {_minutes(deadline)} ...", flush=True)
+            has_told = True
+        time.sleep(1)
 
 
 def _sum(resources: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -125,23 +132,31 @@ def _text(resources: dict[str, float]) -> str:
     return " and ".join(f"{resources[key]:.0f} {name}" for key, name in names.items() if resources.get(key))
 
 
+def _minutes(deadline: float) -> str:
+    return f"up to {max(0.0, deadline - time.monotonic()) / 60:.0f} minutes"
+
+
 SAY_SECONDS = 10.0
-"""Seconds after which a wait for nodes is told of."""
+"""Seconds after which a wait for free nodes is told of."""
 
 
-def _wait(group: PlacementGroup, seconds: float, wish: str) -> None:
-    if group.wait(min(SAY_SECONDS, max(seconds, 1))):
+def _wait(group: PlacementGroup, deadline: float, wish: str) -> None:
+    if group.wait(SAY_SECONDS):
         return
-    print(f"waiting for {wish}, up to {seconds / 60:.0f} minutes ...", flush=True)
-    deadline = time.monotonic() + seconds - SAY_SECONDS
+    print(f"waiting for {wish}, {_minutes(deadline)} ...", flush=True)
     while time.monotonic() < deadline:
         if group.wait(1):
             return
     free = _text(_sum([ray.available_resources()])) or "nothing"
     raise InputError(
-        f"the Ray cluster has no {wish} free after {seconds / 60:.0f} minutes (free are {free}): end other jobs, add "
-        "nodes, or use a smaller layout"
+        f"the Ray cluster has no {wish} free, after a wait of launch.ray.wait_minutes (free are {free}): end other "
+        "jobs, add nodes, or use a smaller layout"
     )
+
+
+def device_order(name: str) -> tuple[int, str]:
+    """The place of a GPU among those of its machine, by its number or other name."""
+    return (int(name), "") if name.isdecimal() else (0, name)
 
 
 def environment_for_nodes() -> dict[str, str]:

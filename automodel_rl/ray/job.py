@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from automodel_rl.config import GRPOConfig, RunConfig
 from automodel_rl.config.launch import RayConfig
@@ -18,11 +18,15 @@ from automodel_rl.launch.rank_processes import Ends, Share
 from automodel_rl.launch.record import FailureRecord, show
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.launch.terminal import Terminal
+from automodel_rl.observe.run_directory import STEP_FOLDER, step_of
 from automodel_rl.observe.run_files import FLIGHTS, RunFiles
 from automodel_rl.ray.cluster import Nodes, connected, environment_for_nodes, reserved
 from automodel_rl.ray.node_agent import NodeAgent, Place
 
 POLL_SECONDS = 0.1
+
+MOST_SIGNALS = 2
+"""Signals that ranks get: the first lets them save, the second interrupts them. One more ends the driver."""
 
 LOST_SECONDS = 60.0
 """Longest wait for the agents when a job has failed. Ray takes some of it to notice that a node is gone."""
@@ -71,7 +75,7 @@ class _Stop:
     def receive(self, number: int, _: object) -> None:
         self._terminal.outlive()
         self.signals.append(number)
-        if not self.ranks_work:
+        if not self.ranks_work or len(self.signals) > MOST_SIGNALS:
             raise KeyboardInterrupt
 
     def take(self) -> list[int]:
@@ -82,9 +86,10 @@ class _Stop:
 
 
 def _run_until_done(config: RunConfig, settings: RayConfig, arguments: list[str], stop: _Stop) -> int:
-    failures, reached = 0, _newest_checkpoint(config)
+    failures, reached, began = 0, _newest_checkpoint(config), time.monotonic()
+    given = arguments
     while True:
-        record = _attempt(config, settings, arguments, stop)
+        record = _attempt(config, settings, given, stop)
         if record is None:
             return EXIT_OK
         was_asked = bool(stop.signals) or record.is_everywhere or not record.line.startswith("error: ")
@@ -94,28 +99,44 @@ def _run_until_done(config: RunConfig, settings: RayConfig, arguments: list[str]
             return record.exit_code
         place = reached or "the beginning"
         print(f"starting again from {place}, {failures} of at most {settings.restarts} times ...", flush=True)
-        arguments = _resuming(arguments)
+        given = _again(arguments, bool(reached), (time.monotonic() - began) / 60)
 
 
 def _newest_checkpoint(config: RunConfig) -> str:
     folder = RunFiles(Path(config.output)).checkpoints
-    return max((path.name for path in folder.glob("step_*")), key=lambda name: (len(name), name), default="")
+    steps = [path for path in folder.glob("step_*") if STEP_FOLDER.fullmatch(path.name)]
+    return max(steps, key=step_of).name if steps else ""
 
 
-def _resuming(arguments: list[str]) -> list[str]:
-    """The command line of a run that goes on."""
-    kept = list(arguments)
+def _again(arguments: list[str], has_checkpoint: bool, minutes: float) -> list[str]:
+    """The command line of a run that is started again.
+
+    Args:
+        arguments: the command line of its first start.
+        has_checkpoint: whether it has a checkpoint of its own. Without one it goes on from the checkpoint that it began
+            with, if there was one.
+        minutes: minutes since its first start.
+    """
+    began_with, rest = _take(arguments, "--resume")
+    limit, rest = _take(rest, "--max-minutes")
+    is_own = has_checkpoint or began_with in (None, "auto", "never")
+    left = [] if limit is None else ["--max-minutes", f"{max(float(limit) - minutes, 0.1):.2f}"]
+    return [*rest, "--resume", "auto" if is_own else str(began_with), *left]
+
+
+def _take(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
+    """The value of an option, and the arguments without it."""
     for place, argument in enumerate(arguments):
-        if argument == "--resume":
-            del kept[place : place + 2]
-        elif argument.startswith("--resume="):
-            del kept[place]
-    return [*kept, "--resume", "auto"]
+        if argument == name:
+            return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2], arguments[:place] + arguments[place + 1 :]
+    return None, arguments
 
 
 def _attempt(config: RunConfig, settings: RayConfig, arguments: Sequence[str], stop: _Stop) -> FailureRecord | None:
     """Runs the job once. Returns why it failed, or None."""
-    devices = len(config.rollout.devices) if isinstance(config, GRPOConfig) else 0
+    devices = config.rollout.devices if isinstance(config, GRPOConfig) else ()
     with reserved(settings, config.world_size, devices) as nodes:
         job = _Job(nodes, Path(config.output).absolute() / FLIGHTS)
         try:
@@ -208,7 +229,7 @@ class _Job:
                 node = asked[future]
                 try:
                     answers[node] = ray.get(future, timeout=0)
-                except (RayActorError, RayTaskError, TimeoutError) as error:
+                except (RayError, TimeoutError) as error:
                     self._lose(node, error)
             if not done:
                 break

@@ -1,6 +1,7 @@
 """The agent of a node: an actor that starts the node's ranks as processes, and tells the driver of them."""
 
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -12,6 +13,8 @@ import ray
 
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.rank_processes import Ends, RankProcesses, Share
+from automodel_rl.launch.stop_signal import stop_signals
+from automodel_rl.ray.cluster import device_order
 
 MOST_BYTES = 1 << 20
 """Most bytes of output that the driver gets at once."""
@@ -75,7 +78,8 @@ class NodeAgent:
         self._ranks, self._shown = RankProcesses(Path(self._folder.name), flights), 0
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's own choice
         if "CUDA_VISIBLE_DEVICES" in own:  # in the order of the hardware, so that neighbours in rank are neighbours
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(sorted(own["CUDA_VISIBLE_DEVICES"].split(","), key=_number))
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(sorted(own["CUDA_VISIBLE_DEVICES"].split(","), key=device_order))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())  # Ray blocks SIGINT, and ranks would inherit that
         self._ranks.start([sys.executable, *command], share, environment | own, shown=None)
         return ""
 
@@ -99,7 +103,3 @@ class NodeAgent:
     def close(self) -> None:
         """Removes what the agent has written on its node."""
         self._folder.cleanup()
-
-
-def _number(device: str) -> tuple[int, str]:
-    return (int(device), "") if device.isdecimal() else (0, device)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 from torch import Tensor
 
 from automodel_rl.batch import TokenSequence
@@ -16,12 +16,16 @@ from automodel_rl.engine.engine import LOGPROBS
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request
 from automodel_rl.losses import LossFn, Readout
-from automodel_rl.ray.cluster import Nodes, connected, environment_for_nodes, reserved
+from automodel_rl.ray.cluster import Nodes, connected, device_order, environment_for_nodes, reserved
 from automodel_rl.ray.policy_rank import Failure, PolicyRank, RankPlace
 from automodel_rl.rollout.protocol import Completion
 
 KEEP_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Lets an actor see all GPUs of its node, so that all ranks number them alike."""
+
+
+GRACE_SECONDS = 30.0
+"""Longest wait for the other ranks once one has refused its input, and for ranks that are to close."""
 
 
 class PolicyLostError(Exception):
@@ -66,13 +70,13 @@ class PolicyGroup:
         self, sequences: Sequence[TokenSequence], loss_fn: LossFn, readout: Readout = LOGPROBS
     ) -> TrainOutput:
         """Takes one optimizer step over a global batch. Arguments and errors are those of `Engine.train_step`."""
-        return self._ask("train_step", ray.put(sequences), loss_fn, readout)[0]
+        return self._ask("train_step", self._put(sequences), loss_fn, readout)[0]
 
     def forward_backward(
         self, sequences: Sequence[TokenSequence], loss_fn: LossFn, readout: Readout = LOGPROBS
     ) -> float:
         """Adds the gradients of a global batch to those that are there, and returns the loss."""
-        return self._ask("forward_backward", ray.put(sequences), loss_fn, readout)[0]
+        return self._ask("forward_backward", self._put(sequences), loss_fn, readout)[0]
 
     def optimizer_step(self) -> TrainOutput:
         """Takes one optimizer step with the gradients that `forward_backward` has added up."""
@@ -85,7 +89,7 @@ class PolicyGroup:
             sequences: the sequences.
             temperature: the logits are divided by it.
         """
-        return _in_order(self._ask("logprobs", ray.put(sequences), temperature), len(sequences))
+        return _in_order(self._ask("logprobs", self._put(sequences), temperature), len(sequences))
 
     def sync_weights(self) -> int:
         """Gives the generators the weights that the model has now. Returns the policy version that this makes, from 2
@@ -96,7 +100,7 @@ class PolicyGroup:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions by the generators, which have the weights of the last `sync_weights`."""
         self._check_generators()
-        return _in_order(self._ask("generate", ray.put(requests)), len(requests))
+        return _in_order(self._ask("generate", self._put(requests)), len(requests))
 
     def save(self, path: str | Path) -> None:
         """Writes a Hugging Face checkpoint with its tokenizer; of adapters, PEFT's files.
@@ -107,12 +111,13 @@ class PolicyGroup:
         self._ask("save", Path(path).absolute())
 
     def close(self) -> None:
-        """Ends the ranks and gives their nodes back."""
-        if self._ranks:
-            with contextlib.suppress(PolicyLostError):
-                self._ask("close")
-        self._ranks = []
-        self._stack.close()
+        """Ends the ranks and gives their nodes back. A call that they are busy with is not waited for long."""
+        try:
+            if self._ranks:
+                ray.wait(self._answers("close"), num_returns=len(self._ranks), timeout=GRACE_SECONDS)
+        finally:
+            self._ranks = []
+            self._stack.close()
 
     def __enter__(self) -> "PolicyGroup":
         return self
@@ -136,9 +141,11 @@ class PolicyGroup:
         self._ranks = actors
         places: list[RankPlace] = self._ask("place")
         # GPUs are given out in any order, and neighbours in rank should be neighbours in hardware.
-        order = sorted(range(len(actors)), key=lambda place: (place // per_node, int(places[place].device or 0)))
+        order = sorted(
+            range(len(actors)), key=lambda place: (place // per_node, device_order(places[place].device or "0"))
+        )
         self._ranks, places = [actors[place] for place in order], [places[place] for place in order]
-        shared = environment_for_nodes() | {
+        meeting = {
             "WORLD_SIZE": str(len(actors)),
             "LOCAL_WORLD_SIZE": str(per_node),
             "MASTER_ADDR": places[0].address,
@@ -150,27 +157,42 @@ class PolicyGroup:
             devices = ",".join(place.device for place in of_node if place.device is not None)
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)}
             own |= {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
-            joined.append(actor.join.remote(shared | own))
+            joined.append(actor.join.remote(environment_for_nodes(), meeting | own))
         ray.get(joined)
+
+    def _put(self, value: Any) -> Any:
+        """A value that all ranks read from one place."""
+        self._check_open()
+        return ray.put(value)
+
+    def _check_open(self) -> None:
+        if not self._ranks:
+            raise PolicyLostError("the group is closed")
+
+    def _answers(self, method: str, *arguments: Any) -> list[Any]:
+        return [actor.answer.remote(method, *arguments) for actor in self._ranks]
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all ranks, in their order. A failure ends the group, unless it is a refusal of all ranks."""
-        if not self._ranks:
-            raise PolicyLostError("the group is closed")
-        futures = [actor.answer.remote(method, *arguments) for actor in self._ranks]
-        waiting = [*futures]
+        self._check_open()
+        futures = self._answers(method, *arguments)
+        waiting, refusal = [*futures], None
         while waiting:  # ranks that wait for one that failed do not answer
-            done, waiting = ray.wait(waiting)
+            done, waiting = ray.wait(waiting, timeout=None if refusal is None else GRACE_SECONDS)
             try:
-                failure = next((answer for answer in ray.get(done) if isinstance(answer, Failure)), None)
-            except RayActorError as error:
-                failure = Failure(f"a node or its actor is gone: {' '.join(str(error).split())[:300]}", False)
-            if failure is not None and failure.is_refusal:
-                raise InputError(failure.text)
-            if failure is not None:
-                self._ranks = []
-                self._stack.close()
-                raise PolicyLostError(f"the group has ended, for a rank failed: {failure.text}")
+                failures = [answer for answer in ray.get(done) if isinstance(answer, Failure)]
+            except RayError as error:
+                failures = [Failure(f"a node or its actor is gone: {' '.join(str(error).split())[:300]}", False)]
+            if not done:
+                failures = [Failure("only some ranks refused their input: " + str(refusal), False)]
+            for failure in failures:
+                if not failure.is_refusal:
+                    self._ranks = []
+                    self._stack.close()
+                    raise PolicyLostError(f"the group has ended, for a rank failed: {failure.text}")
+                refusal = failure.text
+        if refusal is not None:
+            raise InputError(refusal)
         return ray.get(futures)
 
 

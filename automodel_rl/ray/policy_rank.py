@@ -75,9 +75,14 @@ class PolicyRank:
             socket.gethostname(), ray.util.get_node_ip_address(), free_port(), devices[0] if devices else None
         )
 
-    def join(self, environment: dict[str, str]) -> None:
-        """Takes its place among the ranks. Comes before anything that needs a device."""
-        os.environ.update(environment)
+    def join(self, environment: dict[str, str], place: dict[str, str]) -> None:
+        """Takes its place among the ranks. Comes before anything that needs a device.
+
+        Args:
+            environment: variables of the driver, for those that this node lacks.
+            place: variables that say which rank it is.
+        """
+        os.environ.update({**environment, **os.environ, **place})
 
     def open(self, config: RunConfig, total_steps: int | None) -> None:
         """Loads the model and, with grpo, starts the generators."""

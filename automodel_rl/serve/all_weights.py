@@ -60,6 +60,7 @@ class AllWeights:
         Raises:
             InputError: on every rank; the checkpoint is damaged.
         """
+        self.begin(shape)  # a checkpoint has no gradients: those that are there must go
         try:
             check_whole(folder, self.engine.handle.layout.world_control)
             load_checkpoint(self.engine, folder)

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import secrets
 import time
 from typing import Annotated, Any, Literal
@@ -14,7 +15,9 @@ from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.messages import Chat, checked_messages
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
-from automodel_rl.hf.find import find_model
+from automodel_rl.hf.find import ModelFiles, find_model
+from automodel_rl.hf.read import read_config
+from automodel_rl.rollout.transformers_generator import stop_ids
 from automodel_rl.serve import checks
 from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence
 from automodel_rl.serve.ranks import RanksLostError, RefusedError
@@ -30,6 +33,7 @@ from automodel_rl.serve.requests import (
 )
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.tables import BusyError, UnknownError, Weights
+from automodel_rl.support.description import language_config
 
 Zero = Annotated[float, Field(ge=0, le=0)]
 """A setting of OpenAI's API that is not served, in the value that switches it off."""
@@ -57,7 +61,7 @@ class SamplingRequest(Body):
 class CompletionRequest(SamplingRequest):
     prompt: str | list[Token] | list[str] | list[list[Token]]
     max_tokens: Annotated[int, Field(gt=0, lt=2**31)] = 16
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     echo: bool = False
 
 
@@ -79,6 +83,7 @@ class Completions:
 
     def __init__(self, service: Service, config: ServeConfig):
         self.service, self.config = service, config
+        self._num_waiting = 0
 
     @property
     def models(self) -> dict[str, Any]:
@@ -90,50 +95,75 @@ class Completions:
         """Continues texts or tokens."""
         given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         prompts: list[Any] = [given] if given and isinstance(given[0], int) else given
-        ids = [self.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in prompts]
-        if not ids:
-            raise InputError("prompt: is empty: give a text, or token ids")
-        sampled = await self._sample(body, ids, body.max_tokens, body.echo and body.logprobs is not None)
+        self._check_size(len(prompts), body.n)
+        with_logprobs = body.logprobs is not None
+        if body.echo and with_logprobs and body.temperature != 1:
+            raise InputError("echo with logprobs: those of the prompt are at temperature 1: leave temperature out")
+        ids = await asyncio.to_thread(lambda: [self._ids(prompt) for prompt in prompts])
+        sampled = await self._sample(body, ids, body.max_tokens, body.echo and with_logprobs)
+        return await asyncio.to_thread(lambda: self._completion(body, ids, sampled))
+
+    def _ids(self, prompt: Any) -> list[int]:
+        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+
+    def _completion(self, body: CompletionRequest, ids: list[list[int]], sampled: list[Sampled]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for prompt, answer in zip(ids, sampled, strict=True):
             for sequence in answer.sequences:
                 shown = [*prompt, *sequence.tokens] if body.echo else sequence.tokens
                 before = [None, *_numbers(answer)] if body.echo and body.logprobs is not None else []
-                ending = {"text": self._text(sequence, prompt if body.echo else [])}
                 found = self._logprobs(shown, [*before, *sequence.logprobs]) if body.logprobs is not None else None
+                text = (self.tokenizer.decode(prompt) if body.echo else "") + self._text(sequence, body.stop)
                 tokens = {"token_ids": sequence.tokens, "prompt_token_ids": prompt} if body.return_token_ids else {}
-                choices.append({"index": len(choices), **ending, "logprobs": found, **_end(sequence), **tokens})
+                choices.append({"index": len(choices), "text": text, "logprobs": found, **_end(sequence), **tokens})
         return self._response("text_completion", body, ids, sampled, choices)
 
     async def chat(self, body: ChatRequest) -> dict[str, Any]:
         """Answers a chat."""
+        self._check_size(1, body.n)
+        ids = await asyncio.to_thread(lambda: self._opening(body.messages))
+        (answer,) = await self._sample(body, [ids], body.max_completion_tokens or body.max_tokens, False)
+        return await asyncio.to_thread(lambda: self._answer(body, ids, answer))
+
+    def _opening(self, messages: list[dict[str, Any]]) -> list[int]:
         if self.tokenizer.chat_template is None:
             raise InputError("the model's tokenizer has no chat template: use /v1/completions")
-        chat = Chat(checked_messages(body.messages, "messages", "the request"))
-        ids = self._template.encode(chat, "the request", add_generation_prompt=True)["input_ids"]
-        (answer,) = sampled = await self._sample(body, [ids], body.max_completion_tokens or body.max_tokens, False)
+        chat = Chat(checked_messages(messages, "messages", "the request"))
+        return self._template.encode(chat, "the request", add_generation_prompt=True)["input_ids"]
+
+    def _answer(self, body: ChatRequest, ids: list[int], answer: Sampled) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": self._text(sequence, [])},
+                "message": {"role": "assistant", "content": self._text(sequence, body.stop)},
                 "logprobs": {"content": self._content(sequence)} if body.logprobs else None,
                 **_end(sequence),
                 **({"token_ids": sequence.tokens} if body.return_token_ids else {}),
             }
             for index, sequence in enumerate(answer.sequences)
         ]
-        response = self._response("chat.completion", body, [ids], sampled, choices)
+        response = self._response("chat.completion", body, [ids], [answer], choices)
         return response | ({"prompt_token_ids": ids} if body.return_token_ids else {})
+
+    def _check_size(self, num_prompts: int, n: int) -> None:
+        limits = self.config.limits
+        if not num_prompts:
+            raise InputError("prompt: is empty: give a text, or token ids")
+        if num_prompts * n > limits.sequences:
+            raise InputError(
+                f"{num_prompts} prompts with n={n}: at most {limits.sequences} sequences (limits.sequences)"
+            )
+        if self._num_waiting >= limits.waiting:
+            raise BusyError(f"{self._num_waiting} requests wait (limits.waiting): ask again later")
 
     async def _sample(
         self, body: SamplingRequest, prompts: list[list[int]], max_tokens: int | None, with_logprobs: bool
     ) -> list[Sampled]:
         weights = self._weights(body.model)
-        self.service.check_room()
         sampling = SamplingBody(
             max_tokens=max_tokens,
             seed=body.seed,
-            stop=body.stop,
+            stop=body.stop or None,
             temperature=body.temperature,
             top_k=body.top_k,
             top_p=body.top_p,
@@ -153,16 +183,15 @@ class Completions:
             )
             for ids in prompts
         ]
-        if len(prompts) * body.n > self.config.limits.sequences:
-            raise InputError(
-                f"{len(prompts)} prompts with n={body.n}: at most {self.config.limits.sequences} sequences"
-            )
+        self._num_waiting += 1
         try:
             return await asyncio.wrap_future(self.service.ranks.submit(self.service.samplers.job(weights, jobs)))
         except RefusedError as error:
             raise InputError(str(error)) from None
         except RanksLostError:
             raise BusyError("the ranks ended while they sampled, and are started again: ask again") from None
+        finally:
+            self._num_waiting -= 1
 
     def _weights(self, name: str) -> Weights:
         if name == self.config.base_name:
@@ -176,23 +205,33 @@ class Completions:
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, opened for the first request."""
-        model = self.config.model
-        folder = find_model(model, with_weights=False).tokenizer_folder
-        return load_tokenizer(folder, self.service.ranks.vocab_size, None, model.trust_remote_code)
+        trusted = self.config.model.trust_remote_code
+        return load_tokenizer(self._files.tokenizer_folder, self.service.ranks.vocab_size, None, trusted)
+
+    @functools.cached_property
+    def _files(self) -> ModelFiles:
+        return find_model(self.config.model, with_weights=False)
+
+    @functools.cached_property
+    def _ends(self) -> set[int]:
+        """The tokens that end a completion."""
+        return stop_ids(language_config(read_config(self._files.folder)), self.tokenizer, ())
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, False, {})
 
-    def _text(self, sequence: SampledSequence, before: list[int]) -> str:
-        """The text of a completion, without the token that ended it."""
+    def _text(self, sequence: SampledSequence, stop: str | list[str] | None) -> str:
+        """The text of a completion, without the token or the text that ended it."""
         tokens = sequence.tokens
-        is_ended = sequence.finish == "stop" and tokens and tokens[-1] in self.tokenizer.all_special_ids
-        return self.tokenizer.decode([*before, *(tokens[:-1] if is_ended else tokens)], skip_special_tokens=False)
+        is_ended = sequence.finish == "stop" and tokens and tokens[-1] in self._ends
+        text = self.tokenizer.decode(tokens[:-1] if is_ended else tokens, skip_special_tokens=False)
+        places = [text.find(one) for one in ([stop] if isinstance(stop, str) else stop or []) if one in text]
+        return text[: min(places, default=len(text))]
 
     def _logprobs(self, tokens: list[int], values: list[float | None]) -> dict[str, Any]:
         texts = [self.tokenizer.decode([token]) for token in tokens]
-        offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+        offsets = [0, *itertools.accumulate(map(len, texts[:-1]))] if texts else []
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
     def _content(self, sequence: SampledSequence) -> list[dict[str, Any]]:

@@ -254,13 +254,19 @@ class Service:
         request = f"{name}:0"
         if request not in self.results:
             self.check_room()
-            if len(self.runs) >= self.config.most_runs:
-                most = self.config.most_runs
+            alive, most = sum(not run.lost for run in self.runs.values()), self.config.most_runs
+            if alive >= most:
                 remedy = "for it trains all weights" if self.config.model.lora is None else "or raise it"
-                raise BusyError(f"there are {len(self.runs)} runs, and limits.runs is {most}: end one, {remedy}")
+                raise BusyError(f"there are {alive} runs, and limits.runs is {most}: end one, {remedy}")
             self.runs[name] = Run(body.session_id, shape, metadata)
             self.start(request, self.runs[name], make(name), lambda _: {"model_id": name})
+            self.results.find(request).add_done_callback(lambda result: self._note_unmade(name, result.result()))
         return {"request_id": request, "model_id": name}
+
+    def _note_unmade(self, name: str, result: Result) -> None:
+        """Notes that a run could not be made, so that it takes no other's place."""
+        if name in self.runs and isinstance(result, dict) and "error" in result:
+            self.runs[name].lost = self.runs[name].lost or f"the run was not made: {result['error']}"
 
     def _turn(self, model_id: str, seq_id: int, work: Callable[[], Work], mends: bool = False) -> dict[str, Any]:
         """Puts a request into its run's order. From here on it is not refused but fails: others wait for its turn."""

@@ -1,6 +1,7 @@
 """Runs on a Ray cluster of two nodes: the numbers of our own launcher, and what a node that dies leaves."""
 
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from automodel_rl.cli import main
+from automodel_rl.ray.job import _again
 from tests.distributed.trainers.runs import assert_same_weights, metrics_of, settings_of, write
 from tests.processes import Job, run_command
 from tests.ray_nodes import RayNodes
-
-pytest.importorskip("ray")
 
 
 @pytest.fixture(name="nodes", scope="module")
@@ -67,6 +67,25 @@ def test_a_run_goes_on_without_a_node_that_dies(nodes: RayNodes, workspace: Path
     assert_same_weights(tmp_path / "undisturbed" / "final", tmp_path / "run" / "final")
 
 
+def test_ctrl_c_saves_and_stops(nodes: RayNodes, workspace: Path, tmp_path: Path) -> None:
+    settings = settings_of("sft", workspace, tmp_path / "run", parallel={"pp": 2})
+    settings |= {"length": {"steps": 400, "validate_every": None}, "checkpoint": {"every_steps": None}}
+    with Job(command("sft", write(settings, tmp_path), *on_ray(nodes))) as job:
+        assert job.wait_until(lambda: "step 2/400" in job.stdout), job.stderr
+        job.process.send_signal(signal.SIGINT)
+        assert job.finish() == 1, job.stderr
+        assert "starting again" not in job.stdout
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+
+
+def test_a_run_that_is_started_again_goes_on_in_its_own_way() -> None:
+    given = ["sft", "a.yaml", "--resume", "old/step_5", "--max-minutes=30", "--length.steps", "9"]
+    rest = ["sft", "a.yaml", "--length.steps", "9"]
+    assert _again(given, False, 10) == [*rest, "--resume", "old/step_5", "--max-minutes", "20.00"]
+    assert _again(given, True, 40) == [*rest, "--resume", "auto", "--max-minutes", "0.10"]
+    assert _again(rest, False, 1) == [*rest, "--resume", "auto"]
+
+
 def test_a_failure_that_comes_again_ends_the_run(nodes: RayNodes, workspace: Path, tmp_path: Path) -> None:
     settings = settings_of("sft", workspace, tmp_path / "run", parallel={"pp": 2})
     settings |= {"loss_function": "tests.distributed.ray.failing_loss:fail"}
@@ -86,7 +105,7 @@ def test_what_cannot_be_placed_is_refused(
         ("--launch.ray.address", nodes.address, "--launch.ray.ranks_per_node", "3"): "does not divide the 8 ranks",
     }
     for options, message in cases.items():
-        ran = run_command(command("sft", config, *options))
+        ran = run_command(command("sft", config, *options, "--launch.ray.wait_minutes", "0"))
         assert ran.returncode == 2
         assert message in ran.stderr.splitlines()[-1]
     assert main(["sft", config, "--launch.ray.address", "ray://head:10001"]) == 2

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_rl.tools.export import export
 from tests.distributed.serve.test_serve import folder_of, numbers, train_both
-from tests.services import Service, write_model
+from tests.services import Service, datum, of_loss, write_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
@@ -47,6 +47,9 @@ def test_a_run_of_all_weights_trains_is_sampled_from_and_goes_on(tmp_path: Path)
         assert [s.logprobs for s in sampler.sample(prompt, **asked).result().sequences] == before
         base = service.client().create_sampling_client(base_model=service.model).result()
         assert base.compute_logprobs(prompt).result()[1:] != pytest.approx(expected, abs=1e-3)
+        run.forward_backward([of_loss(datum(9, 0), "weights")], "cross_entropy").result()  # whose gradients must go
+        run.load_state_with_optimizer(path).result()
+        assert numbers(run, 60, 2) == undisturbed
         os.kill(service.job.process.pid, signal.SIGKILL)
         service.job.process.wait()
     export(folder_of(service, path), tmp_path / "exported", [])

@@ -47,7 +47,7 @@ def test_completions_are_those_of_the_model(service: Service, client: openai.Ope
     asked = {
         "model": service.model,
         "max_tokens": 6,
-        "logprobs": 1,
+        "logprobs": 0,
         "seed": 3,
         "extra_body": {"return_token_ids": True},
     }
@@ -89,6 +89,12 @@ def test_a_chat_is_written_by_the_chat_template(service: Service, client: openai
     values = [one.logprob for one in choice.logprobs.content]
     greedy = plain_logprobs(service.model, expected + tokens)[len(expected) - 1 :]
     assert values == pytest.approx(greedy.tolist(), abs=1e-6)
+    text = tokenizer.decode(kept)
+    (ended,) = client.chat.completions.create(
+        model=service.model, messages=CHAT, max_tokens=5, temperature=0, stop=[text[2:3]]
+    ).choices
+    assert text[2:3] not in ended.message.content
+    assert text.startswith(ended.message.content)
 
 
 def test_saved_weights_are_models(service: Service, client: openai.OpenAI) -> None:
@@ -118,6 +124,8 @@ def test_saved_weights_are_models(service: Service, client: openai.OpenAI) -> No
         ({"prompt": [9999]}, 400, "token 9999"),
         ({"prompt": []}, 400, "prompt: is empty"),
         ({"stream": True}, 400, "stream"),
+        ({"logprobs": 5}, 400, "logprobs"),
+        ({"echo": True, "logprobs": 0, "temperature": 0.5}, 400, "at temperature 1"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"n": 100_000}, 400, "limits.sequences"),
     ],
