@@ -209,6 +209,19 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Done:
+    """A job is done.
+
+    Attributes:
+        answer: its answer, or `Refused`.
+        peak_bytes: the most memory that rank 0 has used, on its device or, without one, on the host.
+    """
+
+    answer: Any
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class Refused:
     """The answer to a job that could not be done, on any rank; `text` says why. The state is as before."""
 

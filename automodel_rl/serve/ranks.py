@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from automodel_rl.serve.messages import Job, Ready, Refused, Sample, StopAsked
+from automodel_rl.serve.messages import Done, Job, Ready, Refused, Sample, StopAsked
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
 
 MOST_SEQUENCES = 1024
@@ -45,12 +45,13 @@ class Ranks:
         vocab_size: number of token ids of the model; 0 before ranks are ready.
         ready: set when ranks have become ready for the first time.
         num_jobs: number of jobs that ranks have done since they last became ready.
+        peak_bytes: the most memory that rank 0 had used when it did the last of them.
     """
 
     def __init__(self, on_lost: Callable[[], None], on_stop: Callable[[], None]):
         self.on_lost, self.on_stop = on_lost, on_stop
         self.vocab_size = 0
-        self.num_jobs = 0
+        self.num_jobs = self.peak_bytes = 0
         self.ready = threading.Event()
         self._folder = tempfile.TemporaryDirectory(prefix="automodel_rl_serve_")
         key = secrets.token_bytes(32)
@@ -116,8 +117,9 @@ class Ranks:
                     self._send_next(connection, running)
                 case StopAsked():
                     self.on_stop()
-                case answer:
+                case Done(answer, peak_bytes):
                     self.num_jobs += 1
+                    self.peak_bytes = peak_bytes
                     _give(running, answer)
                     running.clear()
                     self._send_next(connection, running)

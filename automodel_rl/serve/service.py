@@ -34,7 +34,7 @@ from automodel_rl.serve.requests import (
 from automodel_rl.serve.results import Result, Results, failed, finish
 from automodel_rl.serve.samplers import Samplers
 from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, about
-from automodel_rl.serve.tables import BusyError, Run, Session, UnknownError, Weights
+from automodel_rl.serve.tables import BusyError, Run, Session, Throughput, UnknownError, Weights
 from automodel_rl.serve.wire import read_datum, write_output
 
 GAP_SECONDS = 120.0
@@ -60,7 +60,7 @@ class Service:
         self.runs: dict[str, Run] = {}
         self.samplers = Samplers(self)
         self.is_stopping = False
-        self.num_tokens = 0
+        self.throughput = Throughput()
         self._tasks: set[asyncio.Task] = set()
 
     # Sessions
@@ -161,9 +161,12 @@ class Service:
             loss, settings = checks.loss_of(message)
             data = checks.only_read([read_datum(datum) for datum in message.data], loss)
             checks.check_data(data, loss, self.config, self.ranks.vocab_size)
-            self.num_tokens += sum(map(len, data))
             job = ForwardBackward(message.model_id, loss, settings, data, message.forward_only)
-            return job, lambda answer: write_output(answer.logprobs, {"loss:sum": answer.loss})
+            return job, done
+
+        def done(answer: Any) -> Result:
+            self.throughput.add(sum(map(len, answer.logprobs)))
+            return write_output(answer.logprobs, {"loss:sum": answer.loss})
 
         checks.check_numbers(message)
         return self._turn(message.model_id, message.seq_id, checked)

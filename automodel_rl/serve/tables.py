@@ -18,6 +18,30 @@ class BusyError(Exception):
     """There is no room for a request now."""
 
 
+WINDOW_SECONDS = 60.0
+
+
+class Throughput:
+    """Counts tokens, and says how many come in a second."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def add(self, count: int) -> None:
+        """Counts tokens that are done now."""
+        self.total += count
+        self._recent.append((time.monotonic(), count))
+
+    @property
+    def per_second(self) -> float:
+        """Tokens of a second, over the last minute."""
+        oldest = time.monotonic() - WINDOW_SECONDS
+        while self._recent and self._recent[0][0] < oldest:
+            self._recent.popleft()
+        return sum(count for _, count in self._recent) / WINDOW_SECONDS
+
+
 @dataclass
 class Session:
     """A client.

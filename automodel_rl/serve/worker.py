@@ -16,8 +16,10 @@ from automodel_rl.hf.find import find_model
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.observe.peak_memory import peak_memory
 from automodel_rl.serve.messages import (
     CreateRun,
+    Done,
     Forget,
     ForwardBackward,
     Job,
@@ -82,7 +84,7 @@ class Worker:
                 continue
             answer = self._answer(job)
             if server is not None:
-                server.send(answer)
+                server.send(Done(answer, peak_memory(self.handle.layout.device)))
 
     def _next(self, server: Connection | None) -> Job:
         """The next job, the same on every rank."""

@@ -1,7 +1,6 @@
 """Collects the metrics and times of one step of a run."""
 
 import contextlib
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.launch.flight import flight
 from automodel_rl.losses.disagreement import EXTREMES
 from automodel_rl.model.flops import peak_flops
+from automodel_rl.observe.peak_memory import peak_memory
 
 NEARLY_FULL = 0.95
 """Share of a device's memory above which a step warns."""
@@ -80,7 +80,7 @@ class Step:
             "perf/packing_efficiency": size.num_tokens / (size.num_microbatches * self.config.batch.capacity),
             "data/microbatch_tokens": self.config.batch.capacity,
             "time/step_s": seconds,
-            "memory/peak_gib": _peak_memory(device) / 2**30,
+            "memory/peak_gib": peak_memory(device) / 2**30,
         }
         if self.is_early and device.type == "cuda":
             self._check_memory(torch.cuda.get_device_properties(device).total_memory)
@@ -108,9 +108,3 @@ class Step:
 def _combined(name: str, values: list[float]) -> float:
     """A metric of several optimizer steps, as one number."""
     return EXTREMES[name](values) if name in EXTREMES else statistics.fmean(values)
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

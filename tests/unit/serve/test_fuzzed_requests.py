@@ -29,7 +29,7 @@ class Answering:
     """Stands for the ranks: checks every job, and answers at once."""
 
     vocab_size = VOCAB
-    num_waiting = 0
+    num_waiting = peak_bytes = 0
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -314,3 +314,6 @@ def test_the_page_needs_the_key(client: TestClient) -> None:
     with client:
         assert client.get("/").status_code == 401
         assert "<h1>base</h1>" in client.get("/", params={"key": KEY}).text
+        GoodClient(client).step()
+        page = client.get("/", params={"key": KEY}).text
+        assert "3 tokens in forward and backward, 0 a second in the last minute, rank 0 has used 0.00 GiB" in page
