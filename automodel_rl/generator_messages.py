@@ -38,30 +38,54 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How a completion is sampled.
+
+    Attributes:
+        max_tokens: most tokens of the completion.
+        temperature: the temperature of sampling; 0 takes the likeliest token.
+        top_p: the share of probability from which tokens are sampled, the likeliest first.
+        top_k: the number of likeliest tokens from which tokens are sampled; 0 for all.
+        stop: texts that end it.
+        stop_token_ids: tokens that end it; None for those with which the generator was started.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens can never be sampled."""
+        return self.top_p < 1 or self.top_k > 0
+
+    def for_vllm(self, ends: tuple[int, ...]) -> dict[str, Any]:
+        """Arguments of vllm.SamplingParams, given the tokens that end a completion if `stop_token_ids` is None."""
+        own_ends = ends if self.stop_token_ids is None else self.stop_token_ids
+        ended_by = {"max_tokens": self.max_tokens, "stop_token_ids": [*own_ends], "ignore_eos": True}
+        if self.stop:
+            ended_by |= {"stop": [*self.stop], "include_stop_str_in_output": True}
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, **ended_by}
+
+
+@dataclass(frozen=True)
 class Request:
     """One completion to write.
 
     Attributes:
         prompt: the prompt's token ids.
         seed: the seed for sampling: the same seed, prompt and weights give the same completion in any batch.
-        temperature: the temperature of sampling; 0 takes the likeliest token.
-        top_p: the share of probability from which tokens are sampled, the likeliest first.
-        top_k: the number of likeliest tokens from which tokens are sampled; 0 for all.
+        sampling: how it is sampled.
         conversation: a number that all turns of a conversation share, so that one server writes them, or None.
     """
 
     prompt: list[int]
     seed: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
+    sampling: Sampling
     conversation: int | None = None
-
-    @property
-    def truncation(self) -> dict[str, Any]:
-        """vLLM's arguments for `top_p` and `top_k`; none if tokens are sampled from the whole distribution."""
-        top_p = {"top_p": self.top_p} if self.top_p < 1 else {}
-        return {**top_p, "top_k": self.top_k} if self.top_k else top_p
 
 
 @dataclass(frozen=True)
@@ -88,15 +112,11 @@ class Written:
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Settings with which vLLM starts.
-
-    Attributes:
-        options: arguments of vllm.LLM.
-        sampling: arguments of vllm.SamplingParams, the same for every request.
-    """
+    """Settings with which vLLM starts: arguments of vllm.LLM, and tokens that end a completion whose request names
+    none."""
 
     options: dict[str, Any]
-    sampling: dict[str, Any]
+    ends: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -134,13 +154,8 @@ class Generate(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """A completion for the `Generate` with the same number, sent as soon as it is written.
-
-    Attributes:
-        number: the number of the `Generate`.
-        place: the place of the completion's request in it.
-        written: the completion.
-    """
+    """A completion for the `Generate` with the same number, sent as soon as it is written; `place` is the place of its
+    request there."""
 
     number: int
     place: int
@@ -250,12 +265,8 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Begin(Message):
-    """The start of a weight sync. From here to the commit the generator's weights are incomplete.
-
-    Attributes:
-        version: the number of the weight sync.
-        seconds: longest time without a message from the rank.
-    """
+    """The start of the weight sync with the number `version`. From here to the commit the generator's weights are
+    incomplete. `seconds` is the longest time without a message from the rank."""
 
     version: int
     seconds: float
@@ -263,13 +274,7 @@ class Begin(Message):
 
 @dataclass(frozen=True)
 class Bucket(Message):
-    """A sender has filled a shared buffer.
-
-    Attributes:
-        sender: number of the sender.
-        number: number of the bucket in the sender's plan.
-        slot: number of the buffer.
-    """
+    """A sender has filled the shared buffer `slot` with the bucket of this number in its plan."""
 
     sender: int
     number: int
@@ -323,12 +328,8 @@ class Commit(Message):
 
 @dataclass(frozen=True)
 class Committed(Message):
-    """The weight sync is complete.
-
-    Attributes:
-        version: the number of the weight sync that the generator's weights are from.
-        checksums: checksums of its tensors, by name, if they were asked for.
-    """
+    """The generator has the weights of the weight sync `version`. `checksums` are those of its tensors by name, if they
+    were asked for."""
 
     version: int | None
     checksums: dict[str, int] | None = None

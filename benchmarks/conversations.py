@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from workload import TINY, WORKLOADS, write_model
 
-from automodel_rl.generator_messages import Request, VllmSettings
+from automodel_rl.generator_messages import Request, Sampling, VllmSettings
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
 from automodel_rl.rollout.episodes.environment_server import Setup
@@ -164,7 +164,9 @@ def measure(
     torch.manual_seed(repetition)
     episodes = [
         Episode(
-            Request(torch.randint(vocab_size, (PROMPT_TOKENS,)).tolist(), 1000 * repetition + number, 1.0),
+            Request(
+                torch.randint(vocab_size, (PROMPT_TOKENS,)).tolist(), 1000 * repetition + number, Sampling(TURN_TOKENS)
+            ),
             [],
             pool.open({"seconds": options.seconds, "messages": []}, 0),
             codec,
@@ -198,8 +200,8 @@ def _vllm(folder: Path, python: str | None, vocab_size: int) -> Generator:
         "skip_tokenizer_init": True,
         "max_num_seqs": 256,
     }
-    ends = list(range(0, vocab_size, 128))
-    return start_vllm(python, VllmSettings(options, {"max_tokens": TURN_TOKENS, "stop_token_ids": ends}), None)
+    ends = tuple(range(0, vocab_size, 128))
+    return start_vllm(python, VllmSettings(options, ends), None)
 
 
 def _tiny_generator(folder: Path) -> Generator:

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.config import WeightSyncConfig
-from automodel_rl.generator_messages import Request, VllmSettings
+from automodel_rl.generator_messages import Request, Sampling, VllmSettings
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.rollout.protocol import Completion, Generator
@@ -63,7 +63,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-SAMPLING = {"max_tokens": NEW, "ignore_eos": True}
+SAMPLING = Sampling(NEW)
 SERVER_SECONDS = 180.0
 
 
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, handle: ModelHandle, trainer: Engine, s
     generator: Any
     transport: Transport
     if server is not None:
-        generator = VllmServers(connect_servers([server.url], routes=False), SAMPLING, leads=True)
+        generator = VllmServers(connect_servers([server.url], routes=False), (), leads=True)
         transport = VllmNccl(generator.weights, handle.layout, 120.0)
     else:
         generator = start(options, source)
@@ -131,7 +131,7 @@ def start(options: argparse.Namespace, source: Path) -> Generator:
         "enforce_eager": True,
         "weight_transfer_config": {"backend": "same_device" if options.device is None else "nccl"},
     }
-    return start_vllm(options.python, VllmSettings(llm, SAMPLING), str(options.device or 0))
+    return start_vllm(options.python, VllmSettings(llm, ()), str(options.device or 0))
 
 
 def start_server(options: argparse.Namespace, source: Path) -> Any:
@@ -157,7 +157,7 @@ def start_server(options: argparse.Namespace, source: Path) -> Any:
 
 def requests(count: int) -> list[Request]:
     prompts = torch.randint(0, VOCAB, (count, PROMPT), generator=torch.Generator().manual_seed(1))
-    return [Request(prompt.tolist(), seed, 1.0) for seed, prompt in enumerate(prompts)]
+    return [Request(prompt.tolist(), seed, SAMPLING) for seed, prompt in enumerate(prompts)]
 
 
 def sequence_of(prompt: list[int], completion: list[int]) -> TokenSequence:

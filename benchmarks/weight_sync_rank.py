@@ -103,4 +103,4 @@ def start_generator(handle: ModelHandle, device: int) -> GeneratorProcess:
     is_cuda = handle.layout.device.type == "cuda"
     copy = ModelCopy(handle.config, torch.bfloat16, torch.device("cpu"))
     tokenizer: Any = SimpleNamespace(eos_token_id=None)
-    return start_transformers(copy, Writing(tokenizer, 1, (), 1), str(device) if is_cuda else None)
+    return start_transformers(copy, Writing(tokenizer, 1), str(device) if is_cuda else None)

@@ -7,13 +7,14 @@ from pydantic import Field, model_validator
 
 from automodel_rl.config.base import BatchSize, Fraction, PathText, Positive, Section
 from automodel_rl.config.episodes import EpisodeConfig
+from automodel_rl.generator_messages import Sampling
 
 Transport = Literal["local", "ipc", "collective", "vllm"]
 ReplayStage = Literal["old_logprobs", "ref_logprobs", "train"]
 
 
-class VllmConfig(Section):
-    """vLLM: in a process of its own next to every rank, or as servers that run already."""
+class VllmProcessConfig(Section):
+    """vLLM in a process of its own next to a rank."""
 
     python: PathText | None = None
     """Python interpreter of an environment with vLLM, whose pinned dependencies conflict with this package's; null
@@ -21,6 +22,13 @@ class VllmConfig(Section):
 
     memory_fraction: Fraction = 0.4
     """Share of the device's memory for vLLM's weights and cache."""
+
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further arguments of vllm.LLM, e.g. max_num_seqs."""
+
+
+class VllmConfig(VllmProcessConfig):
+    """vLLM: in a process of its own next to every rank, or as servers that run already."""
 
     tensor_parallel: Positive = 1
     """Number of GPUs over which each vLLM is split. So many consecutive ranks of a machine share one, and the first of
@@ -36,9 +44,6 @@ class VllmConfig(Section):
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs --weight-transfer-config
     '{"backend": "nccl"}'. Servers on other machines need a token: give it to them as --api-key, and to the run in
     VLLM_API_KEY."""
-
-    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further arguments of vllm.LLM, e.g. max_num_seqs."""
 
 
 class RolloutConfig(EpisodeConfig):
@@ -107,6 +112,22 @@ class RolloutConfig(EpisodeConfig):
     disagree."""
 
     vllm: VllmConfig = VllmConfig()
+
+    @property
+    def sampling(self) -> Sampling:
+        """How completions that are trained on are sampled."""
+        return Sampling(self.max_new_tokens, self.temperature, stop=self.stop)
+
+    @property
+    def validation_sampling(self) -> Sampling:
+        """How completions for held-out prompts are sampled."""
+        return Sampling(
+            self.max_new_tokens,
+            self.validation_temperature,
+            self.validation_top_p,
+            self.validation_top_k,
+            self.stop,
+        )
 
     @property
     def completion_tokens(self) -> int:

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from automodel_rl.config.base import PathText, Positive, Section
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.parallel import ParallelConfig
+from automodel_rl.config.rollout import VllmProcessConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -67,8 +68,14 @@ class ServeConfig(Section):
     microbatch_tokens: Positive = 8192
     """Most tokens of a microbatch, and of a sequence with its last target."""
 
+    generator: Literal["transformers", "vllm"] = "transformers"
+    """What samples, next to every rank. transformers: a whole copy of the model in the rank's process. vllm: vLLM in a
+    process of its own on the rank's device, see `vllm`."""
+
     batch_size: Positive = 64
-    """Number of completions that are sampled at once on each rank."""
+    """Number of completions that the transformers generator samples at once on each rank."""
+
+    vllm: VllmProcessConfig = VllmProcessConfig()
 
     host: str = "127.0.0.1"
     """Address on which the server listens. Others than loopback need a `key`."""

@@ -87,7 +87,6 @@ class PolicyRank:
     def open(self, config: RunConfig, total_steps: int | None) -> None:
         """Loads the model and, with grpo, starts the generators."""
         set_hang_limit(None)  # the program may take its time between two calls
-        set_hang_limit(None)  # the program may take its time between two calls
         self.config = config
         self.handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
         self.engine = Engine(self.handle, config.optimizer, total_steps)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.batch import join_turns, read_routes
 from automodel_rl.config import GRPOConfig
 from automodel_rl.errors import RolloutError, innermost
-from automodel_rl.generator_messages import Request
+from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.episodes.episode import Episode
@@ -93,14 +93,10 @@ class RolloutCollector:
         self.config, self.supervisor, self.tokenizer, self.scorer = config, supervisor, tokenizer, scorer
         self.handle, self.world = supervisor.handle, supervisor.world
 
-    def submit(
-        self, prompts: Sequence[Promptlike], group_size: int, temperature: float, top_p: float = 1.0, top_k: int = 0
-    ) -> Pending:
+    def submit(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> Pending:
         """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
-        requests = [
-            Request(prompt.token_ids, self._seed(prompt, sample), temperature, top_p, top_k) for prompt, sample in asked
-        ]
+        requests = [Request(prompt.token_ids, self._seed(prompt, sample), sampling) for prompt, sample in asked]
         pending = Pending(group_size, asked, requests, self.supervisor.ranks.deal(len(asked)))
         self._ask(pending)
         return pending
@@ -116,15 +112,13 @@ class RolloutCollector:
             {place: self._with_routes(c, pending.asked[place][0]) for place, c in written.items()}, pending
         )
 
-    def collect(
-        self, prompts: Sequence[Promptlike], group_size: int, temperature: float, top_p: float = 1.0, top_k: int = 0
-    ) -> list[list[Rollout]]:
+    def collect(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> list[list[Rollout]]:
         """Submits prompts and takes their `group_size` rewarded completions, equal on every rank and without routes.
 
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
-        pending = self.submit(prompts, group_size, temperature, top_p, top_k)
+        pending = self.submit(prompts, group_size, sampling)
         written = self._wait(pending)
         return self._rewarded({place: dataclasses.replace(c, routes=None) for place, c in written.items()}, pending)
 

@@ -78,7 +78,7 @@ def _transformers(
         adapters=None if lora is None else (lora, handle.source),
         capture_routes=config.router_replay.enabled,
     )
-    writing = Writing(tokenizer, rollout.max_new_tokens, rollout.stop, rollout.batch_size, rollout.stop_token_ids)
+    writing = Writing(tokenizer, rollout.batch_size, rollout.stop_token_ids)
     if not rollout.own_process:
         generator = TransformersGenerator(copy, writing)
         return generator, Local(generator.receiver, device)
@@ -130,8 +130,8 @@ def _vllm_servers(
 ) -> tuple[Generator, Transport]:
     routes = config.router_replay.enabled
     servers = connect_servers(config.rollout.vllm.servers, routes, some_may_be_gone=not is_first)
-    sampling = _sampling(config, handle, tokenizer)
-    generator = VllmServers(servers, sampling, leads=dist.get_rank() == 0, routes=routes)
+    ends = _ends(config, handle, tokenizer)
+    generator = VllmServers(servers, ends, leads=dist.get_rank() == 0, routes=routes)
     return generator, VllmNccl(generator.weights, handle.layout, config.weight_sync.timeout)
 
 
@@ -145,7 +145,7 @@ def _vllm_process(
         return bystander, _vllm_transport(bystander, config, handle, ranks)
     options = {
         "model": str(handle.source),
-        "dtype": str(sync_dtype(weights, handle)).removeprefix("torch."),
+        "dtype": name_of(sync_dtype(weights, handle)),
         "max_model_len": config.longest_sequence,
         "gpu_memory_utilization": rollout.vllm.memory_fraction,
         "skip_tokenizer_init": not rollout.stop,
@@ -157,9 +157,9 @@ def _vllm_process(
         **rollout.vllm.options,
     }
     if origin is not None:
-        options = _adapter_options(origin.config.rank, rollout.max_staleness) | options
+        options = adapter_options(origin.config.rank, rollout.max_staleness + 2) | options
         del options["weight_transfer_config"]
-    settings = VllmSettings(options, _sampling(config, handle, tokenizer))
+    settings = VllmSettings(options, _ends(config, handle, tokenizer))
     devices = visible_devices(rollout.devices, layout.device, ranks.size)
     process = start_vllm(rollout.vllm.python, settings, devices)
     return process, _vllm_transport(process, config, handle, ranks)
@@ -177,22 +177,25 @@ def _vllm_transport(
     return VllmSameDevice(channel, layout, weights.timeout, ranks.group)
 
 
-def _adapter_options(rank: int, max_staleness: int) -> dict[str, Any]:
-    """Arguments of vllm.LLM for adapters: places for a new one, and for those that completions are written with."""
-    places = max_staleness + 2
+def adapter_options(rank: int, places: int) -> dict[str, Any]:
+    """Arguments of vllm.LLM for adapters.
+
+    Args:
+        rank: their largest rank.
+        places: number of adapters at once: a new one, and those that completions are still written with.
+    """
     largest = next(size for size in VLLM_RANKS if size >= rank)
     return {"enable_lora": True, "max_lora_rank": largest, "max_loras": places, "max_cpu_loras": places}
 
 
-def _sampling(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Arguments of vllm.SamplingParams that are the same for every request."""
-    sampling: dict[str, Any] = {
-        "max_tokens": config.rollout.max_new_tokens,
-        "stop_token_ids": sorted(stop_ids(handle.config, tokenizer, config.rollout.stop_token_ids)),
-    }
-    if config.rollout.stop:
-        sampling |= {"stop": list(config.rollout.stop), "include_stop_str_in_output": True}
-    return sampling
+def name_of(dtype: torch.dtype) -> str:
+    """vLLM's name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _ends(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a completion."""
+    return tuple(sorted(stop_ids(handle.config, tokenizer, config.rollout.stop_token_ids)))
 
 
 def visible_devices(devices: Sequence[int], device: torch.device, count: int = 1) -> str | None:

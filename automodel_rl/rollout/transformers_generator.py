@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.errors import InputError
-from automodel_rl.generator_messages import Request
+from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.rollout.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
 from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.weight_sync.receiver import Receiver
@@ -26,15 +26,11 @@ class Writing:
 
     Attributes:
         tokenizer: the tokenizer, for stop texts and the end-of-sequence token.
-        max_new_tokens: longest completion.
-        stop: texts that end a completion.
-        stop_token_ids: tokens that end a completion, besides those of tokenizer and model.
         batch_size: number of requests that run at once.
+        stop_token_ids: tokens that end a completion whose request names none, besides those of tokenizer and model.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    max_new_tokens: int
-    stop: tuple[str, ...]
     batch_size: int
     stop_token_ids: tuple[int, ...] = ()
 
@@ -59,18 +55,6 @@ class TransformersGenerator:
         self.model = build_model(copy)
         self.receiver = Receiver(synced_tensors(self.model, copy))
         self.recorder = RouteRecorder.of(self.model) if copy.capture_routes else None
-
-    def write_as(self, writing: Writing, only_stops: set[int] | None) -> None:
-        """Writes in another way from now on.
-
-        Args:
-            writing: how completions are written.
-            only_stops: the tokens that end a completion; None for those of tokenizer, model and `writing`.
-        """
-        self.writing = writing
-        self.stop_ids = (
-            stop_ids(self.copy.config, writing.tokenizer, writing.stop_token_ids) if only_stops is None else only_stops
-        )
 
     def submit(
         self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
@@ -112,7 +96,9 @@ class TransformersGenerator:
 
     def _batch(self, requests: list[Request], between_tokens: Callable[[], None]) -> list[Completion]:
         uniforms = self._uniforms(requests)
-        temperatures = torch.tensor([r.temperature for r in requests], dtype=torch.float64, device=self.copy.device)
+        temperatures = torch.tensor(
+            [r.sampling.temperature for r in requests], dtype=torch.float64, device=self.copy.device
+        )
         longest = max(len(request.prompt) for request in requests)
         ids = torch.zeros(len(requests), longest, dtype=torch.int64)
         mask = torch.zeros(len(requests), longest, dtype=torch.int64)
@@ -124,11 +110,12 @@ class TransformersGenerator:
         written: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         finish = ["length"] * len(requests)
+        limits = [request.sampling.max_tokens for request in requests]
         rows = list(range(len(requests)))  # the requests that still run, in the order of the batch's rows
         versions: list[int] = []
         routes: list[list[np.ndarray]] = [[] for _ in requests]
-        leaves_out = any(request.truncation for request in requests)
-        for step in range(self.writing.max_new_tokens):
+        leaves_out = any(request.sampling.is_truncated for request in requests)
+        for step in range(max(limits)):
             between_tokens()
             versions.append(self.receiver.complete_version())
             positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
@@ -145,9 +132,11 @@ class TransformersGenerator:
             for row, token, score in zip(rows, chosen.tolist(), scores.tolist(), strict=True):
                 written[row].append(token)
                 logprobs[row].append(score)
-                if self._is_stop(written[row]):
+                if self._is_stop(written[row], requests[row].sampling):
                     finish[row] = "stop"
-            keep = [place for place, row in enumerate(rows) if finish[row] == "length"]
+            keep = [
+                place for place, row in enumerate(rows) if finish[row] == "length" and len(written[row]) < limits[row]
+            ]
             if not keep:
                 break
             ids, mask = chosen[keep, None], torch.cat([mask[keep], mask.new_ones(len(keep), 1)], dim=1)
@@ -166,17 +155,18 @@ class TransformersGenerator:
         ]
 
     def _uniforms(self, requests: list[Request]) -> Tensor:
-        """Random numbers in [0, 1), one for every token of every request: float64 [requests, max_new_tokens]."""
-        drawn = [np.random.default_rng(request.seed).random(self.writing.max_new_tokens) for request in requests]
+        """Random numbers in [0, 1), one for every token of every request: float64 [requests, most tokens]."""
+        most = max(request.sampling.max_tokens for request in requests)
+        drawn = [np.random.default_rng(request.seed).random(most) for request in requests]
         return torch.from_numpy(np.stack(drawn)).to(self.copy.device)
 
-    def _is_stop(self, token_ids: list[int]) -> bool:
-        if token_ids[-1] in self.stop_ids:
+    def _is_stop(self, token_ids: list[int], sampling: Sampling) -> bool:
+        if token_ids[-1] in (self.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids):
             return True
-        if not self.writing.stop:
+        if not sampling.stop:
             return False
         text = self.writing.tokenizer.decode(token_ids[-STOP_TEXT_TOKENS:])
-        return any(stop in text for stop in self.writing.stop)
+        return any(stop in text for stop in sampling.stop)
 
 
 def stop_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, asked: Sequence[int]) -> set[int]:
@@ -199,11 +189,12 @@ def _truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """Logits [B, V] with -inf for tokens that a request leaves out, by top_k and then by top_p at its temperature."""
     kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).clone()
     for row, request in zip(kept, requests, strict=True):
-        if request.top_k:
-            row[row < row.topk(min(request.top_k, len(row))).values[-1]] = -torch.inf
-        if request.top_p < 1:
-            probabilities, order = (row / request.temperature).softmax(0).sort(descending=True)
-            row[order[probabilities.cumsum(0) - probabilities >= request.top_p]] = -torch.inf
+        sampling = request.sampling
+        if sampling.top_k:
+            row[row < row.topk(min(sampling.top_k, len(row))).values[-1]] = -torch.inf
+        if sampling.top_p < 1:
+            probabilities, order = (row / sampling.temperature).softmax(0).sort(descending=True)
+            row[order[probabilities.cumsum(0) - probabilities >= sampling.top_p]] = -torch.inf
     return kept
 
 

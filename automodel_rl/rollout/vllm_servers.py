@@ -5,7 +5,6 @@ import io
 import urllib.error
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
@@ -38,7 +37,7 @@ class VllmServers:
 
     Args:
         servers: the servers that write completions.
-        sampling: arguments of vllm.SamplingParams that are the same for every request.
+        ends: tokens that end a completion whose request names none.
         leads: whether this rank sends weights to the servers.
         routes: whether servers must report which experts tokens go to.
 
@@ -46,8 +45,8 @@ class VllmServers:
         weights: the channel of the servers' weights.
     """
 
-    def __init__(self, servers: Sequence[VllmServer], sampling: dict[str, Any], leads: bool, *, routes: bool = False):
-        self.servers, self.sampling, self.routes = servers, sampling, routes
+    def __init__(self, servers: Sequence[VllmServer], ends: tuple[int, ...], leads: bool, *, routes: bool = False):
+        self.servers, self.ends, self.routes = servers, ends, routes
         self.weights, self.works_alone = ServerWeights(servers, leads), True
         there = next(server for server in servers if is_there(server))
         self.model = there.get("/v1/models")["data"][0]["id"]
@@ -118,12 +117,10 @@ class VllmServers:
             "model": self.model,
             "prompt": request.prompt,
             "seed": request.seed,
-            "temperature": request.temperature,
             "logprobs": 1,
             "return_token_ids": True,
             **WHOLE_DISTRIBUTION,
-            **request.truncation,
-            **self.sampling,
+            **request.sampling.for_vllm(self.ends),
         }
         oldest = self.weights.version
         try:

@@ -64,7 +64,7 @@ class Worker:
     def __init__(self, connection: Connection, messages: Any):
         self.connection, self.messages = connection, messages
         self.engine: Any = None
-        self.sampling: dict[str, Any] = {}
+        self.ends: tuple[int, ...] = ()
         self.version: int | None = 0  # 0 is the checkpoint; None in the middle of a weight sync
         self.coming: int | None = None
         self.held: list[Any] = []  # orders to write that came in the middle of a weight sync
@@ -78,7 +78,7 @@ class Worker:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         WeightTransferEngineFactory.register_engine("same_device", "vllm_same_device", "SameDeviceEngine")
-        self.engine, self.sampling = LLM(**settings.options), settings.sampling
+        self.engine, self.ends = LLM(**settings.options), settings.ends
         if settings.options.get("enable_lora"):
             self.version = None  # nothing is written without an adapter
 
@@ -139,8 +139,9 @@ class Worker:
         names: list[str] = []
         try:
             for place, request in enumerate(order.requests):
-                own = {"seed": request.seed, "temperature": request.temperature, **request.truncation}
-                params = SamplingParams(logprobs=0, **own, **self.sampling)
+                sampling = request.sampling.for_vllm(self.ends)
+                has_texts = bool(request.sampling.stop)
+                params = SamplingParams(logprobs=0, seed=request.seed, detokenize=has_texts, **sampling)
                 params.output_kind = RequestOutputKind.FINAL_ONLY
                 names.append(f"{order.number}/{place}")
                 prompt, adapter = {"prompt_token_ids": request.prompt}, self.adapters.get(self.version)

@@ -8,7 +8,8 @@ import numpy as np
 
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError
-from automodel_rl.serve.messages import Datum, Prompt, RunShape, Sampling
+from automodel_rl.generator_messages import Sampling
+from automodel_rl.serve.messages import Datum, Prompt, RunShape
 from automodel_rl.serve.requests import CreateModelBody, SampleBody, number_of
 
 TARGETS = "target_tokens"

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from automodel_rl.generator_messages import Sampling
+
 
 @dataclass(frozen=True)
 class Datum:
@@ -135,25 +137,6 @@ class Forget(Job):
 
     runs: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a completion is sampled.
-
-    Attributes:
-        max_tokens: longest completion.
-        temperature, top_p, top_k: as in `generator_messages.Request`.
-        stop: texts that end it.
-        stop_tokens: tokens that end it; None for the model's end-of-sequence tokens.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -139,13 +139,13 @@ class Ranks:
         connection.send(_joined([order.job for order in running]))
 
     def _take(self) -> list[_Order]:
-        """The next job, with all others that wait to be sampled in the same way from the same weights."""
+        """The next job, with all others that wait to be sampled from the same weights."""
         first = self._orders.popleft()
         taken, left = [first], []
         if isinstance(first.job, Sample):
             count = _num_sequences(first.job)
             for order in self._orders:
-                fits = isinstance(order.job, Sample) and _way(order.job) == _way(first.job)
+                fits = isinstance(order.job, Sample) and _weights(order.job) == _weights(first.job)
                 if fits and count + _num_sequences(order.job) <= MOST_SEQUENCES:
                     count += _num_sequences(order.job)
                     taken.append(order)
@@ -158,8 +158,8 @@ class Ranks:
 WAIT_SECONDS = 0.05
 
 
-def _way(job: Any) -> Any:
-    return (job.kept, job.folder, job.prompts[0].sampling)
+def _weights(job: Any) -> Any:
+    return (job.kept, job.folder)
 
 
 def _num_sequences(job: Any) -> int:

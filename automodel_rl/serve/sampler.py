@@ -1,6 +1,9 @@
 """Completions and log-probabilities of prompts under the weights that the trained model has."""
 
+import datetime
 import itertools
+import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -9,78 +12,107 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.batch import TokenSequence, pack
 from automodel_rl.config import ServeConfig, WeightSyncConfig
 from automodel_rl.engine import Engine
-from automodel_rl.errors import RolloutError
+from automodel_rl.errors import InputError, WeightSyncError, innermost
 from automodel_rl.generator_messages import Request
-from automodel_rl.lora.rank import set_scale
 from automodel_rl.parallel.host_collectives import gather_objects, interleave
-from automodel_rl.rollout.model_copy import ModelCopy
 from automodel_rl.rollout.protocol import Completion
-from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing
-from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence, Sampling
-from automodel_rl.weight_sync.local import Local
+from automodel_rl.serve.generator import make_generator
+from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence
 from automodel_rl.weight_sync.sync import WeightSync
 
-SEQUENCES_AT_ONCE = 4096
-"""Most prompts that are packed at once."""
+MOST_ATTEMPTS = 3
+"""Attempts at a sample, with failed generators started again in between."""
+
+PATIENCE = datetime.timedelta(hours=1)
+"""Longest time that ranks wait for a rank that is still sampling. A rank that dies is noticed at once."""
 
 
 class Sampler:
-    """Samples with a copy of the model on each rank, and scores with the trained model. Methods are collectives.
+    """Samples with a generator next to each rank, and scores with the trained model. Methods are collectives.
 
     Args:
         config: the service's config.
         engine: trains the model.
         tokenizer: the model's tokenizer, for stop texts.
+
+    Raises:
+        InputError: a generator does not start.
     """
 
     def __init__(self, config: ServeConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
         self.config, self.engine, self.handle, self.tokenizer = config, engine, engine.handle, tokenizer
-        lora = self.handle.model.lora
-        copy = ModelCopy(
-            self.handle.config,
-            self.handle.dtype,
-            self.handle.layout.device,
-            adapters=None if lora is None else (lora, self.handle.source),
-        )
-        self.generator = TransformersGenerator(copy, self._writing(Sampling(1)))
-        local = Local(self.generator.receiver, self.handle.layout.device)
-        self.sync = WeightSync(self.handle, local, WeightSyncConfig(adapters="merged" if lora is None else "alone"))
+        self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.own = make_generator(config, self.handle, tokenizer)
+        gather_objects("", self.world)  # generators of other ranks may start for longer
+        adapters = WeightSyncConfig(adapters="merged" if self.handle.model.lora is None else "alone")
+        self.sync = WeightSync(self.handle, self.own.transport, adapters)
+        self._scale = 1.0
+        self._problem = ""
 
     def take_weights(self, scale: float) -> None:
-        """Gives the copies the adapters, or all weights, that the trained model has.
+        """Gives the generators the adapters, or all weights, that the trained model has.
 
         Args:
             scale: the factor of the adapters' output.
         """
-        set_scale([self.generator.model], scale)
-        self.sync.send()
+        self._scale = scale
+        self.own.set_scale(scale)
+        try:
+            self.sync.send()
+        except WeightSyncError as problem:
+            self._problem = str(problem)
 
-    def complete(self, prompts: list[Prompt]) -> list[list[SampledSequence]]:
-        """Completions of each prompt. All prompts are sampled in the same way.
+    def complete(self, prompts: list[Prompt], show: Callable[[], None]) -> list[list[SampledSequence]]:
+        """Completions of each prompt, with the weights that generators got last.
 
         Args:
             prompts: the prompts, the same on every rank.
+            show: gives the trained model these weights, for generators that are started again.
 
         Raises:
-            RolloutError: a rank could not sample.
+            InputError: on all ranks; a completion failed, or a generator fails again and again.
         """
-        sampling = prompts[0].sampling
         requests = [
-            Request(
-                prompt.tokens,
-                prompt.seed + number,
-                sampling.temperature,
-                sampling.top_p,
-                sampling.top_k,
-            )
+            Request(prompt.tokens, prompt.seed + number, prompt.sampling)
             for prompt in prompts
             for number in range(prompt.num_samples)
         ]
-        own_stops = None if sampling.stop_tokens is None else {*sampling.stop_tokens}
-        self.generator.write_as(self._writing(sampling), own_stops)
-        mine = self.generator.generate(requests[dist.get_rank() :: dist.get_world_size()])
-        completions = iter(interleave(gather_objects(mine, self.handle.layout.world_control)))
-        return [[_sequence(c) for c in itertools.islice(completions, prompt.num_samples)] for prompt in prompts]
+        for _ in range(MOST_ATTEMPTS):
+            mine = self._write(requests[dist.get_rank() :: dist.get_world_size()])
+            problems = [problem for problem in gather_objects(self._problem, self.world) if problem]
+            if not problems:
+                completions = iter(interleave(gather_objects(mine, self.world)))
+                return [[_sequence(c) for c in itertools.islice(completions, prompt.num_samples)] for prompt in prompts]
+            if dist.get_rank() == 0:
+                print(f"warning: a generator failed ({problems[0]}); starting it again", file=sys.stderr, flush=True)
+            self._start_again(show)
+        raise InputError(f"sampling fails again and again ({problems[0]})")
+
+    def _write(self, requests: list[Request]) -> list[Completion]:
+        """Completions of this rank's requests; none if its generator has a problem."""
+        if self._problem:
+            return []
+        try:
+            return self.own.generator.generate(requests)
+        except (RuntimeError, WeightSyncError) as problem:
+            self._problem = innermost(problem)
+            return []
+
+    def _start_again(self, show: Callable[[], None]) -> None:
+        """Starts this rank's generator again if it has a problem, and gives all generators their weights."""
+        failed, self._problem = self._problem, ""
+        self.sync.disconnect()
+        if failed:
+            self.own.generator.close()
+            try:
+                self.own = make_generator(self.config, self.handle, self.tokenizer)
+            except InputError as problem:
+                self._problem = str(problem)
+            else:
+                self.sync.reconnect(self.own.transport)
+        gather_objects("", self.world)
+        show()
+        self.take_weights(self._scale)
 
     def score(self, prompts: list[Prompt]) -> list[torch.Tensor]:
         """Log-probabilities of the tokens of each prompt, [n], the first 0, by the trained model."""
@@ -99,9 +131,6 @@ class Sampler:
         )
         found = {place: logprobs for one in gathered for place, logprobs in one.items()}
         return [found[place] for place in range(len(prompts))]
-
-    def _writing(self, sampling: Sampling) -> Writing:
-        return Writing(self.tokenizer, sampling.max_tokens, sampling.stop, self.config.batch_size)
 
 
 def answers(
@@ -122,5 +151,5 @@ def answers(
 
 def _sequence(completion: Completion) -> SampledSequence:
     if completion.finish == "error":
-        raise RolloutError(completion.error)
+        raise InputError(f"a completion failed ({completion.error})")
     return SampledSequence(completion.token_ids, completion.logprobs, completion.finish)

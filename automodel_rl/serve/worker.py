@@ -130,13 +130,17 @@ class Worker:
         prompts = job.prompts
         scored = [place for place, prompt in enumerate(prompts) if prompt.with_logprobs]
         weights = (job.kept, job.folder)
-        if scored or weights != self._shown:  # kept and saved weights never change
+
+        def show() -> None:
             self.runs.show(job.kept, None if job.folder is None else Path(job.folder), job.shape)
+
+        if scored or weights != self._shown:  # kept and saved weights never change
+            show()
         if weights != self._shown:
             self.sampler.take_weights(self.runs.trained.scale)
             self._shown = weights
         found = self.sampler.score([prompts[place] for place in scored]) if scored else []
-        return answers(prompts, self.sampler.complete(prompts), dict(zip(scored, found, strict=True)))
+        return answers(prompts, self.sampler.complete(prompts, show), dict(zip(scored, found, strict=True)))
 
 
 def _noted_signals() -> list[int]:

@@ -323,13 +323,7 @@ class GRPOTrainer:
         rollout = self.config.rollout
         try:
             with self._generators_awake(lambda name: contextlib.nullcontext()):
-                groups = self.rollouts.collect(
-                    self.validation,
-                    rollout.validation_samples,
-                    rollout.validation_temperature,
-                    rollout.validation_top_p,
-                    rollout.validation_top_k,
-                )
+                groups = self.rollouts.collect(self.validation, rollout.validation_samples, rollout.validation_sampling)
         finally:
             self.supervisor.offload.restore()
         written = [[rollout for rollout in group if rollout.completion.finish != "error"] for group in groups]

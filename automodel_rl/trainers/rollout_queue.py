@@ -56,4 +56,4 @@ class RolloutQueue:
         self.prompts.load_state_dict(state)
 
     def _submit(self, prompts: Sequence[Prompt]) -> Pending:
-        return self.rollouts.submit(prompts, self.config.group_size, self.config.temperature)
+        return self.rollouts.submit(prompts, self.config.group_size, self.config.sampling)

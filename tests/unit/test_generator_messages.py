@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from automodel_rl import generator_messages
-from automodel_rl.generator_messages import ProtocolError, Request, Start, receive_start
+from automodel_rl.generator_messages import ProtocolError, Sampling, Start, receive_start
 from automodel_rl.rollout.generator_process import GeneratorProcess
 
 PACKAGE = Path(generator_messages.__file__).parent
@@ -85,7 +85,11 @@ def test_an_answer_that_this_side_cannot_read_ends_the_generator() -> None:
         GeneratorProcess([sys.executable, "-c", UNREADABLE], None, None)
 
 
-def test_a_request_asks_vllm_to_leave_out_tokens_only_if_some_are_to_be_left_out() -> None:
-    assert Request([1], 0, 1.0).truncation == {}
-    assert Request([1], 0, 1.0, top_p=0.5, top_k=3).truncation == {"top_p": 0.5, "top_k": 3}
-    assert Request([1], 0, 1.0, top_k=1).truncation == {"top_k": 1}
+def test_vllm_is_asked_for_the_whole_distribution_and_ends_at_the_tokens_of_the_request() -> None:
+    whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 5, "ignore_eos": True}
+    assert Sampling(5).for_vllm((2, 3)) == whole | {"stop_token_ids": [2, 3]}
+    assert Sampling(5, stop_token_ids=()).for_vllm((2, 3)) == whole | {"stop_token_ids": []}
+    stops = {"stop": ["."], "include_stop_str_in_output": True, "stop_token_ids": [7]}
+    assert Sampling(5, 0.5, 0.9, 4, (".",), (7,)).for_vllm((2, 3)) == (
+        whole | stops | {"temperature": 0.5, "top_p": 0.9, "top_k": 4}
+    )

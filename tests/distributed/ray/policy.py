@@ -12,7 +12,7 @@ from automodel_rl.config import GRPOConfig
 from automodel_rl.data.loader import pack_step
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
-from automodel_rl.generator_messages import Request
+from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.ray import PolicyGroup, PolicyLostError
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _requests() -> list[Request]:
-    return [Request([5, 6, 7 + number], seed=number, temperature=1.0) for number in range(5)]
+    return [Request([5, 6, 7 + number], seed=number, sampling=Sampling(6)) for number in range(5)]
 
 
 def _compare_logprobs(policy: PolicyGroup, engine: Engine, packed: list, sequences: list[TokenSequence]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from automodel_rl.config import RewardConfig
-from automodel_rl.generator_messages import Request
+from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.rollout.engine_ranks import EngineRanks
@@ -65,13 +65,13 @@ def collected() -> list[tuple[str, float]]:
         problem="",
         policy_version=0,
     )
-    rollout = SimpleNamespace(retries=0, max_staleness=0)
+    rollout = SimpleNamespace(retries=0, max_staleness=0, sampling=Sampling(3))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
     config: Any = SimpleNamespace(seed=0, rollout=rollout, router_replay=SimpleNamespace(enabled=False))
     collector = RolloutCollector(config, supervisor, tokenizer, scorer)  # type: ignore[arg-type]
     prompts: Any = [SimpleNamespace(token_ids=[1], example={}, number=number) for number in range(2)]
     try:
-        groups = collector.collect(prompts, 2, 1.0)
+        groups = collector.collect(prompts, 2, config.rollout.sampling)
     finally:
         collector.close()
     assert len(scorer.submitted) == 4  # each once

@@ -1,6 +1,7 @@
 """In-process generation: what it samples, and what it says of it, against transformers one prompt at a time."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from automodel_rl.errors import InputError, WeightSyncError
-from automodel_rl.generator_messages import Request
+from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.rollout.model_copy import ModelCopy
 from automodel_rl.rollout.protocol import Completion
@@ -41,9 +42,9 @@ def weights_on_disk(folder: Path) -> dict[str, Tensor]:
 
 
 def make_generator(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, capture_routes: bool = False, **options: object
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, capture_routes: bool = False, **options: Any
 ) -> TransformersGenerator:
-    writing = Writing(**{"tokenizer": tokenizer, "max_new_tokens": 12, "batch_size": 3, "stop": (), **options})
+    writing = Writing(**{"tokenizer": tokenizer, "batch_size": 3, **options})
     copy = ModelCopy(model.config, model.dtype, torch.device("cpu"), capture_routes=capture_routes)
     generator = TransformersGenerator(copy, writing)
     receive(generator.receiver, weights_on_disk(Path(model.config._name_or_path)))
@@ -60,7 +61,7 @@ def score(model: PreTrainedModel, prompt: list[int], completion: Completion, tem
 
 def test_it_reports_the_logprobs_of_what_it_sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     generator = make_generator(model, tokenizer)
-    requests = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
+    requests = [Request(prompt, seed, Sampling(12, 0.7)) for seed, prompt in enumerate(PROMPTS)]
     tolerance = 2e-6 if model.dtype == torch.float64 else 1e-4  # rotary tables are float32
     for request, completion in zip(requests, generator.generate(requests), strict=True):
         assert len(completion.logprobs) == len(completion.token_ids)
@@ -78,8 +79,8 @@ def test_tokens_are_left_out_as_transformers_leaves_them_out(
     warpers = [TemperatureLogitsWarper(0.7)]
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-    requests = [Request(prompt, seed, 0.7, top_p, top_k) for seed, prompt in enumerate(PROMPTS)]
-    whole = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
+    requests = [Request(prompt, seed, Sampling(12, 0.7, top_p, top_k)) for seed, prompt in enumerate(PROMPTS)]
+    whole = [Request(prompt, seed, Sampling(12, 0.7)) for seed, prompt in enumerate(PROMPTS)]
     generator = make_generator(model, tokenizer)
     truncated = generator.generate([*requests, *whole])
     assert [c.token_ids for c in truncated[4:]] == [c.token_ids for c in generator.generate(whole)]
@@ -98,7 +99,7 @@ def test_tokens_are_left_out_as_transformers_leaves_them_out(
 def test_tokens_of_the_user_end_a_completion_and_stay_in_it(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    requests = [Request(prompt, seed, 1.0) for seed, prompt in enumerate(PROMPTS)]
+    requests = [Request(prompt, seed, Sampling(12, 1.0)) for seed, prompt in enumerate(PROMPTS)]
     whole = make_generator(model, tokenizer).generate(requests)
     asked = tuple({completion.token_ids[3] for completion in whole if len(completion.token_ids) > 3})
     for completion, cut in zip(
@@ -119,7 +120,7 @@ def test_completions_of_a_batch_are_told_before_the_next_batch_is_written(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     told: list[object] = []
-    requests = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
+    requests = [Request(prompt, seed, Sampling(12, 0.7)) for seed, prompt in enumerate(PROMPTS)]
     generator = make_generator(model, tokenizer)
     written = generator.generate(requests, lambda: told.append("token"), lambda *finished: told.append(finished))
     finished = [event for event in told if event != "token"]
@@ -134,7 +135,7 @@ def test_it_says_which_experts_prompt_and_completion_went_to(
 ) -> None:
     generator = make_generator(model, tokenizer, capture_routes=True)
     model.config.eos_token_id = None
-    requests = [Request(prompt, seed, 0.7) for seed, prompt in enumerate(PROMPTS)]
+    requests = [Request(prompt, seed, Sampling(12, 0.7)) for seed, prompt in enumerate(PROMPTS)]
     chosen: list[Tensor] = []
     for layer in model.model.layers:
         router = layer.mlp.router if "router" in dict(layer.mlp.named_children()) else layer.mlp.gate
@@ -155,17 +156,17 @@ def dense(tmp_path: Path) -> PreTrainedModel:
 
 def test_a_completion_depends_on_its_own_seed_only(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     generator = make_generator(dense, tokenizer)
-    requests = [Request(prompt, seed, 1.0) for seed, prompt in enumerate(PROMPTS)]
+    requests = [Request(prompt, seed, Sampling(12, 1.0)) for seed, prompt in enumerate(PROMPTS)]
     together = generator.generate(requests)
     alone = [generator.generate([request])[0] for request in reversed(requests)][::-1]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-    others = generator.generate([Request(r.prompt, r.seed + 100, 1.0) for r in requests])
+    others = generator.generate([Request(r.prompt, r.seed + 100, Sampling(12, 1.0)) for r in requests])
     assert [c.token_ids for c in together] != [c.token_ids for c in others]
 
 
 def test_samples_follow_the_distribution(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    generator = make_generator(dense, tokenizer, max_new_tokens=1, batch_size=4000)
-    drawn = generator.generate([Request([5, 6, 7], seed, 1.5) for seed in range(4000)])
+    generator = make_generator(dense, tokenizer, batch_size=4000)
+    drawn = generator.generate([Request([5, 6, 7], seed, Sampling(1, 1.5)) for seed in range(4000)])
     with torch.no_grad():
         expected = (dense(torch.tensor([[5, 6, 7]])).logits[0, -1] / 1.5).softmax(-1)
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in drawn]), minlength=VOCAB)
@@ -177,25 +178,44 @@ def test_samples_follow_the_distribution(dense: PreTrainedModel, tokenizer: PreT
 def test_temperature_0_takes_the_likeliest_token(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     generator = make_generator(dense, tokenizer)
     for prompt in PROMPTS:
-        (completion,) = generator.generate([Request(prompt, 0, 0.0)])
+        (completion,) = generator.generate([Request(prompt, 0, Sampling(12, 0.0))])
         written = dense.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
         assert completion.token_ids == written.tolist()
 
 
 def test_stop_tokens_and_texts_end_a_completion(dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    (free,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, 1.0)])
+    (free,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, Sampling(12, 1.0))])
     assert len(free.token_ids) == 12
     text = tokenizer.decode(free.token_ids[4])
-    (stopped,) = make_generator(dense, tokenizer, stop=(text,)).generate([Request([5, 6, 7], 1, 1.0)])
+    (stopped,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, Sampling(12, stop=(text,)))])
     assert stopped.finish == "stop"
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     assert text in tokenizer.decode(stopped.token_ids)
     assert len(stopped.token_ids) <= 5
     dense.config.eos_token_id = free.token_ids[2]
-    (ended,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, 1.0)])
+    (ended,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, Sampling(12, 1.0))])
     assert ended.finish == "stop"
     assert ended.token_ids[-1] == free.token_ids[2]
     assert len(ended.token_ids) <= 3
+
+
+def test_completions_of_one_batch_have_limits_and_ends_of_their_own(
+    dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    generator = make_generator(dense, tokenizer, batch_size=4)
+    (free,) = generator.generate([Request([5, 6, 7], 1, Sampling(12))])
+    ways = [Sampling(12), Sampling(3), Sampling(12, stop_token_ids=(free.token_ids[5],)), Sampling(12, 0.5)]
+    together = generator.generate([Request([5, 6, 7], 1, way) for way in ways])
+    alone = [generator.generate([Request([5, 6, 7], 1, way)])[0] for way in ways]
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert [one.finish for one in together[:3]] == ["length", "length", "stop"]
+    assert together[1].token_ids == free.token_ids[:3]
+    assert together[2].token_ids == free.token_ids[: free.token_ids.index(free.token_ids[5]) + 1]
+    dense.config.eos_token_id = free.token_ids[2]
+    ends_of_its_own = make_generator(dense, tokenizer).generate(
+        [Request([5, 6, 7], 1, Sampling(12, stop_token_ids=()))]
+    )
+    assert ends_of_its_own[0].token_ids == free.token_ids, "the model's own end does not count then"
 
 
 def test_without_complete_weights_it_does_not_generate(
@@ -204,9 +224,9 @@ def test_without_complete_weights_it_does_not_generate(
     generator = make_generator(dense, tokenizer)
     generator.receiver.begin()
     with pytest.raises(WeightSyncError, match="no complete weights"):
-        generator.generate([Request([5], 0, 1.0)])
+        generator.generate([Request([5], 0, Sampling(12, 1.0))])
     generator.receiver.commit(2)
-    (completion,) = generator.generate([Request([5], 0, 1.0)])
+    (completion,) = generator.generate([Request([5], 0, Sampling(12, 1.0))])
     assert completion.versions == (2, 2)
 
 
@@ -219,7 +239,7 @@ def test_weights_that_come_in_the_midst_of_a_completion_are_those_of_the_next_to
     new = {
         name: tensor + (0.05 if name == "lm_head.weight" else 0.0) * tensor.roll(1, 0) for name, tensor in old.items()
     }
-    request, tokens = Request([5, 6, 7], 3, 1.0), 0
+    request, tokens = Request([5, 6, 7], 3, Sampling(12, 1.0)), 0
     (before,) = generator.generate([request])
 
     def load() -> None:

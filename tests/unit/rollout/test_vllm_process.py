@@ -25,13 +25,16 @@ from automodel_rl.generator_messages import (
     MakeRoom,
     Ready,
     Request,
+    Sampling,
     VllmSettings,
 )
 from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.vllm_process import WORKER, start_vllm
 from automodel_rl.weight_sync.channel import expect
+from tests.vllm_stand_in import write_vllm
 from tests.weights import send_weights
 
+ENDS = (2, 4)
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 STAND_IN = """
 import os
@@ -39,9 +42,10 @@ from types import SimpleNamespace as Object
 
 class SamplingParams:
     def __init__(
-        self, *, seed, temperature, logprobs, max_tokens=16, stop_token_ids=None, stop=None, top_p=1.0, top_k=0
+        self, *, seed, temperature, logprobs, max_tokens, stop_token_ids, ignore_eos, top_p, top_k, detokenize
     ):
         assert logprobs == 0 and (top_p, top_k) in ((1.0, 0), (0.5, 3))
+        assert (max_tokens, stop_token_ids, ignore_eos, detokenize) == (3, [2, 4], True, False)
         self.seed, self.temperature = seed, temperature
 
 class LLM:
@@ -140,44 +144,27 @@ class LLM:
 
 @pytest.fixture
 def python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {
-        "vllm/__init__.py": STAND_IN,
-        "vllm/lora/request.py": (
-            "from types import SimpleNamespace\n"
-            "def LoRARequest(name, number, path):\n"
-            "    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)\n"
-        ),
-        "vllm/sampling_params.py": "class RequestOutputKind:\n    FINAL_ONLY = 2\n",
-        "vllm/distributed/weight_transfer/factory.py": (
-            "class WeightTransferEngineFactory:\n"
-            "    @staticmethod\n"
-            "    def register_engine(name, module, cls):\n"
-            "        assert (name, module, cls) == ('same_device', 'vllm_same_device', 'SameDeviceEngine')\n"
-        ),
-    }
-    for name, text in modules.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_vllm(tmp_path, STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv(AGENT, "True")
 
 
 def make_process(**options: Any) -> GeneratorProcess:
-    return start_vllm(sys.executable, VllmSettings({"model": "m", **options}, {"max_tokens": 3}), device=None)
+    return start_vllm(sys.executable, VllmSettings({"model": "m", **options}, ENDS), device=None)
 
 
 @pytest.mark.usefixtures("python_path")
 def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
     generator = make_process()
     try:
-        requests = [Request([1, 2], seed, 0.5, 0.5, 3) for seed in (8, 9)]
+        requests = [Request([1, 2], seed, Sampling(3, 0.5, 0.5, 3)) for seed in (8, 9)]
         first, second = generator.generate(requests)
         assert (first.token_ids, second.token_ids) == ([1, 0, 2], [2, 0, 2])
         assert first.logprobs == [-0.5] * 3
         assert (first.finish, second.finish) == ("stop", "length")
         assert first.versions == (0, 0)
-        (aborted,) = generator.generate([Request([1, 2], 7, 0.5)])
+        (aborted,) = generator.generate([Request([1, 2], 7, Sampling(3, 0.5))])
         assert (aborted.finish, aborted.error) == ("error", "the generator ended it: abort")
         generator.send(InitTransfer({"buffers": []}))
         expect(generator, Ready, 5.0)
@@ -186,7 +173,7 @@ def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
         assert (after.token_ids, after.versions) == ([1, 2, 2], (4, 4))
         assert generator.generate([]) == []
         with pytest.raises(RuntimeError, match="ValueError: the prompt is too long"):
-            generator.generate([requests[0], Request([99], 8, 0.5)])
+            generator.generate([requests[0], Request([99], 8, Sampling(3, 0.5))])
         assert generator.generate(requests[:1]) == [after]
         os.kill(generator.child.process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="its process ended with code -9"):
@@ -208,7 +195,7 @@ def test_weights_that_a_process_cannot_load_leave_it_refusing_to_generate() -> N
         generator.send(LoadWeights({"names": ["a"]}))  # were on their way
         generator.send(Commit(sums=False))
         with pytest.raises(RuntimeError, match="no complete weights"):
-            generator.generate([Request([1, 2], 8, 0.5)])
+            generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
     finally:
         generator.close()
 
@@ -217,7 +204,7 @@ def test_weights_that_a_process_cannot_load_leave_it_refusing_to_generate() -> N
 def test_weights_come_between_two_steps_of_running_requests() -> None:
     generator = make_process()
     try:
-        many = [Request([1, 2], 8, 0.5)] * 200
+        many = [Request([1, 2], 8, Sampling(3, 0.5))] * 200
         waits = [generator.submit(many) for _ in range(20)]
         assert send_weights(generator, 1, "a") == Committed(1)
         versions = [completion.versions for wait in waits for completion in wait()]
@@ -235,7 +222,7 @@ def test_weights_come_between_two_steps_of_running_requests() -> None:
 def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
     generator = make_process()
     try:
-        request = Request([1, 2], 8, 0.5)
+        request = Request([1, 2], 8, Sampling(3, 0.5))
         generator.send(Begin(1, 5.0))
         wait = generator.submit([request])
         generator.send(LoadWeights({"names": ["a"]}))
@@ -256,13 +243,13 @@ def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
 @pytest.mark.parametrize(
     ("python", "model", "message"),
     [
-        ("/no/such/python", "m", "rollout.vllm.python=/no/such/python: cannot start it"),
+        ("/no/such/python", "m", "vllm.python=/no/such/python: cannot start it"),
         (sys.executable, "missing", "does not start .FileNotFoundError: no such model"),
     ],
 )
 def test_a_generator_that_does_not_start_is_bad_input(python: str, model: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        start_vllm(python, VllmSettings({"model": model}, {}), device=None)
+        start_vllm(python, VllmSettings({"model": model}, ENDS), device=None)
 
 
 @pytest.mark.usefixtures("python_path")
@@ -270,7 +257,7 @@ def test_a_process_says_the_routes_of_prompt_and_completion() -> None:
     for options, expected in (({}, None), ({"enable_return_routed_experts": True}, [[[2], [2]]] * 4)):
         generator = make_process(**options)
         try:
-            (completion,) = generator.generate([Request([1, 2], 8, 0.5)])
+            (completion,) = generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
             assert (None if completion.routes is None else completion.routes.tolist()) == expected
         finally:
             generator.close()
@@ -289,12 +276,12 @@ runpy.run_path(sys.argv[2], run_name="__main__")
 @pytest.mark.usefixtures("python_path")
 def test_the_worker_needs_neither_the_package_nor_what_it_is_installed_with(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", "-c", ALONE, str(tmp_path), str(WORKER)]
-    settings = VllmSettings({"model": "m", "logprobs_mode": "processed_logprobs"}, {"max_tokens": 3})
+    settings = VllmSettings({"model": "m", "logprobs_mode": "processed_logprobs"}, ENDS)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", AGENT)}
     generator = GeneratorProcess(command, environment, settings)
     try:
         assert send_weights(generator, 7, "a") == Committed(7)
-        (completion,) = generator.generate([Request([1, 2], 8, 0.5)])
+        (completion,) = generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
         assert (completion.token_ids, completion.finish, completion.versions) == ([1, 1, 2], "stop", (7, 7))
     finally:
         generator.close()
@@ -328,7 +315,7 @@ def test_a_process_that_sleeps_writes_nothing_before_it_is_awake_and_has_weights
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     generator = make_process(enable_sleep_mode=True)
-    requests = [Request([1, 2], 8, 0.5)]
+    requests = [Request([1, 2], 8, Sampling(3, 0.5))]
     try:
         written = generator.submit(requests * 50)
         for _ in range(2):  # the second time it sleeps already
@@ -357,7 +344,7 @@ def test_completions_end_with_the_adapter_that_they_began_with_and_no_place_is_l
     generator = make_process(enable_lora=True, max_loras=3)
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / "some").touch()
-    many = [Request([1, 2], 8, 0.5)] * 50
+    many = [Request([1, 2], 8, Sampling(3, 0.5))] * 50
     try:
         with pytest.raises(RuntimeError, match="no complete weights"):
             generator.generate(many)  # nothing is written by the base alone

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from automodel_rl.errors import InputError, WeightSyncError
-from automodel_rl.generator_messages import Committed, InitTransfer, Ready, Request
+from automodel_rl.generator_messages import Committed, InitTransfer, Ready, Request, Sampling
 from automodel_rl.rollout.vllm_checks import connect_servers
 from automodel_rl.rollout.vllm_servers import VllmServers
 from automodel_rl.weight_sync.channel import expect
 from tests.weights import send_weights
 
 
-def connect(urls: Sequence[str], leads: bool = True, routes: bool = False, **sampling: Any) -> VllmServers:
-    return VllmServers(connect_servers(urls, routes), sampling, leads)
+def connect(urls: Sequence[str], leads: bool = True, routes: bool = False, ends: tuple[int, ...] = (2,)) -> VllmServers:
+    return VllmServers(connect_servers(urls, routes), ends, leads)
 
 
 class Server(BaseHTTPRequestHandler):
@@ -91,15 +91,15 @@ def url() -> Iterator[str]:
 
 
 def test_servers_answer_requests_one_by_one(url: str) -> None:
-    generator = connect([url, url + "/"], max_tokens=3)
-    good, bad = generator.generate([Request([5], 7, 0.5, 0.5, 3), Request([13], 7, 0.5)])
+    generator = connect([url, url + "/"])
+    good, bad = generator.generate([Request([5], 7, Sampling(3, 0.5, 0.5, 3)), Request([13], 7, Sampling(3, 0.5))])
     assert good.token_ids == [5, 7]
     assert good.logprobs == [-0.5, -0.5]
     assert good.finish == "length"
     assert bad.finish == "error"
     assert "500" in bad.error
     with pytest.raises(RuntimeError, match="every request failed, the first with: .*500"):
-        generator.generate([Request([13], 7, 0.5)])
+        generator.generate([Request([13], 7, Sampling(3, 0.5))])
     generator.close()
 
 
@@ -109,7 +109,7 @@ def test_servers_say_routes_or_are_refused(url: str, monkeypatch: pytest.MonkeyP
     routes = np.arange(300, 306, dtype=np.uint16).reshape(1, 2, 3)
     monkeypatch.setattr(Server, "routes", routes)
     generator = connect([url], routes=True)
-    (completion,) = generator.generate([Request([5], 7, 0.5)])
+    (completion,) = generator.generate([Request([5], 7, Sampling(3, 0.5))])
     assert completion.routes.dtype == np.uint16
     assert np.array_equal(completion.routes, routes)
     generator.close()
@@ -133,18 +133,18 @@ def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str) -
         "/resume",
     ]
     assert len(Server.told) == 10
-    (after,) = generator.generate([Request([5], 7, 0.5)])
+    (after,) = generator.generate([Request([5], 7, Sampling(3, 0.5))])
     assert after.versions == (3, 3)
     other = connect([url], leads=False)
     assert other.weights.num_workers == 0
     Server.told.clear()
     assert send_weights(other.weights, 3, "a") == Committed(3)
-    assert other.generate([Request([5], 7, 0.5)])[0].versions == (3, 3)
+    assert other.generate([Request([5], 7, Sampling(3, 0.5))])[0].versions == (3, 3)
     assert Server.told == []
     with pytest.raises(WeightSyncError, match="500"):
         send_weights(generator.weights, 4, "bad")
     with pytest.raises(WeightSyncError, match="start the servers anew"):
-        generator.generate([Request([5], 7, 0.5)])
+        generator.generate([Request([5], 7, Sampling(3, 0.5))])
     generator.close()
 
 
@@ -155,7 +155,7 @@ def init(generator: VllmServers, servers: list[str]) -> None:
 
 
 def test_the_others_write_for_a_server_that_is_gone_until_it_has_weights_again(url: str) -> None:
-    requests = [Request([5], seed, 0.5) for seed in range(4)]
+    requests = [Request([5], seed, Sampling(3, 0.5)) for seed in range(4)]
     with serving() as second:
         generator, other = connect([url, second]), connect([url, second], leads=False)
         assert not generator.have_changed

@@ -6,6 +6,7 @@ import pytest
 
 from automodel_rl.config import RolloutConfig
 from automodel_rl.errors import RolloutError
+from automodel_rl.generator_messages import Sampling
 from automodel_rl.trainers.rollout_queue import RolloutQueue
 
 
@@ -33,8 +34,8 @@ class Generators:
         self.log: list[str] = []
         self.fails = False
 
-    def submit(self, prompts: list[int], group_size: int, temperature: float) -> list[int]:
-        assert (group_size, temperature) == (8, 1.0)
+    def submit(self, prompts: list[int], group_size: int, sampling: Sampling) -> list[int]:
+        assert (group_size, sampling) == (8, Sampling(1024))
         self.log.append(f"asked {prompts[0]}")
         return prompts
 

@@ -11,7 +11,7 @@ from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.tool_formats import PROBE_TOOL
 from automodel_rl.errors import InputError
-from automodel_rl.generator_messages import Request
+from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.rollout.episodes.chat_turns import ChatTurns
 from automodel_rl.rollout.episodes.episode import Episode, Limits
@@ -49,7 +49,7 @@ def test_an_episode_is_made_of_sampled_turns_and_the_templates_suffixes(name: st
     prompt = codec.opening([QUESTION])
     mark = tokenizer.convert_ids_to_tokens(min(codec.stop_ids))
     environment = ToolEnvironment({"look_up": lambda text, count: f"{text}: {count} {mark}"}, 5.0)
-    episode = Episode(Request(prompt, 5, 1.0), [QUESTION], environment, codec, Limits(999, 4, 9999, 10))
+    episode = Episode(Request(prompt, 5, Sampling(10)), [QUESTION], environment, codec, Limits(999, 4, 9999, 10))
     episode.begin([])
     ids = tokenizer(written_turn(template, [QUESTION], TURN), add_special_tokens=False)["input_ids"]
     ends = [place for place, token in enumerate(ids) if token in codec.stop_ids]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from automodel_rl.generator_messages import Request
+from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
@@ -89,7 +89,7 @@ class Echo:
 def episode_of(prompt: list[int], world: Echo, **limits: float) -> Episode:
     given = {"prompt_tokens": 9, "turns": 9, "tokens": 99, "turn_tokens": 3} | limits
     messages = [{"role": "user", "content": str(token)} for token in prompt]
-    return Episode(Request(prompt, 5, 1.0), messages, world, Codec(), Limits(**given))  # type: ignore[arg-type]
+    return Episode(Request(prompt, 5, Sampling(10)), messages, world, Codec(), Limits(**given))  # type: ignore[arg-type]
 
 
 def drive(writer: Writer, episodes: Sequence[Episode], at_once: int = 2) -> list[Completion]:
