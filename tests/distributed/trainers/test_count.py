@@ -7,7 +7,7 @@ from tests.count_task import write_task
 from tests.distributed.trainers.runs import metrics_of, train
 from tests.rank_pool import RankPool
 
-WARM_UP_STEPS, STEPS = 180, 12
+WARM_UP_STEPS, STEPS = 180, 7
 
 
 def test_rewards_teach_to_call_an_environments_tool(ranks: RankPool, tmp_path: Path) -> None:
@@ -49,5 +49,5 @@ def test_rewards_teach_to_call_an_environments_tool(ranks: RankPool, tmp_path: P
     ranks(1).run(train, common | rewards)
     means = [metrics["val/reward_mean"] for metrics in metrics_of(tmp_path / "grpo") if "val/reward_mean" in metrics]
     assert means[0] < 0.6
-    assert means[-1] > 0.85
-    assert metrics_of(tmp_path / "grpo")[-1]["rollout/calls_mean"] > 0.8
+    assert means[-1] > 0.7
+    assert metrics_of(tmp_path / "grpo")[-1]["rollout/calls_mean"] > 0.6
