@@ -84,6 +84,8 @@ class LocalMicrobatch:
         rotary_positions: positions in time, height and width, int64 [3, t], for a model with M-RoPE; pads have 0.
         logprob_gradient: the derivative of the loss by the log-probability of every target, float64 [t], if it is known
             before the forward; pads have 0.
+        adapter_gate: factors of the rows of low-rank adapters for every token, [t, rank]; None if all belong to one
+            training.
         index: its place among the microbatches of a step.
     """
 
@@ -101,6 +103,7 @@ class LocalMicrobatch:
     images: ImageTokens = NO_IMAGES
     rotary_positions: Tensor | None = None
     logprob_gradient: Tensor | None = None
+    adapter_gate: Tensor | None = None
     index: int = 0
 
     def between_blocks(self, tp: int, tp_rank: int) -> "LocalMicrobatch":
@@ -126,6 +129,7 @@ class LocalMicrobatch:
             images=self.images.to(device),
             rotary_positions=None if self.rotary_positions is None else move(self.rotary_positions, device),
             logprob_gradient=None if self.logprob_gradient is None else move(self.logprob_gradient, device),
+            adapter_gate=None if self.adapter_gate is None else move(self.adapter_gate, device),
         )
 
 
@@ -185,6 +189,7 @@ def local_microbatch(
         images=_images(microbatch, places, real),
         rotary_positions=None if rotary_positions is None else rotary_positions[:, places] * real,
         logprob_gradient=None if logprob_gradient is None else logprob_gradient[places] * real,
+        adapter_gate=None if microbatch.adapter_gate is None else microbatch.adapter_gate[places] * real[:, None],
     )
 
 

@@ -104,6 +104,7 @@ class Microbatch:
         values: further per-token tensors [T] by name.
         routes: the experts that a mixture must send the tokens to, at least for this rank's layers; on the host.
         images: the images, in order; each `start` is a place in the microbatch.
+        adapter_gate: factors of the rows of low-rank adapters for every token, [T, rank] (lora/gate.py); None without.
         is_empty: True for a microbatch that only takes part in collectives. It has no effect on losses or gradients.
 
     Example:
@@ -124,6 +125,7 @@ class Microbatch:
     values: dict[str, Tensor] = field(default_factory=dict)
     routes: Routes | None = None
     images: tuple[Image, ...] = ()
+    adapter_gate: Tensor | None = None
     is_empty: bool = False
 
     def __post_init__(self) -> None:

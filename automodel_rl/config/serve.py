@@ -99,6 +99,13 @@ class ServeConfig(Section):
         return 1 if self.model.lora is None else self.limits.runs
 
     @property
+    def pass_tokens(self) -> int:
+        """Most tokens of runs that meet in one pass: those that keep all ranks at work. 0 if runs only take turns, as
+        with adapters of experts, whose tokens change their places."""
+        lora = self.model.lora
+        return 0 if lora is None or lora.has_experts else self.microbatch_tokens * self.parallel.world_size
+
+    @property
     def base_name(self) -> str:
         """Name of the base model for clients."""
         return self.name or self.model.path

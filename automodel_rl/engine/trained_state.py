@@ -39,7 +39,7 @@ class TrainedState:
             handle: the model.
             optimizer: trains it; its moments are on the device.
         """
-        for name, parameter in _trained(handle):
+        for name, parameter in trained_parameters(handle):
             local_tensor(parameter.detach()).copy_(self.weights[name])
             gradient = self.gradients.get(name)
             parameter.grad = None if gradient is None else _like(parameter, gradient)
@@ -59,7 +59,7 @@ def take_state(handle: ModelHandle, optimizer: ModelOptimizer, step: int, has_gr
         step: number of optimizer steps.
         has_gradients: whether there are gradients.
     """
-    trained = _trained(handle)
+    trained = trained_parameters(handle)
     return TrainedState(
         {name: _on_host(parameter) for name, parameter in trained},
         {name: _on_host(parameter.grad) for name, parameter in trained if parameter.grad is not None},
@@ -73,8 +73,8 @@ def take_state(handle: ModelHandle, optimizer: ModelOptimizer, step: int, has_gr
     )
 
 
-def _trained(handle: ModelHandle) -> list[tuple[str, nn.Parameter]]:
-    """All trained parameters of this rank, both copies of a tied one."""
+def trained_parameters(handle: ModelHandle) -> list[tuple[str, nn.Parameter]]:
+    """All trained parameters of this rank with their names in a `TrainedState`, both copies of a tied one."""
     return [
         (f"{component.name}.{name}", parameter)
         for component in handle.components

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from automodel_rl.lora.gate import AdapterGate
 from automodel_rl.parallel.sharding import local_box, local_tensor
 
 ADAPTER_NAMES = ("lora_A", "lora_B")
@@ -22,17 +23,27 @@ def is_named(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
-def install_adapters(part: Any) -> None:
-    """Makes the layers of a part use their adapters. Call it after the split into stages, which copies modules."""
+def install_adapters(part: Any) -> AdapterGate:
+    """Makes the layers of a part use their adapters. Call it after the split into stages, which copies modules.
+
+    Returns:
+        Their gate, which is open until it follows the part's decoder layers.
+    """
+    gate = AdapterGate()
     for _, linear in adapted_weights(part):
+        linear.adapter_gate = gate
         linear.forward = MethodType(_forward, linear)
+    return gate
 
 
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
     base = F.linear(hidden, linear.weight, linear.bias)
     if linear.lora_dropout and torch.is_grad_enabled():  # log-probabilities and evaluations are not random
         hidden = F.dropout(hidden, linear.lora_dropout)
-    return base + linear.lora_scale * linear.lora_B(linear.lora_A(hidden))
+    low, factors = linear.lora_A(hidden), linear.adapter_gate.factors
+    if factors is not None:
+        return base + linear.lora_B(low * factors.to(low.dtype))
+    return base + linear.lora_scale * linear.lora_B(low)
 
 
 def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
@@ -77,14 +88,14 @@ def is_adapter(name: str) -> bool:
 
 
 @torch.no_grad()
-def initialise(name: str, parameter: Tensor, seed: int = 0, rank: int | None = None) -> None:
+def initialise(name: str, parameter: Tensor, seed: int = 0, rows: slice = slice(None)) -> None:
     """Fills this rank's shard of an adapter: A as PEFT does, B with 0. The whole tensor is the same on every layout.
 
     Args:
         name: the adapter's name, by which its values differ from those of others.
         parameter: the adapter.
         seed: another seed gives other values.
-        rank: number of rows of A that get values; the others get 0. None for all.
+        rows: the rows of A that get values; the others get 0.
     """
     if ".lora_B." in name:
         local_tensor(parameter).zero_()
@@ -92,6 +103,6 @@ def initialise(name: str, parameter: Tensor, seed: int = 0, rank: int | None = N
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
     bound = 1 / math.sqrt(parameter.shape[-1])  # kaiming_uniform with a = sqrt(5)
     whole = torch.zeros(parameter.shape, dtype=torch.float64)
-    used = whole if rank is None else whole.narrow(-2, 0, rank)
+    used = whole[..., rows, :]
     used.copy_(torch.empty(used.shape, dtype=torch.float64).uniform_(-bound, bound, generator=generator))
     local_tensor(parameter).copy_(whole[local_box(parameter)])

@@ -1,17 +1,20 @@
-"""Adapters of a smaller rank in the places of a larger one.
+"""Adapters of a smaller rank in those of a larger one.
 
-The rest is filled with zeros: of A the rows beyond the rank, of B the columns. Neither gets a gradient, for each is
-multiplied by the other. So an optimizer leaves them at 0, and the adapter computes and trains as one of its own rank.
+They have some of the rows of A and the same columns of B. The rest is filled with zeros. Neither gets a gradient, for
+each is multiplied by the other. So an optimizer leaves them at 0, and the adapter computes and trains as one of its own
+rank.
 """
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from automodel_rl.lora.experts import adapted_stacks, adapter_of
 from automodel_rl.lora.layers import adapted_weights
+from automodel_rl.parallel.sharding import local_box
 
 ATTENTION = re.compile(r"\.(self_attn|attn|attention|linear_attn)\.")
 
@@ -30,34 +33,53 @@ def set_scale(parts: Iterable[Any], scale: float) -> None:
             adapter_of(experts, name).scale = scale
 
 
-def cut_to_rank(name: str, tensor: Tensor, rank: int) -> Tensor:
-    """An adapter, or a moment of one, without what is beyond its rank.
+def cut_to_rank(name: str, tensor: Tensor, rows: slice) -> Tensor:
+    """An adapter, or a moment of one, without the zeros around it.
 
     Args:
         name: the adapter's name.
         tensor: A [..., largest rank, inputs] or B [..., outputs, largest rank], whole.
-        rank: its own rank.
+        rows: its own rows of A, and columns of B.
     """
-    return tensor.narrow(_rank_dim(name), 0, rank)
+    return tensor.narrow(_rank_dim(name), rows.start, rows.stop - rows.start)
 
 
-def fill_up_to_rank(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An adapter, or a moment of one, with zeros beyond its rank.
+def own_part(name: str, parameter: Tensor, shard: Tensor, rows: slice) -> Tensor:
+    """A copy of this rank's shard of an adapter, or of its gradient, with zeros in place of what others have.
+
+    Args:
+        name: the adapter's name.
+        parameter: the adapter, whose shard has the same place.
+        shard: the shard.
+        rows: the rows of A, and columns of B, to keep.
+    """
+    dim = _rank_dim(name) % shard.ndim
+    held = local_box(parameter)[dim]
+    start = min(max(rows.start - held.start, 0), shard.shape[dim])
+    stop = min(max(rows.stop - held.start, start), shard.shape[dim])
+    kept = torch.zeros_like(shard)
+    kept.narrow(dim, start, stop - start).copy_(shard.narrow(dim, start, stop - start))
+    return kept
+
+
+def fill_up_to_rank(name: str, tensor: Tensor, shape: tuple[int, ...], first: int = 0) -> Tensor:
+    """An adapter, or a moment of one, with zeros around it.
 
     Args:
         name: the adapter's name.
         tensor: A [..., rank, inputs] or B [..., outputs, rank], whole.
         shape: the shape with the largest rank.
+        first: the first of its rows of A, and columns of B.
 
     Raises:
         ValueError: the tensor has another size than this shape in a dim that is not the rank's, or a larger rank.
     """
     dim = _rank_dim(name) % len(shape)
     sizes = [*shape[:dim], tensor.shape[dim], *shape[dim + 1 :]]
-    if [*tensor.shape] != sizes or tensor.shape[dim] > shape[dim]:
+    if [*tensor.shape] != sizes or first + tensor.shape[dim] > shape[dim]:
         raise ValueError(f"{name} has the shape {[*tensor.shape]}, for {[*shape]}")
     whole = tensor.new_zeros(shape)
-    whole.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    whole.narrow(dim, first, tensor.shape[dim]).copy_(tensor)
     return whole
 
 

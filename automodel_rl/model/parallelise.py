@@ -6,9 +6,9 @@
 4. the part and its head get a forward over microbatches (model/part_forward.py), norms a fused one
    (model/fused_norm.py)
 5. routers follow routes and are watched (mixture/router_forward.py)
-6. layers note their microbatch for routers (mixture/microbatch_scope.py) and are recomputed in the backward
-   (model/activation_checkpointing.py); they are compiled (model/compiled_layers.py) with their recomputation, those of
-   a mixture without it
+6. layers note their microbatch for adapters (lora/gate.py) and routers (mixture/microbatch_scope.py) and are recomputed
+   in the backward (model/activation_checkpointing.py); they are compiled (model/compiled_layers.py) with their
+   recomputation, those of a mixture without it
 7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
 """
 
@@ -101,7 +101,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         partial = split_part(part, plan, layout.mesh["tp"], how, family.scales_embedding)
     if linear_attention_of(part):
         install_linear_attention(part, how, choose_rule(layout.device, compute))
-    install_adapters(part)
+    gate = install_adapters(part)
     if model.fp8 is not None:
         install_float8(layers_of(part), model.fp8)
     install_part_forward(part, _context(part.config, family, layout, how, compiled))
@@ -115,6 +115,8 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     num_experts = max((router.num_experts for router in routers.values()), default=0)
     replay = RouterReplay(routers, num_experts, scope)
     install_router_forwards(routers.values())
+    if model.lora is not None:
+        gate.follow(layers_of(part))
     mixtures = {number: layer for number, layer in numbered_layers(part).items() if number in routers}
     if compiled and not mixtures:  # graphs hold their recomputation, which sees what is to be kept
         checkpoint_layers(layers_of(part), memory.activation_checkpointing)

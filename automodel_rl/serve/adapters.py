@@ -1,13 +1,17 @@
 """What runs train if the model has adapters: a set of adapters for each run, of any rank up to that of the model."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from automodel_rl.config import LoraConfig
 from automodel_rl.engine import Engine
-from automodel_rl.engine.trained_state import TrainedState
+from automodel_rl.engine.trained_state import Shards, TrainedState, trained_parameters
 from automodel_rl.lora.layers import initialise
-from automodel_rl.lora.rank import is_attention, set_scale
+from automodel_rl.lora.rank import is_attention, own_part, set_scale
 from automodel_rl.serve.messages import RunShape
 from automodel_rl.serve.run_files import load_run, save_run
 
@@ -15,8 +19,9 @@ from automodel_rl.serve.run_files import load_run, save_run
 class Adapters:
     """The adapters of the run that the model has now. Methods are collectives.
 
-    The model has adapters of the largest rank. Those of a smaller rank are filled up with zeros, which get no gradient
-    and stay 0. So they compute and train as adapters of their own rank.
+    The model has adapters of the largest rank. Those of a smaller rank have some of its rows. Others are filled with
+    zeros, which get no gradient and stay 0. So they compute and train as adapters of their own rank. Runs that share no
+    row can be in the model together, for one pass over the data of all (lora/gate.py).
 
     Args:
         engine: trains the model.
@@ -36,13 +41,13 @@ class Adapters:
         self.enter(shape)
         for name, parameter in self.engine.handle.named_parameters():
             if parameter.requires_grad:
-                initialise(name, parameter, shape.seed, shape.rank)
+                initialise(name, parameter, shape.seed, shape.rows)
         weights = self.engine.take_state().weights
         self.engine.put_state(TrainedState(weights, {}, {}))
 
     def enter(self, shape: RunShape) -> None:
         """Prepares the model for the state of a run."""
-        self.scale = self.lora.model_copy(update={"rank": shape.rank}).scale
+        self.scale = self._scale(shape)
         set_scale(self.engine.handle.parts, self.scale)
 
     def is_trained(self, name: str, shape: RunShape) -> bool:
@@ -60,4 +65,35 @@ class Adapters:
             InputError: on every rank; the folder is damaged.
         """
         self.begin(shape)
-        load_run(folder, self.engine, with_optimizer)
+        load_run(folder, self.engine, shape.first, with_optimizer)
+
+    def join(self, states: list[TrainedState]) -> None:
+        """Gives the model the adapters and gradients of several runs, which share no row, for one pass."""
+        weights = [state.weights for state in states]
+        gradients = [state.gradients for state in states if state.gradients]
+        self.engine.put_state(TrainedState(_added_up(weights), _added_up(gradients), {}))
+
+    def gate(self, shapes: list[RunShape]) -> Tensor:
+        """The factors of the adapters' rows for tokens of each run, [runs, rank]."""
+        gate = torch.zeros(len(shapes), self.lora.rank, dtype=torch.float64)
+        for row, shape in zip(gate, shapes, strict=True):
+            row[shape.rows] = self._scale(shape)
+        return gate
+
+    def split_gradients(self, shapes: list[RunShape]) -> list[Shards]:
+        """The gradients of each run after a pass of several."""
+        parameters = dict(trained_parameters(self.engine.handle))
+        found = self.engine.take_state().gradients
+        return [
+            {name: own_part(name, parameters[name], shard, shape.rows) for name, shard in found.items()}
+            for shape in shapes
+        ]
+
+    def _scale(self, shape: RunShape) -> float:
+        return self.lora.model_copy(update={"rank": shape.rank}).scale
+
+
+def _added_up(states: list[Shards]) -> Shards:
+    """Sums of shards of the same names; each has zeros where others have values."""
+    names = dict.fromkeys(name for shards in states for name in shards)
+    return {name: functools.reduce(torch.add, (s[name] for s in states if name in s)) for name in names}

@@ -210,6 +210,7 @@ def page(service: Service) -> str:
     numbers = (
         f"{len(service.sessions)} sessions, {len(service.samplers.table)} samplers, {len(service.saved)} saved weights "
         f"({service.saved.num_bytes / 2**20:.1f} MiB), {service.ranks.num_waiting} jobs wait, "
+        f"{service.ranks.num_joint} passes were of several runs, "
         f"{service.throughput.total:,} tokens in forward and backward, {service.throughput.per_second:,.0f} a second "
         f"in the last minute, rank 0 has used {service.ranks.peak_bytes / 2**30:.2f} GiB"
     )

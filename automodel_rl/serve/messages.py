@@ -33,12 +33,20 @@ class RunShape:
         rank: rank of its adapters.
         seed: seed of their first values.
         attention, mlp: whether attention layers, and the other layers, have adapters.
+        first: the first of their rows in the model's adapters, which may have a larger rank. Runs that share no row can
+            meet in one pass.
     """
 
     rank: int
     seed: int = 0
     attention: bool = True
     mlp: bool = True
+    first: int = 0
+
+    @property
+    def rows(self) -> slice:
+        """The rows that the run has in the model's adapters."""
+        return slice(self.first, self.first + self.rank)
 
 
 class Job:
@@ -65,13 +73,23 @@ class CreateRun(Job):
 
 @dataclass(frozen=True)
 class ForwardBackward(Job):
-    """Gradients of a loss to add up; `forward_only` for its results alone. The answer is a `LossResult`."""
+    """Gradients of a loss to add up; `forward_only` for its results alone. `shape` is that of the run. The answer is a
+    `LossResult`."""
 
     run: str
     loss: str
     settings: dict[str, float]
     data: list[Datum]
     forward_only: bool
+    shape: RunShape
+
+
+@dataclass(frozen=True)
+class Together(Job):
+    """Forwards and backwards of several runs, or forwards alone, that meet in one pass. Their adapters share no row.
+    The answer has one for each, perhaps `Refused`."""
+
+    jobs: list[ForwardBackward]
 
 
 @dataclass(frozen=True)

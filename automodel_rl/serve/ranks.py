@@ -1,6 +1,5 @@
 """The server's end of the ranks: it gives them jobs in order, and notices when they are gone."""
 
-import dataclasses
 import os
 import secrets
 import tempfile
@@ -13,11 +12,9 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from automodel_rl.serve.messages import Done, Job, Ready, Refused, Sample, StopAsked
+from automodel_rl.serve.joining import answers_of, joined, take_together
+from automodel_rl.serve.messages import Done, Job, Ready, Refused, StopAsked, Together
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
-
-MOST_SEQUENCES = 1024
-"""Most completions of sample jobs that run as one."""
 
 
 class RanksLostError(Exception):
@@ -40,18 +37,20 @@ class Ranks:
     Args:
         on_lost: called when ranks are gone that had been ready.
         on_stop: called when the ranks got a signal to stop.
+        pass_tokens: most tokens of forwards and backwards that run as one; 0 if each runs alone.
 
     Attributes:
         vocab_size: number of token ids of the model; 0 before ranks are ready.
         ready: set when ranks have become ready for the first time.
         num_jobs: number of jobs that ranks have done since they last became ready.
         peak_bytes: the most memory that rank 0 had used when it did the last of them.
+        num_joint: number of passes in which several runs met.
     """
 
-    def __init__(self, on_lost: Callable[[], None], on_stop: Callable[[], None]):
-        self.on_lost, self.on_stop = on_lost, on_stop
+    def __init__(self, on_lost: Callable[[], None], on_stop: Callable[[], None], pass_tokens: int):
+        self.on_lost, self.on_stop, self.pass_tokens = on_lost, on_stop, pass_tokens
         self.vocab_size = 0
-        self.num_jobs = self.peak_bytes = 0
+        self.num_jobs = self.peak_bytes = self.num_joint = 0
         self.ready = threading.Event()
         self._folder = tempfile.TemporaryDirectory(prefix="automodel_rl_serve_")
         key = secrets.token_bytes(32)
@@ -129,57 +128,26 @@ class Ranks:
         while True:
             with self._came:
                 if self._orders:
-                    running += self._take()  # before it is sent, which may fail
+                    running += take_together(self._orders, self.pass_tokens)  # before it is sent, which may fail
                     break
                 self._came.wait(WAIT_SECONDS)
             if connection.poll():
                 message = connection.recv()  # raises EOFError if they have ended
                 if isinstance(message, StopAsked):
                     self.on_stop()
-        connection.send(_joined([order.job for order in running]))
-
-    def _take(self) -> list[_Order]:
-        """The next job, with all others that wait to be sampled from the same weights."""
-        first = self._orders.popleft()
-        taken, left = [first], []
-        if isinstance(first.job, Sample):
-            count = _num_sequences(first.job)
-            for order in self._orders:
-                fits = isinstance(order.job, Sample) and _weights(order.job) == _weights(first.job)
-                if fits and count + _num_sequences(order.job) <= MOST_SEQUENCES:
-                    count += _num_sequences(order.job)
-                    taken.append(order)
-                else:
-                    left.append(order)
-            self._orders = deque(left)
-        return taken
+        job = joined([order.job for order in running])
+        self.num_joint += isinstance(job, Together)
+        connection.send(job)
 
 
 WAIT_SECONDS = 0.05
 
 
-def _weights(job: Any) -> Any:
-    return (job.kept, job.folder)
-
-
-def _num_sequences(job: Any) -> int:
-    return sum(prompt.num_samples for prompt in job.prompts)
-
-
-def _joined(jobs: list[Any]) -> Job:
-    """One job for all, which are several only if they are samples."""
-    return jobs[0] if len(jobs) == 1 else dataclasses.replace(jobs[0], prompts=[p for job in jobs for p in job.prompts])
-
-
 def _give(orders: list[_Order], answer: Any) -> None:
     """Gives each job its part of the answer."""
-    if isinstance(answer, Refused):
-        for order in orders:
-            order.result.set_exception(RefusedError(answer.text))
-        return
-    if len(orders) == 1:
-        orders[0].result.set_result(answer)
-        return
-    rest = iter(answer)
-    for order in orders:
-        order.result.set_result([next(rest) for _ in order.job.prompts])  # type: ignore[attr-defined]
+    of_jobs = [answer] * len(orders) if isinstance(answer, Refused) else answers_of([o.job for o in orders], answer)
+    for order, one in zip(orders, of_jobs, strict=True):
+        if isinstance(one, Refused):
+            order.result.set_exception(RefusedError(one.text))
+        else:
+            order.result.set_result(one)

@@ -43,10 +43,10 @@ def save_run(folder: Path, engine: Engine, shape: RunShape, for_training: bool, 
     for name, parameter in handle.named_parameters():
         if not parameter.requires_grad:
             continue
-        adapters[name] = cut_to_rank(name, gather_whole(parameter, layout).cpu(), shape.rank)
+        adapters[name] = cut_to_rank(name, gather_whole(parameter, layout).cpu(), shape.rows)
         for key, value in engine.optimizer.state_of(parameter).items() if for_training else ():
             whole = gather_whole(value, layout).cpu()
-            moments[f"{key}/{name}"] = whole if whole.ndim == 0 else cut_to_rank(name, whole, shape.rank)
+            moments[f"{key}/{name}"] = whole if whole.ndim == 0 else cut_to_rank(name, whole, shape.rows)
     of_stages = gather_objects((adapters, moments), layout.pp_control)
     with complete_folder(folder, layout.world_control) as unfinished:
         problem = ""
@@ -64,12 +64,13 @@ def save_run(folder: Path, engine: Engine, shape: RunShape, for_training: bool, 
 
 
 @torch.no_grad()
-def load_run(folder: Path, engine: Engine, with_optimizer: bool) -> None:
+def load_run(folder: Path, engine: Engine, first: int, with_optimizer: bool) -> None:
     """Gives the model the adapters of a folder and, if asked for, moments and steps. A collective.
 
     Args:
         folder: a folder that `save_run` wrote.
-        engine: trains the model. What it has of the rank above that of the run is filled with zeros.
+        engine: trains the model. What its adapters have besides those of the run is filled with zeros.
+        first: the first row of each `lora_A` that the run has.
         with_optimizer: whether to load moments and steps.
 
     Raises:
@@ -79,7 +80,7 @@ def load_run(folder: Path, engine: Engine, with_optimizer: bool) -> None:
     try:
         tensors = AdapterFolder(folder).tensors
         for name, parameter in _trained(engine):
-            _fill(name, parameter, tensors[name])
+            _fill(name, parameter, tensors[name], first)
         if with_optimizer:
             with safe_open(folder / MOMENTS, "pt") as moments:
                 for name, parameter in _trained(engine):
@@ -87,7 +88,7 @@ def load_run(folder: Path, engine: Engine, with_optimizer: bool) -> None:
                     for key, value in state.items():
                         stored = moments.get_tensor(f"{key}/{name}")
                         if value.ndim:
-                            _fill(name, value, stored)
+                            _fill(name, value, stored, first)
                         else:
                             value.copy_(stored)
                     engine.optimizer.set_state(parameter, state)
@@ -108,6 +109,6 @@ def _trained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, parameter) for name, parameter in engine.handle.named_parameters() if parameter.requires_grad]
 
 
-def _fill(name: str, tensor: Tensor, stored: Tensor) -> None:
-    whole = fill_up_to_rank(name, stored, tuple(tensor.shape))
+def _fill(name: str, tensor: Tensor, stored: Tensor, first: int) -> None:
+    whole = fill_up_to_rank(name, stored, tuple(tensor.shape), first)
     local_tensor(tensor.detach()).copy_(whole[local_box(tensor)])

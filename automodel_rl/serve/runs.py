@@ -1,23 +1,23 @@
 """Training runs that share one model: each has adapters, gradients, moments and steps of its own, and its turns."""
 
-import dataclasses
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from automodel_rl.batch import IGNORED_TARGET, Microbatch, TokenSequence, pack
 from automodel_rl.engine import Engine
 from automodel_rl.engine.trained_state import TrainedState
 from automodel_rl.errors import InputError
-from automodel_rl.losses import UNDIVIDED, LossFn, token_loss
+from automodel_rl.losses import UNDIVIDED
 from automodel_rl.optimizers import AdamWSettings
 from automodel_rl.parallel.host_collectives import from_last_stage, gather_objects
 from automodel_rl.serve.adapters import Adapters
 from automodel_rl.serve.all_weights import AllWeights
-from automodel_rl.serve.messages import Datum, ForwardBackward, LossResult, RunShape
+from automodel_rl.serve.joint_batch import JointBatch
+from automodel_rl.serve.messages import ForwardBackward, LossResult, Refused, RunShape
 from automodel_rl.serve.recorded_loss import recorded
 
 GONE = "the state of the run is gone, for the ranks of the server ended or its weights could not be loaded"
@@ -58,26 +58,53 @@ class Runs:
         Raises:
             InputError: on all ranks; the data do not fit the model. Gradients of earlier calls are still there.
         """
-        try:
-            return self._forward_backward(job)
-        except InputError:
-            if not job.forward_only:
-                self.spoil(job.run)
-            raise
-
-    def _forward_backward(self, job: ForwardBackward) -> LossResult:
         self._enter(job.run)
-        found: dict[int, Tensor] = {}
-        loss: LossFn = recorded(token_loss(job.loss, job.settings), found)
-        microbatches = self._pack(job.data)
-        work = self.engine.evaluate if job.forward_only else self.engine.forward_backward
-        total, _ = work(microbatches, loss, counts=UNDIVIDED)
-        layout = self.handle.layout
-        own = {place: values.float().cpu().numpy() for place, values in found.items()}
-        own = from_last_stage(own, layout)
+        with self._spoiling([job]):
+            (result,) = self._pass(JointBatch([job]), None)
+        return result
+
+    def together(self, jobs: list[ForwardBackward]) -> list[LossResult | Refused]:
+        """What `forward_backward` does for several runs that share no row of the adapters, in one pass.
+
+        Raises:
+            InputError: as there, for all runs that are not refused.
+        """
+        assert isinstance(self.trained, Adapters)
+        self._leave()
+        there = [job for job in jobs if job.run in self._states]
+        shapes = [self.shapes[job.run] for job in there]
+        results: list[LossResult] = []
+        if there:
+            self.trained.join([self._states[job.run] for job in there])
+            with self._spoiling(there):
+                results = self._pass(JointBatch(there), self.trained.gate(shapes))
+            if not there[0].forward_only:
+                for job, gradients in zip(there, self.trained.split_gradients(shapes), strict=True):
+                    state = self._states[job.run]
+                    state.gradients, state.has_gradients = gradients, True
+        answers = iter(results)
+        return [next(answers) if job in there else Refused(GONE) for job in jobs]
+
+    def _pass(self, batch: JointBatch, gate: Tensor | None) -> list[LossResult]:
+        """The results of each job of a batch, for which the model has its weights."""
+        layout, found = self.handle.layout, dict[int, Tensor]()
+        microbatches = batch.pack(self.capacity, layout, self.handle.flops, gate)
+        work = self.engine.evaluate if batch.forward_only else self.engine.forward_backward
+        total, _ = work(microbatches, recorded(batch.loss, found), counts=UNDIVIDED)
+        own = from_last_stage({place: values.cpu() for place, values in found.items()}, layout)
         gathered = gather_objects(own if layout.is_first_of_data_rank else {}, layout.world_control)
-        everywhere = {place: values for one in gathered for place, values in one.items()}
-        return LossResult(total, [everywhere[place] for place in range(len(job.data))])
+        return batch.results(total, {place: values for one in gathered for place, values in one.items()})
+
+    @contextlib.contextmanager
+    def _spoiling(self, jobs: list[ForwardBackward]) -> Iterator[None]:
+        """Notes that gradients are lacking if the block refuses its input."""
+        try:
+            yield
+        except InputError:
+            for job in jobs:
+                if not job.forward_only:
+                    self.spoil(job.run)
+            raise
 
     def optimizer_step(self, run: str, settings: dict[str, Any]) -> dict[str, float]:
         """Takes an optimizer step and gives its metrics.
@@ -168,35 +195,3 @@ class Runs:
         if self._active is not None:
             self._states[self._active] = self.engine.take_state()
             self._active = None
-
-    def _pack(self, data: list[Datum]) -> list[Microbatch]:
-        """This data rank's microbatches. Their targets are those of the data."""
-        packed = pack(
-            [_sequence(datum) for datum in data],
-            self.capacity,
-            share=self.handle.layout.data_share,
-            min_microbatches=self.handle.layout.parallel.pp,
-            cost=self.handle.flops,
-        )
-        return [_with_own_targets(microbatch) for microbatch in packed]
-
-
-TARGETS = "target_tokens"
-
-
-def _sequence(datum: Datum) -> TokenSequence:
-    """A sequence of one token more, the last target, so that every target has a place as the token it stands for."""
-    targets = torch.from_numpy(datum.inputs[TARGETS].copy())
-    tokens = torch.cat([torch.from_numpy(datum.tokens.copy()), targets[-1:]])
-    values = {
-        name: torch.cat([tensor.new_zeros(1), tensor])
-        for name, tensor in ((name, torch.from_numpy(values.copy())) for name, values in datum.inputs.items())
-    }
-    return TokenSequence(tokens, torch.ones(len(tokens), dtype=torch.bool), values)
-
-
-def _with_own_targets(microbatch: Microbatch) -> Microbatch:
-    values = dict(microbatch.values)
-    targets = values.pop(TARGETS)
-    is_last = microbatch.targets == IGNORED_TARGET
-    return dataclasses.replace(microbatch, targets=torch.where(is_last, IGNORED_TARGET, targets), values=values)

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,7 +137,7 @@ class SavedWeights:
         now = time.time()
         expires = None if body.ttl_seconds is None else now + body.ttl_seconds
         folder = self.folder / run / kind / f"{name}@{now:.6f}"  # others may still read what it replaces
-        return Saved(path, folder, shape, now, expires, body.user_metadata, self.origin)
+        return Saved(path, folder, replace(shape, first=0), now, expires, body.user_metadata, self.origin)
 
     def add(self, saved: Saved) -> Saved | None:
         """Puts weights that are complete into the table. Returns those that they replace."""

@@ -81,7 +81,9 @@ class Server:
     def __init__(self, config: ServeConfig, key: str):
         self.config, self.key = config, key
         self.loop = asyncio.new_event_loop()
-        self.ranks = Ranks(self._in_loop(lambda: self.service.ranks_lost()), self._in_loop(self._stop))
+        self.ranks = Ranks(
+            self._in_loop(lambda: self.service.ranks_lost()), self._in_loop(self._stop), config.pass_tokens
+        )
         folder, limit = Path(config.output) / "weights", config.limits.disk_gib * 2**30
         saved = SavedWeights(folder, limit, config.model.lora, config.model.path)
         self.service = Service(config, self.ranks, saved)

@@ -5,6 +5,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,7 +35,7 @@ from automodel_rl.serve.requests import (
 from automodel_rl.serve.results import Result, Results, failed, finish
 from automodel_rl.serve.samplers import Samplers
 from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, about
-from automodel_rl.serve.tables import BusyError, Run, Session, Throughput, UnknownError, Weights
+from automodel_rl.serve.tables import BusyError, Run, Session, Throughput, UnknownError, Weights, choose_rows
 from automodel_rl.serve.wire import read_datum, write_output
 
 GAP_SECONDS = 120.0
@@ -101,13 +102,12 @@ class Service:
     def _end_session(self, session: str) -> None:
         self.sessions.pop(session, None)
         runs = [name for name, run in self.runs.items() if run.session == session]
-        for run in (self.runs[name] for name in runs):
+        gone = [self.runs.pop(name) for name in runs]
+        for run in gone:
             run.lost = "the session of this run has ended"
             for start in run.waiting.values():
                 start()
-        kept = tuple(name for run in runs for name in self.runs[run].kept)
-        for name in runs:
-            del self.runs[name]
+        kept = tuple(name for run in gone for name in run.kept)
         table = self.samplers.table
         for sampler in [name for name, weights in table.items() if name.startswith(session) or weights.kept in kept]:
             del table[sampler]
@@ -117,8 +117,7 @@ class Service:
     # Runs
 
     def create_model(self, body: CreateModelBody) -> dict[str, Any]:
-        shape = checks.shape_of(body, self.config)
-        return self._new_run(body, shape, body.user_metadata, lambda run: CreateRun(run, shape))
+        return self._new_run(body, checks.shape_of(body, self.config), body.user_metadata, CreateRun)
 
     def info(self, model_id: str) -> dict[str, Any]:
         run, name = self._run(model_id), self.config.base_name
@@ -161,8 +160,8 @@ class Service:
             loss, settings = checks.loss_of(message)
             data = checks.only_read([read_datum(datum) for datum in message.data], loss)
             checks.check_data(data, loss, self.config, self.ranks.vocab_size)
-            job = ForwardBackward(message.model_id, loss, settings, data, message.forward_only)
-            return job, done
+            shape = self.runs[message.model_id].shape
+            return ForwardBackward(message.model_id, loss, settings, data, message.forward_only, shape), done
 
         def done(answer: Any) -> Result:
             self.throughput.add(sum(map(len, answer.logprobs)))
@@ -228,14 +227,14 @@ class Service:
             saved = self._training_weights(body.path)
             metadata = body.user_metadata or saved.user_metadata
             return self._new_run(
-                body, saved.shape, metadata, lambda run: Load(run, saved.shape, str(saved.folder), body.optimizer)
+                body, saved.shape, metadata, lambda run, shape: Load(run, shape, str(saved.folder), body.optimizer)
             )
         run = self._run(body.model_id)
 
         def work() -> Work:
             saved = self._training_weights(body.path)
-            run.shape, run.lost = saved.shape, ""
-            job = Load(str(body.model_id), saved.shape, str(saved.folder), body.optimizer)
+            run.shape, run.lost = self._placed(saved.shape, str(body.model_id)), ""
+            job = Load(str(body.model_id), run.shape, str(saved.folder), body.optimizer)
             return job, lambda _: {"path": body.path, "model_id": body.model_id}
 
         if body.seq_id is None:
@@ -249,7 +248,7 @@ class Service:
         return saved
 
     def _new_run(
-        self, body: Any, shape: RunShape, metadata: dict[str, Any] | None, make: Callable[[str], Job]
+        self, body: Any, shape: RunShape, metadata: dict[str, Any] | None, make: Callable[[str, RunShape], Job]
     ) -> dict[str, Any]:
         session = self.session(body.session_id)
         session.seen = time.monotonic()
@@ -261,10 +260,16 @@ class Service:
             if alive >= most:
                 remedy = "for it trains all weights" if self.config.model.lora is None else "or raise it"
                 raise BusyError(f"there are {alive} runs, and limits.runs is {most}: end one, {remedy}")
-            self.runs[name] = Run(body.session_id, shape, metadata)
-            self.start(request, self.runs[name], make(name), lambda _: {"model_id": name})
+            run = self.runs[name] = Run(body.session_id, self._placed(shape, name), metadata)
+            self.start(request, run, make(name, run.shape), lambda _: {"model_id": name})
             self.results.find(request).add_done_callback(lambda result: self._note_unmade(name, result.result()))
         return {"request_id": request, "model_id": name}
+
+    def _placed(self, shape: RunShape, name: str) -> RunShape:
+        """The shape of a run with rows that no other run has, if there are so many, so that they can meet."""
+        lora = self.config.model.lora
+        others = [run for other, run in self.runs.items() if other != name and not run.lost]
+        return shape if lora is None else replace(shape, first=choose_rows(others, shape.rank, lora.rank))
 
     def _note_unmade(self, name: str, result: Result) -> None:
         """Notes that a run could not be made, so that it takes no other's place."""
@@ -354,11 +359,7 @@ class Service:
             run.kept.clear()
 
     async def stop(self) -> list[str]:
-        """Saves all runs and ends the ranks.
-
-        Returns:
-            The paths of the saved weights, or why there are none.
-        """
+        """Saves all runs and ends the ranks. Returns the paths of the saved weights, or why there are none."""
         if self.is_stopping:
             return []
         self.is_stopping = True

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,3 +86,22 @@ class Weights:
 
     kept: str | None = None
     saved: Saved | None = None
+
+
+def choose_rows(runs: Iterable[Run], rank: int, largest: int) -> int:
+    """The first of so many rows of the model's adapters that no run has or, if there are not so many, whose runs were
+    used longest ago.
+
+    Args:
+        runs: the other runs.
+        rank: number of rows.
+        largest: number of rows of the model's adapters.
+    """
+    others = [*runs]
+    starts = [0, *(run.shape.rows.stop for run in others if run.shape.rows.stop + rank <= largest)]
+
+    def newest(first: int) -> float:
+        used = [run.used for run in others if run.shape.first < first + rank and first < run.shape.rows.stop]
+        return max(used, default=0.0)
+
+    return min(sorted(starts), key=newest)

@@ -34,6 +34,7 @@ from automodel_rl.serve.messages import (
     Spoil,
     Stop,
     StopAsked,
+    Together,
 )
 from automodel_rl.serve.runs import Runs
 from automodel_rl.serve.sampler import Sampler, answers
@@ -110,6 +111,8 @@ class Worker:
                 return self.runs.create(run, shape)
             case ForwardBackward():
                 return self.runs.forward_backward(job)
+            case Together(jobs):
+                return self.runs.together(jobs)
             case Spoil(run):
                 return self.runs.spoil(run)
             case OptimizerStep(run, settings):

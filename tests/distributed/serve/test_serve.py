@@ -2,7 +2,9 @@
 
 import math
 import os
+import re
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,39 @@ def test_two_clients_at_once_get_what_they_get_alone(service: Service) -> None:
             together[i].append((result.metrics, steps[i].result().metrics))
             together[i] += [output["logprobs"].to_numpy().tolist() for output in result.loss_fn_outputs]
     assert together == alone
+
+
+def test_clients_that_wait_meet_in_one_pass_and_get_what_they_get_alone(service: Service) -> None:
+    asked = {"a": ("cross_entropy", ("weights",), (7, 21)), "b": ("ppo", RATIO, (30, 4, 9))}
+    data = {
+        name: [of_loss(datum(n, 300 + n), *inputs) for n in lengths] for name, (_, inputs, lengths) in asked.items()
+    }
+
+    def two_runs() -> dict[str, Any]:
+        return {name: service.run(rank=rank, seed=rank) for name, rank in (("a", 2), ("b", 4))}
+
+    def trained(runs: dict[str, Any], busy: Any) -> list[Any]:
+        if busy is not None:  # so that both wait
+            busy.forward([of_loss(datum(60, n), "weights") for n in range(400)], "cross_entropy")
+        sent = {name: run.forward_backward(data[name], asked[name][0]) for name, run in runs.items()}
+        steps = [run.optim_step(types.AdamParams(learning_rate=1e-2)) for run in runs.values()]
+        return [(sent[name].result(), step.result().metrics) for name, step in zip(runs, steps, strict=True)]
+
+    alone = [trained({name: run}, None)[0] for name, run in two_runs().items()]
+    before = num_joint(service)
+    together = trained(two_runs(), service.run(rank=8))
+    assert num_joint(service) > before
+    for (expected, of_step), (result, metrics) in zip(alone, together, strict=True):
+        assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-9)
+        assert metrics["grad_norm:mean"] == pytest.approx(of_step["grad_norm:mean"], rel=1e-9)
+
+
+def num_joint(service: Service) -> int:
+    """Passes of several runs, as the page says."""
+    with urllib.request.urlopen(f"{service.url}/?key={service.key}") as page:
+        found = re.search(r"(\d+) passes were of several runs", page.read().decode())
+    assert found is not None
+    return int(found[1])
 
 
 def test_a_sampler_keeps_its_weights_and_its_log_probabilities_are_those_of_training(service: Service) -> None:

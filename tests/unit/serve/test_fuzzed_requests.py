@@ -29,7 +29,7 @@ class Answering:
     """Stands for the ranks: checks every job, and answers at once."""
 
     vocab_size = VOCAB
-    num_waiting = peak_bytes = 0
+    num_waiting = peak_bytes = num_joint = 0
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []

@@ -1,0 +1,130 @@
+"""Jobs that wait and can run as one: samples from the same weights, and forwards and backwards of several runs."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from automodel_rl.serve.messages import (
+    CreateRun,
+    Forget,
+    ForwardBackward,
+    Job,
+    Keep,
+    Load,
+    OptimizerStep,
+    Sample,
+    Save,
+    Spoil,
+    Together,
+)
+
+MOST_SEQUENCES = 1024
+"""Most completions of sample jobs that run as one."""
+
+
+def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
+    """Takes the first order, and all others that run as one with it.
+
+    Args:
+        waiting: orders, each with a `job`; at least one. Those that are taken are removed.
+        pass_tokens: most tokens of forwards and backwards that run as one; 0 if each runs alone.
+    """
+    first = waiting.popleft()
+    taken, left = [first], []
+    joint: _JointSample | _JointPass
+    match first.job:
+        case Sample():
+            joint = _JointSample(first.job)
+        case ForwardBackward() if pass_tokens:
+            joint = _JointPass(first.job, pass_tokens)
+        case _:
+            return taken
+    passed = {*_runs_of(first.job)}  # a job that waits behind another of its run cannot come before that
+    for order in waiting:
+        runs = _runs_of(order.job)
+        if passed.isdisjoint(runs) and joint.takes(order.job):
+            taken.append(order)
+        else:
+            left.append(order)
+        passed.update(runs)
+    waiting.clear()
+    waiting.extend(left)
+    return taken
+
+
+def joined(jobs: list[Any]) -> Job:
+    """One job for jobs that were taken together."""
+    if len(jobs) == 1:
+        return jobs[0]
+    if isinstance(jobs[0], ForwardBackward):
+        return Together(jobs)
+    return dataclasses.replace(jobs[0], prompts=[prompt for job in jobs for prompt in job.prompts])
+
+
+def answers_of(jobs: list[Any], answer: Any) -> Iterable[Any]:
+    """The part of each job in the answer to all."""
+    if len(jobs) == 1:
+        return [answer]
+    if isinstance(jobs[0], ForwardBackward):
+        return answer
+    rest = iter(answer)
+    return [[next(rest) for _ in job.prompts] for job in jobs]
+
+
+class _JointSample:
+    """Samples from the same weights."""
+
+    def __init__(self, first: Sample):
+        self.weights, self.count = (first.kept, first.folder), _num_sequences(first)
+
+    def takes(self, job: Job) -> bool:
+        """Whether a job fits, which then counts."""
+        if not isinstance(job, Sample) or (job.kept, job.folder) != self.weights:
+            return False
+        if self.count + _num_sequences(job) > MOST_SEQUENCES:
+            return False
+        self.count += _num_sequences(job)
+        return True
+
+
+class _JointPass:
+    """Forwards and backwards, or forwards alone, of runs whose adapters share no row."""
+
+    def __init__(self, first: ForwardBackward, most: int):
+        self.forward_only, self.most = first.forward_only, most
+        self.tokens, self.rows = _num_tokens(first), {*_rows(first)}
+
+    def takes(self, job: Job) -> bool:
+        """Whether a job fits, which then counts."""
+        if not isinstance(job, ForwardBackward) or job.forward_only != self.forward_only:
+            return False
+        if self.tokens + _num_tokens(job) > self.most or not self.rows.isdisjoint(_rows(job)):
+            return False
+        self.tokens += _num_tokens(job)
+        self.rows.update(_rows(job))
+        return True
+
+
+def _num_sequences(job: Sample) -> int:
+    return sum(prompt.num_samples for prompt in job.prompts)
+
+
+def _num_tokens(job: ForwardBackward) -> int:
+    return sum(map(len, job.data))
+
+
+def _rows(job: ForwardBackward) -> range:
+    return range(job.shape.rows.start, job.shape.rows.stop)
+
+
+def _runs_of(job: Job) -> tuple[str, ...]:
+    """The runs whose state a job reads or changes."""
+    match job:
+        case Forget(runs):
+            return runs
+        case (
+            ForwardBackward(run) | CreateRun(run) | OptimizerStep(run) | Spoil(run) | Save(run) | Load(run) | Keep(run)
+        ):
+            return (run,)
+    return ()

@@ -1,0 +1,122 @@
+"""Runs that meet in one pass: each gets what it gets alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from automodel_rl import Engine, LoraConfig, ModelHandle, OptimizerConfig, ParallelConfig
+from automodel_rl.config import ModelConfig
+from automodel_rl.config.model import MemoryConfig
+from automodel_rl.serve.messages import Datum, ForwardBackward, LossResult, Refused, RunShape
+from automodel_rl.serve.runs import Runs
+from tests.distributed.model.test_compiled import traced_only
+from tests.rank_pool import RankPool
+from tests.tiny import VOCAB, save_tiny_model
+
+SHAPES = {"a": RunShape(2, seed=1), "b": RunShape(3, seed=2, first=2), "c": RunShape(1, seed=3, mlp=False, first=7)}
+LOSSES: dict[str, tuple[str, dict[str, float]]] = {
+    "a": ("cross_entropy", {}),
+    "b": ("ppo", {"clip_low_threshold": 0.9}),
+    "c": ("dro", {"beta": 0.2}),
+}
+LENGTHS = {"a": (7, 21, 3), "b": (12, 1), "c": (9, 30, 2, 5)}
+NUMBERS = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def job(run: str, call: int, losses: dict[str, Any], forward_only: bool = False) -> ForwardBackward:
+    random = np.random.default_rng([call, *run.encode()])
+    loss, settings = losses[run]
+    names = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
+    data = []
+    for length in LENGTHS[run]:
+        inputs = {name: (random.normal(size=length) * 0.3 - 5 * (name == "logprobs")) for name in names}
+        values = {name: value.astype(np.float32) for name, value in inputs.items()}
+        targets = random.integers(0, VOCAB, length)
+        data.append(Datum(random.integers(0, VOCAB, length), {"target_tokens": targets, **values}))
+    return ForwardBackward(run, loss, settings, data, forward_only, SHAPES[run])
+
+
+def train(runs: Runs, losses: dict[str, Any], meet: bool) -> dict[str, Any]:
+    """Two optimizer steps of two calls each of every run. What each run got, and its state in the end."""
+    found: dict[str, Any] = {run: [] for run in SHAPES}
+    for run, shape in SHAPES.items():
+        runs.create(run, shape)
+    for step in range(2):
+        for call in range(2):
+            jobs = [job(run, 10 * step + call, losses) for run in SHAPES]
+            results = runs.together(jobs) if meet else [runs.forward_backward(one) for one in jobs]
+            only = [job(run, 99, losses, forward_only=True) for run in SHAPES]
+            results += runs.together(only) if meet else [runs.forward_backward(one) for one in only]
+            for one, result in zip([*jobs, *only], results, strict=True):
+                assert isinstance(result, LossResult)
+                found[one.run] += [result.loss, *(torch.from_numpy(values) for values in result.logprobs)]
+        for run in SHAPES:
+            found[run].append(runs.optimizer_step(run, {"lr": 0.05, "weight_decay": 0.1})["grad_norm:mean"])
+    for run in SHAPES:
+        runs.keep(run, run)
+        found[run].append(runs._kept[run][1].weights)
+    return found
+
+
+def both_ways(folder: Path, sizes: dict[str, Any], options: dict[str, Any], losses: dict[str, Any]) -> tuple[Any, Any]:
+    lora = LoraConfig(rank=8, targets=("q_proj", "o_proj", "gate_proj", "down_proj"))
+    model = ModelConfig(path=str(folder), dtype="float64", lora=lora)
+    handle = ModelHandle.from_pretrained(model, ParallelConfig(**sizes), MemoryConfig(**options))
+    engine = Engine(handle, OptimizerConfig(decay="constant"))
+    return tuple(train(Runs(engine, 32), losses, meet) for meet in (False, True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "losses"),
+    [
+        ({}, {}, LOSSES),
+        ({"pp": 2}, {"activation_checkpointing": "full"}, LOSSES),
+        ({"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}, {}, dict.fromkeys(SHAPES, LOSSES["a"])),
+        ({"dp_shard": 2}, {}, LOSSES),
+        ({"cp": 2}, {"activation_checkpointing": "selective"}, LOSSES),
+    ],
+)
+def test_runs_that_meet_get_what_they_get_alone(
+    ranks: RankPool, tmp_path: Path, sizes: dict[str, Any], options: dict[str, Any], losses: dict[str, Any]
+) -> None:
+    save_tiny_model(tmp_path, num_layers=4)
+    size = 2 if sizes else 1
+    for alone, together in ranks(size).run(both_ways, tmp_path, sizes, options, losses):
+        torch.testing.assert_close(together, alone, **NUMBERS)
+        norms = [value for value in alone["a"] if isinstance(value, float)]
+        assert len({round(norm, 9) for norm in norms}) > 2, "each call has numbers of its own"
+
+
+def compiled(folder: Path) -> tuple[Any, Any]:
+    with traced_only():
+        return both_ways(folder, {}, {"compile": True, "activation_checkpointing": "full"}, LOSSES)
+
+
+def test_compiled_layers_take_each_microbatchs_gate(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=4)
+    ((alone, together),) = ranks(1).run(compiled, tmp_path)
+    torch.testing.assert_close(together, alone, **NUMBERS)
+
+
+def with_one_gone(folder: Path) -> tuple[list[bool], float, float]:
+    model = ModelConfig(path=str(folder), dtype="float64", lora=LoraConfig(rank=8))
+    engine = Engine(ModelHandle.from_pretrained(model), OptimizerConfig(decay="constant"))
+    runs = Runs(engine, 32)
+    runs.create("a", SHAPES["a"])
+    runs.create("c", SHAPES["c"])
+    results = runs.together([job(run, 1, LOSSES) for run in SHAPES])
+    alone = [runs.forward_backward(job(run, 1, LOSSES)) for run in "ac"]
+    expected = [result.loss for result in alone]
+    found = [result.loss for result in results if isinstance(result, LossResult)]
+    assert found == pytest.approx(expected, rel=1e-9)
+    return [isinstance(result, Refused) for result in results], *found
+
+
+def test_a_run_that_is_gone_is_refused_alone(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    ((refused, *losses),) = ranks(1).run(with_one_gone, tmp_path)
+    assert refused == [False, True, False]
+    assert all(losses)
