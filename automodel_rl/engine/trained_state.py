@@ -40,13 +40,25 @@ class TrainedState:
             optimizer: trains it; its moments are on the device.
         """
         for name, parameter in trained_parameters(handle):
-            local_tensor(parameter.detach()).copy_(self.weights[name])
+            local_tensor(parameter.detach()).copy_(self.weights[name], non_blocking=True)
             gradient = self.gradients.get(name)
             parameter.grad = None if gradient is None else _like(parameter, gradient)
             state = optimizer.empty_state(parameter)
             for key, value in self.moments.get(name, {}).items():
-                local_tensor(state[key]).copy_(value)
+                local_tensor(state[key]).copy_(value, non_blocking=True)
             optimizer.set_state(parameter, state)
+
+    @torch.no_grad()
+    def add(self, handle: ModelHandle) -> None:
+        """Adds its weights and gradients to those that a model has."""
+        for name, parameter in trained_parameters(handle):
+            weight = local_tensor(parameter.detach())
+            weight.add_(self.weights[name].to(weight.device, non_blocking=True))
+            gradient, before = self.gradients.get(name), parameter.grad
+            if gradient is not None and before is None:
+                parameter.grad = _like(parameter, gradient)
+            elif gradient is not None and before is not None:
+                local_tensor(before).add_(gradient.to(weight.device, non_blocking=True))
 
 
 @torch.no_grad()
@@ -60,17 +72,19 @@ def take_state(handle: ModelHandle, optimizer: ModelOptimizer, step: int, has_gr
         has_gradients: whether there are gradients.
     """
     trained = trained_parameters(handle)
-    return TrainedState(
-        {name: _on_host(parameter) for name, parameter in trained},
-        {name: _on_host(parameter.grad) for name, parameter in trained if parameter.grad is not None},
+    state = TrainedState(
+        {name: on_host(parameter) for name, parameter in trained},
+        {name: on_host(parameter.grad) for name, parameter in trained if parameter.grad is not None},
         {
-            name: {key: _on_host(value) for key, value in optimizer.state_of(parameter).items()}
+            name: {key: on_host(value) for key, value in optimizer.state_of(parameter).items()}
             for name, parameter in trained
             if optimizer.has_state(parameter)
         },
         step,
         has_gradients,
     )
+    wait_for_host()
+    return state
 
 
 def trained_parameters(handle: ModelHandle) -> list[tuple[str, nn.Parameter]]:
@@ -83,12 +97,21 @@ def trained_parameters(handle: ModelHandle) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor.detach()).to("cpu", copy=True)
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy of this rank's shard on the host, there after `wait_for_host`. It is pinned, so that copies take the speed
+    of the link."""
+    shard = local_tensor(tensor.detach())
+    return torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda).copy_(shard, non_blocking=True)
+
+
+def wait_for_host() -> None:
+    """Waits until all copies to the host are there."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     """A gradient of a parameter's layout with the values of a shard."""
     gradient = torch.zeros_like(parameter)
-    local_tensor(gradient).copy_(shard)
+    local_tensor(gradient).copy_(shard, non_blocking=True)
     return gradient

@@ -1,6 +1,5 @@
 """What runs train if the model has adapters: a set of adapters for each run, of any rank up to that of the model."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,10 @@ from torch import Tensor
 
 from automodel_rl.config import LoraConfig
 from automodel_rl.engine import Engine
-from automodel_rl.engine.trained_state import Shards, TrainedState, trained_parameters
+from automodel_rl.engine.trained_state import Shards, TrainedState, on_host, trained_parameters, wait_for_host
 from automodel_rl.lora.layers import initialise
 from automodel_rl.lora.rank import is_attention, own_part, set_scale
+from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.serve.messages import RunShape
 from automodel_rl.serve.run_files import load_run, save_run
 
@@ -69,9 +69,10 @@ class Adapters:
 
     def join(self, states: list[TrainedState]) -> None:
         """Gives the model the adapters and gradients of several runs, which share no row, for one pass."""
-        weights = [state.weights for state in states]
-        gradients = [state.gradients for state in states if state.gradients]
-        self.engine.put_state(TrainedState(_added_up(weights), _added_up(gradients), {}))
+        first, *others = states
+        self.engine.put_state(TrainedState(first.weights, first.gradients, {}))
+        for state in others:
+            state.add(self.engine.handle)
 
     def gate(self, shapes: list[RunShape]) -> Tensor:
         """The factors of the adapters' rows for tokens of each run, [runs, rank]."""
@@ -82,18 +83,14 @@ class Adapters:
 
     def split_gradients(self, shapes: list[RunShape]) -> list[Shards]:
         """The gradients of each run after a pass of several."""
-        parameters = dict(trained_parameters(self.engine.handle))
-        found = self.engine.take_state().gradients
-        return [
-            {name: own_part(name, parameters[name], shard, shape.rows) for name, shard in found.items()}
-            for shape in shapes
-        ]
+        found: list[Shards] = [{} for _ in shapes]
+        for name, parameter in trained_parameters(self.engine.handle):
+            for gradients, shape in zip(found, shapes, strict=True):
+                if parameter.grad is not None:
+                    own = own_part(name, parameter, local_tensor(parameter.grad), shape.rows)
+                    gradients[name] = on_host(own)
+        wait_for_host()
+        return found
 
     def _scale(self, shape: RunShape) -> float:
         return self.lora.model_copy(update={"rank": shape.rank}).scale
-
-
-def _added_up(states: list[Shards]) -> Shards:
-    """Sums of shards of the same names; each has zeros where others have values."""
-    names = dict.fromkeys(name for shards in states for name in shards)
-    return {name: functools.reduce(torch.add, (s[name] for s in states if name in s)) for name in names}
