@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,17 +19,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
-
-
-@pytest.fixture(name="service", scope="module")
-def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("vllm")
-    write_model(folder / "model")
-    write_vllm(folder / "modules")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "modules"), *sys.path]))
-        with Service(folder, folder / "model", generator="vllm") as service:
-            yield service
 
 
 def train(run: Any, seed: int) -> None:
@@ -49,7 +38,8 @@ def check_samples(sampler: Any) -> list[list[int]]:
     return [list(sequence.tokens) for sequence in found]
 
 
-def test_samples_are_those_of_the_weights_of_each_run_at_its_rank(service: Service) -> None:
+def check_every_run(service: Service) -> None:
+    """Samples are those of the weights of each run, at its rank."""
     samplers = {"base": service.client().create_sampling_client(base_model=service.model)}
     for rank in (2, 8):  # each with a scale of its own
         run = service.run(rank=rank, seed=rank)
@@ -60,7 +50,8 @@ def test_samples_are_those_of_the_weights_of_each_run_at_its_rank(service: Servi
     assert {name: check_samples(sampler) for name, sampler in samplers.items()} == written
 
 
-def test_samples_end_as_each_request_asks(service: Service) -> None:
+def check_ends(service: Service) -> None:
+    """Samples end as each request asks."""
     sampler = service.client().create_sampling_client(base_model=service.model)
 
     def sample(**asked: Any) -> Any:
@@ -75,7 +66,8 @@ def test_samples_end_as_each_request_asks(service: Service) -> None:
     assert longer.tokens == free[:5]
 
 
-def test_a_killed_vllm_is_started_again_with_the_weights_that_samples_ask_for(service: Service) -> None:
+def check_kill(service: Service) -> None:
+    """A killed vLLM is started again with the weights that samples ask for."""
     run, other = service.run(rank=4, seed=1), service.run(rank=4, seed=2)
     train(run, 5)
     sampler = run.save_weights_and_get_sampling_client()
@@ -94,3 +86,15 @@ def test_a_killed_vllm_is_started_again_with_the_weights_that_samples_ask_for(se
 
 def _children(service: Service) -> list[psutil.Process]:
     return psutil.Process(service.job.process.pid).children(recursive=True)
+
+
+def test_vllm_samples_as_each_request_asks_and_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "model")
+    write_vllm(tmp_path / "modules")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "modules"), *sys.path]))
+    with Service(tmp_path, tmp_path / "model", generator="vllm") as service:
+        check_every_run(service)
+        check_ends(service)
+        check_kill(service)

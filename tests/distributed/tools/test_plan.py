@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoConfig
 
 from automodel_rl.batch import pack_microbatch
+from automodel_rl.cli import main
 from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
@@ -108,13 +109,16 @@ def test_the_bubble_is_the_textbooks(schedule: str, virtual_stages: int, pp: int
     assert timeline.bubble == pytest.approx((pp - 1) / (num_microbatches * virtual_stages + pp - 1))
 
 
-def run_plan(folder: Path, model: Path, sizes: dict, *arguments: str) -> subprocess.CompletedProcess:
+def plan_command(folder: Path, model: Path, sizes: dict, *arguments: str) -> list[str]:
     config = config_of(model, {}, dtype="bfloat16").model_dump(mode="json") | {"parallel": sizes}
     config["batch"] = {"sequences": 1024, "microbatch_tokens": 8192}
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "automodel_rl", "plan", str(file), *arguments]
-    return run_command(command)
+    return ["plan", str(file), *arguments]
+
+
+def run_plan(folder: Path, model: Path, sizes: dict, *arguments: str) -> subprocess.CompletedProcess:
+    return run_command([sys.executable, "-m", "automodel_rl", *plan_command(folder, model, sizes, *arguments)])
 
 
 def llama_70b(folder: Path) -> Path:
@@ -158,11 +162,12 @@ def test_what_does_not_fit_names_layouts_that_do(tmp_path: Path) -> None:
         (["--parallel.tp", "3"], "parallel.tp=3 must divide the 64 attention heads"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 2}, *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(plan_command(tmp_path, llama_70b(tmp_path), {"pp": 2}, *arguments)) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
 
 
 def allocate_encoder(model: ModelConfig, components: ComponentsConfig) -> tuple[int, int, int]:
