@@ -1,7 +1,7 @@
 """Token sequences packed into microbatches: only tensors and lists, no process groups."""
 
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
-from automodel_rl.batch.images import Image, ImageTokens, multimodal_positions
+from automodel_rl.batch.images import Image, ImageTokens, distinct_images, multimodal_positions, single_image_tokens
 from automodel_rl.batch.local_microbatch import LEAST_TOKENS, AttentionCall, LocalMicrobatch, local_microbatch
 from automodel_rl.batch.microbatch import (
     IGNORED_TARGET,
@@ -32,6 +32,7 @@ __all__ = [
     "TokenSequence",
     "add_values",
     "assign_bins",
+    "distinct_images",
     "empty_microbatch",
     "in_packed_order",
     "join_routes",
@@ -43,6 +44,7 @@ __all__ = [
     "read_routes",
     "set_values",
     "share_bins",
+    "single_image_tokens",
     "spread_over_tokens",
     "sum_by_sequence",
     "unpack",

@@ -4,7 +4,7 @@ Shape letters: T tokens of a microbatch, m of them image tokens.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,8 @@ class Image:
         grid: its patches in time, height and width.
         pixels: the output of the model's image processor for one image, or a picklable function that returns it. The
             function is called on the rank that encodes the image, so pixels are not sent between ranks.
+        source: what the pixels are read from: the path of a picture's file, or the file's bytes. A microbatch's images
+            with the same source and grid are encoded once. None if no other image has these pixels.
 
     Example:
         >>> import torch
@@ -39,6 +41,7 @@ class Image:
     num_tokens: int
     grid: Grid
     pixels: Tensor | Callable[[], Tensor]
+    source: str | bytes | None = None
 
     def load(self) -> Tensor:
         """The image's pixels, on the host."""
@@ -56,7 +59,8 @@ class ImageTokens:
     Attributes:
         places: places of the i image tokens among this rank's tokens, int64 [i].
         rows: the row of `embeddings` for each of these tokens, int64 [i].
-        embeddings: embeddings of all images of the microbatch, in order, [m, H]; None on ranks that do not use them.
+        embeddings: embeddings of the distinct images of the microbatch, in order, [m, H]; None on ranks that do
+            not use them.
     """
 
     places: Tensor
@@ -76,7 +80,8 @@ class ImageTokens:
     def put_into(self, hidden: Tensor) -> Tensor:
         """Hidden states [1, t, H] in which embeddings of images replace those of the image tokens."""
         assert self.embeddings is not None
-        found = self.embeddings.index_select(0, self.rows)
+        # Sequences may share an image. Indexing sums their gradients in a fixed order; index_select would not on CUDA.
+        found = self.embeddings[self.rows]
         return hidden.squeeze(0).index_copy(0, self.places, found).unsqueeze(0)
 
 
@@ -95,14 +100,35 @@ def check_images(images: Sequence[Image], num_tokens: int) -> None:
         end = image.start + image.num_tokens
 
 
+def distinct_images(images: Sequence[Image]) -> tuple[Image, ...]:
+    """A microbatch's images without those that have the same pixels as an earlier one, in order."""
+    first: dict[Hashable, Image] = {}
+    for number, image in enumerate(images):
+        first.setdefault(_identity(number, image), image)
+    return tuple(first.values())
+
+
 def image_places(images: Sequence[Image], num_tokens: int) -> np.ndarray:
-    """The place of every token among the microbatch's image tokens, -1 for text; int64 [T]."""
+    """The place of every token among the tokens of the microbatch's distinct images, -1 for text; int64 [T]."""
     rows = np.full(num_tokens, -1)
+    first: dict[Hashable, int] = {}
     seen = 0
-    for image in images:
-        rows[image.start : image.start + image.num_tokens] = np.arange(seen, seen + image.num_tokens)
-        seen += image.num_tokens
+    for number, image in enumerate(images):
+        start = first.setdefault(_identity(number, image), seen)
+        seen += image.num_tokens if start == seen else 0
+        rows[image.start : image.start + image.num_tokens] = np.arange(start, start + image.num_tokens)
     return rows
+
+
+def _identity(number: int, image: Image) -> Hashable:
+    """What is equal for images with the same pixels."""
+    return number if image.source is None else (image.source, image.grid)
+
+
+def single_image_tokens(token_ids: Sequence[int], images: Sequence[Image]) -> list[int]:
+    """The token ids with a single token for each image, as a chat template writes them."""
+    rest = {place for image in images for place in range(image.start + 1, image.start + image.num_tokens)}
+    return [token for place, token in enumerate(token_ids) if place not in rest]
 
 
 def multimodal_positions(images: Sequence[Image], lengths: Sequence[int], merge: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 The images of all microbatches of a step are encoded before the language model's first forward. The encoder's backward
 runs after the language model's last one. So a pipeline schedule knows nothing of the encoder. The embeddings of each
-microbatch are a leaf tensor, in which the schedule leaves their gradient.
+microbatch are a leaf tensor, in which the schedule leaves their gradient. Images of a microbatch that have the same
+pixels, as in a pair of completions or a group of them, are encoded once, and their gradients are summed.
 
 A step without any image leaves the encoder without gradients, so its optimizer does nothing, as in one process. If only
 this rank has no image, it encodes a blank one to join its peers' collectives; that one does not count.
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import Image, Microbatch
+from automodel_rl.batch import Image, Microbatch, distinct_images
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.vision import VisionPart, blank_image
 from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
@@ -55,7 +56,7 @@ class ImageEncoder:
             microbatches: this data rank's microbatches.
             train: whether to keep what `backward` needs.
         """
-        self._images = self.bridge.exchange([microbatch.images for microbatch in microbatches])
+        self._images = self.bridge.exchange([distinct_images(microbatch.images) for microbatch in microbatches])
         self._shares = {lane: self._dealt(lane) for lane in self.bridge.lanes}
         self._encoded = []
         if self.part is not None and self.bridge.any_encoder(any(map(any, self._images.values()))):
