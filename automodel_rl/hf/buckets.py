@@ -70,11 +70,13 @@ class Bucket:
         dtype: the dtype of all chunks.
         numel: number of elements.
         chunks: the chunks, in the order of their offsets and without gaps.
+        is_frozen: whether training never changes what it holds.
     """
 
     dtype: torch.dtype
     numel: int
     chunks: tuple[Chunk, ...]
+    is_frozen: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -111,17 +113,19 @@ class Source:
         tensor: the parameter or buffer; this rank holds a shard of it or all of it.
         dtype: the dtype in which it is sent.
         read: gives the values of this rank's shard, of any dtype.
+        is_frozen: whether training never changes the values.
     """
 
     name: str
     tensor: Tensor
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    is_frozen: bool = False
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, dtype: torch.dtype) -> "Source":
+    def of(cls, name: str, tensor: Tensor, dtype: torch.dtype, *, is_frozen: bool = False) -> "Source":
         """A source that sends the tensor's own values."""
-        return cls(name, tensor, dtype, functools.partial(local_tensor, tensor))
+        return cls(name, tensor, dtype, functools.partial(local_tensor, tensor), is_frozen)
 
 
 @dataclass(frozen=True)
@@ -148,12 +152,14 @@ class _OpenBucket:
     Attributes:
         axes: mesh axes that cut its tensors.
         dtype: the dtype of all its tensors.
+        is_frozen: whether training changes none of its tensors, or all.
         numel: number of elements so far.
         regions, chunks: the regions and chunks so far.
     """
 
     axes: tuple[str, ...]
     dtype: torch.dtype
+    is_frozen: bool
     numel: int = 0
     regions: list[_Region] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -198,14 +204,14 @@ class StageBuckets:
         self._own_boxes = [local_box(source.tensor) for source in self.sources]
         tensors: list[TensorSpec] = []
         closed: list[_OpenBucket] = []
-        open_: dict[tuple[tuple[str, ...], torch.dtype], _OpenBucket] = {}
+        open_: dict[tuple[tuple[str, ...], torch.dtype, bool], _OpenBucket] = {}
         for number, source in enumerate(self.sources):
             names = _Names(source, family, first=len(tensors))
             tensors += names.specs
             closed += self._place(number, source, names, open_)
         full = sorted([*closed, *open_.values()], key=lambda bucket: bucket.regions[0].source)
         self._gatherings = [_Gathering(b.axes, self._shares(b.regions), self._own(b.regions)) for b in full]
-        self.plan = Plan(tuple(tensors), tuple(Bucket(b.dtype, b.numel, tuple(b.chunks)) for b in full))
+        self.plan = Plan(tuple(tensors), tuple(Bucket(b.dtype, b.numel, tuple(b.chunks), b.is_frozen) for b in full))
 
     def reread(self, sources: Sequence[Source]) -> None:
         """Replaces the sources by others of the same tensors."""
@@ -255,7 +261,7 @@ class StageBuckets:
         self, number: int, source: Source, names: "_Names", open_: dict[Any, _OpenBucket]
     ) -> Iterator[_OpenBucket]:
         """Adds a source to the open bucket of its kind. Yields full buckets; one that is not full stays in `open_`."""
-        kind = sharded_axes(source.tensor), source.dtype
+        kind = sharded_axes(source.tensor), source.dtype, source.is_frozen
         capacity = self.most_bytes // source.dtype.itemsize
         shape = tuple(source.tensor.shape) or (1,)
         cut = 0 if self.whole else _cut_dim(shape, capacity)

@@ -39,7 +39,7 @@ def merged_sources(named: Named, parts: list[Any], dtype: torch.dtype, family: s
         if parameter in adapted:
             sources.append(Source(name, parameter, dtype, adapted[parameter]))
         elif not is_adapter(name):
-            sources.append(Source.of(name, parameter, dtype))
+            sources.append(Source.of(name, parameter, dtype, is_frozen=not parameter.requires_grad))
     buffers = [named_buffer for part in parts for named_buffer in stored_buffers(part)]
     return sources + [Source.of(name, buffer, buffer.dtype) for name, buffer in buffers]
 

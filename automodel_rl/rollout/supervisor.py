@@ -64,7 +64,7 @@ class GeneratorSupervisor:
         self.generator, transport = self._start(is_first=True)
         gather_objects("", self.world)  # waits until the generators that use this rank's device sleep
         self.offload.restore()
-        self.sync = WeightSync(self.handle, transport, config.weight_sync)
+        self.sync = WeightSync(self.handle, transport, config.weight_sync, resends_frozen=config.sleep_level == 2)
         self.policy_version = 0
         self._policy_version_of: dict[int, int] = {0: 0}  # by the number of the weight sync
 

@@ -21,10 +21,11 @@ from automodel_rl.generator_messages import (
     Room,
 )
 from automodel_rl.hf.buckets import Plan
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
-from automodel_rl.parallel.layout import Layout
 from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, greet, patience
 from automodel_rl.weight_sync.link import Address, Link, raise_failure, report_failure
+from automodel_rl.weight_sync.senders import Senders
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.transport import Transport
 
@@ -36,20 +37,21 @@ class Collective(Transport):
 
     Args:
         channel: the channel to this rank's generator.
-        layout: this rank's place.
+        handle: the model, of which this rank may have parts.
         seconds: longest wait for a peer.
     """
 
     reach = "own stages"
 
-    def __init__(self, channel: Channel, layout: Layout, seconds: float):
-        self.channel, self.layout, self.seconds = channel, layout, seconds
+    def __init__(self, channel: Channel, handle: ModelHandle, seconds: float):
+        self.channel, self.layout, self.seconds = channel, handle.layout, seconds
+        self.senders = Senders(handle).written
         self.generation = 0
         self.server: dist.TCPStore | None = None  # only on the first rank
         self.store: dist.Store | None = None
-        self.link: Link | None = None  # only on ranks that send
+        self.links: dict[int, Link] = {}  # by the number of each sender that this rank sends for
         self.plans: Sequence[Plan] = []
-        self.under_way: dict[int, Callable[[], bool]] = {}
+        self.under_way: dict[int, tuple[Link, Callable[[], bool]]] = {}
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
         self._leave()
@@ -60,31 +62,32 @@ class Collective(Transport):
         num_generators = dist.get_world_size()
         self.channel.send(Join(address, len(plans), dist.get_rank(), num_generators, patience(self.seconds)))
         self.store = address.store(self.seconds)
-        if self.layout.writes_for_stage:
-            name = f"sender{self.layout.pp_rank}"
-            self.link = Link(self.store, name, 0, 1 + num_generators, self.layout.device, self.seconds)
+        for sender in self.senders:
+            name, size = f"sender{sender}", 1 + num_generators
+            self.links[sender] = Link(self.store, name, 0, size, self.layout.device, self.seconds)
         expect(self.channel, Joined, self.seconds)
         return Slots.allocate(num_bytes, num_buffers, self.layout.device)
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, frozen: bool) -> None:
         self.under_way = {}
         self.channel.send(Begin(version, patience(self.seconds)))
-        self.channel.send(Receive())
+        self.channel.send(Receive(frozen))
 
     def release(self, slot: Slot) -> None:
-        done = self.under_way.pop(slot.number, None)
-        if done is not None and self.link is not None:
-            self.link.wait(lambda: slot.has_room() and done(), self._watch)
+        sending = self.under_way.pop(slot.number, None)
+        if sending is not None:
+            link, done = sending
+            link.wait(lambda: slot.has_room() and done(), self._watch)
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
-        if self.link is not None:
+        link = self.links.get(sender)
+        if link is not None:
             num_bytes = self.plans[sender].buckets[number].num_bytes
-            self.under_way[slot.number] = self.link.start(slot.buffer[:num_bytes])
+            self.under_way[slot.number] = link, link.start(slot.buffer[:num_bytes])
 
     def commit(self, version: int, *, sums: bool) -> Committed:
-        for done in self.under_way.values():
-            assert self.link is not None
-            self.link.wait(done, self._watch)
+        for link, done in self.under_way.values():
+            link.wait(done, self._watch)
         expect(self.channel, Received, self.seconds, self._watch)
         self.channel.send(Commit(sums))
         return expect(self.channel, Committed, self.seconds)
@@ -109,9 +112,9 @@ class Collective(Transport):
     def _leave(self) -> None:
         self.store = None
         self.under_way = {}
-        if self.link is not None:
-            self.link.close(broken=True)
-            self.link = None
+        for link in self.links.values():
+            link.close(broken=True)
+        self.links = {}
 
     def _prepare_generator(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> None:
         greet(self.channel, plans, self.seconds)

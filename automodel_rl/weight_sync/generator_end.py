@@ -144,8 +144,8 @@ class GeneratorEnd:
                 case Bucket(sender, number, slot):
                     self._take(sender, number, slot)
                     self.answer(Taken(slot))
-                case Receive():
-                    self._receive()
+                case Receive(frozen):
+                    self._receive(frozen)
                     self.answer(Received())
                 case Commit(sums):
                     self._commit(version)
@@ -172,10 +172,10 @@ class GeneratorEnd:
             if slot.stream is not None:
                 self.emptied[turn].record(slot.stream)
 
-    def _receive(self) -> None:
-        """Receives all buckets over the links, at most one for each slot at a time."""
+    def _receive(self, frozen: bool) -> None:
+        """Receives buckets over the links, at most one for each slot at a time."""
         on_the_way: deque[tuple[int, int, int, Callable[[], bool]]] = deque()
-        for turn, (sender, number) in enumerate(in_turn(self.receiver.plans)):
+        for turn, (sender, number) in enumerate(in_turn(self.receiver.plans, frozen=frozen)):
             while on_the_way and (len(on_the_way) == len(self.slots) or on_the_way[0][3]()):
                 self._load_next(on_the_way)
             slot = self.slots[turn]

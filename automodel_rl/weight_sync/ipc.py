@@ -53,7 +53,7 @@ class Ipc(Transport):
         self.out = set()
         return Slots([buffer for buffer, _ in made])
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, frozen: bool) -> None:
         self.out = set()
         self.channel.send(Begin(version, patience(self.seconds)))
 

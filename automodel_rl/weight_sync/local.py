@@ -28,7 +28,7 @@ class Local(Transport):
         self.receiver.agree(plans)
         return Slots.allocate(num_bytes, num_buffers, self.device)
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, frozen: bool) -> None:
         self.receiver.begin()
 
     def release(self, slot: Slot) -> None:

@@ -3,15 +3,13 @@
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Plan, Source, StageBuckets
-from automodel_rl.model.handle import ModelHandle
-from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.model.handle import Component, ModelHandle
 from automodel_rl.weight_sync.checksum import checksum
 from automodel_rl.weight_sync.receiver import in_turn
+from automodel_rl.weight_sync.senders import Senders
 from automodel_rl.weight_sync.slots import Slot
 
 Reach = Literal["own stages", "all stages"]
@@ -27,11 +25,10 @@ class Producer:
         most_bytes: largest size of a bucket.
         whole: never cut a tensor, for generators that load whole tensors.
         adapters_alone: send only the adapters, under the model's names.
-        reach: "own stages", or "all stages" to also get the buckets of this rank's pipeline peers.
+        reach: "own stages", or "all stages" to also get the buckets of other ranks' stages.
 
     Attributes:
-        plans: the plan of every pipeline rank; equal on all ranks.
-        turns: pairs (pipeline rank, bucket) in the order in which this rank fills buffers.
+        plans: the plan of every sender; equal on all ranks.
     """
 
     def __init__(
@@ -44,44 +41,50 @@ class Producer:
         adapters_alone: bool = False,
         reach: Reach,
     ):
-        if handle.has_encoder:  # of a run the table of supported combinations has refused it
-            raise InputError("weight sync: generators have no encoder of images: use a model that reads text only")
-        self.handle, self.dtype, self.adapters_alone = handle, dtype, adapters_alone
-        self.layout = handle.layout
-        self._stage = StageBuckets(self._sources(), handle.family, self.layout, most_bytes, whole=whole)
-        self.plans: list[Plan] = gather_objects(self._stage.plan, self.layout.pp_control)
-        own = [(self.layout.pp_rank, number) for number in range(len(self._stage.plan.buckets))]
-        self.turns = own if reach == "own stages" else in_turn(self.plans)
-        self.shares = reach == "all stages" and self.layout.parallel.pp > 1
+        self.handle, self.dtype, self.adapters_alone, self.reach = handle, dtype, adapters_alone, reach
+        self._senders = Senders(handle)
+        self._stages = {
+            number: StageBuckets(self._sources(component), handle.family, component.layout, most_bytes, whole=whole)
+            for number, component in self._senders.own.items()
+        }
+        plans = self._senders.gather({number: stage.plan for number, stage in self._stages.items()})
+        self.plans: list[Plan] = [*plans.values()]
         self._sums: dict[str, list[Tensor]] = {}
 
     @property
     def largest_bucket(self) -> int:
         """Bytes that a buffer must hold."""
-        return max(self.plans[sender].largest_bucket for sender in {s for s, _ in self.turns} | {self.layout.pp_rank})
+        return max(self.plans[sender].largest_bucket for sender in {s for s, _ in self.turns(True)} | {*self._stages})
+
+    def turns(self, frozen: bool) -> list[tuple[int, int]]:
+        """Pairs (sender, bucket) in the order in which this rank fills buffers, with or without frozen tensors."""
+        everyone = in_turn(self.plans, frozen=frozen)
+        return everyone if self.reach == "all stages" else [pair for pair in everyone if pair[0] in self._stages]
 
     def begin(self) -> None:
         """Begins a weight sync with the weights that the model has now. A collective of each stage's ranks."""
         if self.handle.model.lora is not None:
-            self._stage.reread(self._sources())  # merges the adapters as they are now
+            for number, component in self._senders.own.items():  # merges the adapters as they are now
+                self._stages[number].reread(self._sources(component))
         self._sums = {}
 
     def fill(self, sender: int, number: int, slot: Slot, *, sums: bool) -> None:
-        """Packs a bucket into a slot, on the current stream. A collective of the stage's ranks and of pipeline peers.
+        """Packs a bucket into a slot, on the current stream. A collective of the stage's ranks and of those that get
+        the bucket from them.
 
         Args:
-            sender: the pipeline rank that owns the bucket.
+            sender: the number of the sender that owns the bucket.
             number: the bucket's number.
             slot: the slot to fill.
             sums: take checksums of the packed tensors.
         """
-        bucket = self.plans[sender].buckets[number]
-        if sender == self.layout.pp_rank:
-            if number not in slot.targets:
-                slot.targets[number] = self._stage.targets(number, slot.buffer)
-            self._stage.pack(number, slot.targets[number])
-        if self.shares:
-            dist.broadcast(slot.buffer[: bucket.num_bytes], group=self.layout.pp_group, group_src=sender)
+        bucket, stage = self.plans[sender].buckets[number], self._stages.get(sender)
+        if stage is not None:
+            if (sender, number) not in slot.targets:
+                slot.targets[sender, number] = stage.targets(number, slot.buffer)
+            stage.pack(number, slot.targets[sender, number])
+        if self.reach == "all stages":
+            self._senders.spread(slot.buffer[: bucket.num_bytes], sender)
         if sums:
             elements = bucket.elements(slot.buffer)
             for chunk in bucket.chunks:
@@ -92,10 +95,10 @@ class Producer:
     def checksums(self) -> dict[str, int]:
         """The checksum of every tensor of the model as it was packed. A collective, to call after `Slots.rejoin`."""
         own = {name: int(torch.stack(parts).sum()) for name, parts in self._sums.items()}
-        return {name: total for stage in gather_objects(own, self.layout.pp_control) for name, total in stage.items()}
+        stages = self._senders.gather(dict.fromkeys(self._stages, own))
+        return {name: total for sums in stages.values() for name, total in sums.items()}
 
-    def _sources(self) -> list[Source]:
+    def _sources(self, component: Component) -> list[Source]:
         if self.adapters_alone:
             return self.handle.adapter_sources(self.dtype)
-        (component,) = self.handle.components
         return self.handle.hf_sources(component, self.dtype)

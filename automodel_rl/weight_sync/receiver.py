@@ -1,5 +1,6 @@
 """The generator's tensors in a weight sync: writes buckets to them, and knows which version they are."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -92,10 +93,16 @@ class Receiver:
         return {name: int(checksum(home)) for name, home in self.homes.items()}
 
 
-def in_turn(plans: Sequence[Plan]) -> list[tuple[int, int]]:
+def in_turn(plans: Sequence[Plan], *, frozen: bool) -> list[tuple[int, int]]:
     """Pairs (sender, bucket) in the order in which receivers take them: one bucket of each sender in turn, so that one
-    stage packs while another one's bucket is on its way."""
-    longest = max((len(plan.buckets) for plan in plans), default=0)
-    return [
-        (sender, number) for number in range(longest) for sender, plan in enumerate(plans) if number < len(plan.buckets)
+    stage packs while another one's bucket is on its way.
+
+    Args:
+        plans: the plan of every sender.
+        frozen: whether buckets of frozen tensors are among them.
+    """
+    of_senders = [
+        [(sender, number) for number, bucket in enumerate(plan.buckets) if frozen or not bucket.is_frozen]
+        for sender, plan in enumerate(plans)
     ]
+    return [pair for row in itertools.zip_longest(*of_senders) for pair in row if pair is not None]

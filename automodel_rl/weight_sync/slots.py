@@ -30,12 +30,12 @@ class Slot:
         buffer: uint8.
 
     Attributes:
-        targets: for each bucket number, the views of the buffer that its tensors are written to.
+        targets: for each sender and bucket number, the views of the buffer that its tensors are written to.
     """
 
     def __init__(self, number: int, buffer: Tensor):
         self.number, self.buffer = number, buffer
-        self.targets: dict[int, list[Tensor]] = {}
+        self.targets: dict[tuple[int, int], list[Tensor]] = {}
         self.stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
         self._uses: deque[torch.cuda.Event] = deque()
 

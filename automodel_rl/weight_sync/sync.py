@@ -37,14 +37,18 @@ class WeightSync:
         handle: the model.
         transport: the way to this rank's generator.
         config: the config's section `weight_sync`.
+        resends_frozen: whether generators lose their weights between two weight syncs, as vLLM in deep sleep does. Else
+            frozen tensors are sent once over a connection.
 
     Attributes:
         version: the number of the last weight sync, from 1 on.
         seconds: the time that it took.
     """
 
-    def __init__(self, handle: ModelHandle, transport: Transport, config: WeightSyncConfig):
-        self.handle, self.transport, self.config = handle, transport, config
+    def __init__(
+        self, handle: ModelHandle, transport: Transport, config: WeightSyncConfig, *, resends_frozen: bool = False
+    ):
+        self.handle, self.transport, self.config, self.resends_frozen = handle, transport, config, resends_frozen
         self.producer = Producer(
             handle,
             sync_dtype(config, handle),
@@ -57,10 +61,11 @@ class WeightSync:
         self.version = 0
         self.seconds = 0.0
         self._problem = ""
+        self._is_new = True  # equal on all ranks, which take part in the same turns
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that every generator gets in a weight sync."""
+        """Bytes that every generator gets in the first weight sync."""
         return sum(plan.num_bytes for plan in self.producer.plans)
 
     def send(self) -> None:
@@ -72,14 +77,15 @@ class WeightSync:
         started = time.perf_counter()
         self.version += 1
         self._problem = ""
+        frozen = self._is_new or self.resends_frozen
         if self.slots is None:
             self.slots = self._attempt(self._connect)
         self.producer.begin()
         # A rank whose transport has failed still fills buffers with the others, but sends nothing.
         slots = self.slots or self._connect_nothing()
-        self._attempt(lambda: self.transport.begin(self.version))
+        self._attempt(lambda: self.transport.begin(self.version, frozen=frozen))
         slots.join()
-        for turn, (sender, number) in enumerate(self.producer.turns):
+        for turn, (sender, number) in enumerate(self.producer.turns(frozen)):
             slot = slots[turn]
             self._attempt(functools.partial(self.transport.release, slot))
             with slot.active():
@@ -90,12 +96,13 @@ class WeightSync:
         committed = self._attempt(lambda: self.transport.commit(self.version, sums=self.config.checksum))
         self._check(committed)
         self._agree()
+        self._is_new = False
         self.seconds = time.perf_counter() - started
 
     def disconnect(self) -> None:
         """Releases buffers and connections. The next weight sync makes new ones."""
         self.transport.close()
-        self.slots = None
+        self.slots, self._is_new = None, True
 
     def reconnect(self, transport: Transport) -> None:
         """Sends to a new generator from now on.
@@ -146,7 +153,7 @@ class WeightSync:
         problems = gather_objects(self._problem, self.handle.layout.world_control)
         if any(problems):
             self.transport.give_up()
-            self.slots = None
+            self.slots, self._is_new = None, True
         if self._problem:
             raise WeightSyncError(self._problem)
 

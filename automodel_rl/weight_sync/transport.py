@@ -32,8 +32,13 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def begin(self, version: int) -> None:
-        """Begins a weight sync. Until `commit` the generator has no complete weights."""
+    def begin(self, version: int, *, frozen: bool) -> None:
+        """Begins a weight sync. Until `commit` the generator has no complete weights.
+
+        Args:
+            version: the number of this weight sync.
+            frozen: whether it sends frozen tensors, too.
+        """
 
     @abstractmethod
     def release(self, slot: Slot) -> None:

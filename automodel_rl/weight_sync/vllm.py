@@ -60,7 +60,7 @@ class _Vllm(Transport):
         self.plans: Sequence[Plan] = []
         self.asked = 0
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, frozen: bool) -> None:
         self.asked = 0
         self.channel.send(Begin(version, patience(self.seconds)))
 
@@ -125,9 +125,9 @@ class VllmSameDevice(_Vllm):
                 unlink(shared)
         return Slots([buffer for buffer, _ in made])
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, frozen: bool) -> None:
         self._failure = ""
-        self._together(functools.partial(super().begin, version))
+        self._together(functools.partial(super().begin, version, frozen=frozen))
 
     def release(self, slot: Slot) -> None:
         self._together(lambda: self._take_answers(self.num_buffers - 1))

@@ -45,7 +45,7 @@ class VllmAdapters(Transport):
         self.plans = plans
         return Slots.allocate(num_bytes, num_buffers, self.device)
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, frozen: bool) -> None:
         self.tensors = {}
 
     def release(self, slot: Slot) -> None:

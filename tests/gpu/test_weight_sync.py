@@ -54,7 +54,7 @@ def sync_all(folder: Path, layouts: list[dict[str, Any]], way: str, first_genera
         elif way == "ipc":
             transport = Ipc(generator, device, config.timeout)
         else:
-            transport = Collective(generator, handle.layout, config.timeout)
+            transport = Collective(generator, handle, config.timeout)
         sync = WeightSync(handle, transport, config)
         for seed in (1, 2):
             sync.send()  # compares what was packed with what the generator has
@@ -116,7 +116,7 @@ def lose_the_generator(folder: Path) -> str:
     config = sync_config(timeout=20.0)
     generator = receiving_process(folder, "dies", "cuda:0", visible="1")
     try:
-        WeightSync(handle, Collective(generator, handle.layout, config.timeout), config).send()
+        WeightSync(handle, Collective(generator, handle, config.timeout), config).send()
     except WeightSyncError as error:
         torch.cuda.synchronize()  # nothing of the broken link is left on the device
         return str(error)

@@ -90,7 +90,7 @@ def make_transport(kind: str, receiver: Receiver, handle: ModelHandle, seconds: 
     generator = ThreadGenerator(receiver)
     if kind == "ipc":
         return Ipc(generator, device, seconds), generator
-    return Collective(generator, handle.layout, seconds), generator
+    return Collective(generator, handle, seconds), generator
 
 
 def trained_model(

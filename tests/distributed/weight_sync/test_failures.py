@@ -43,7 +43,7 @@ def way_to_process(
     generator = receiving_process(folder, kind)
     if way == "ipc":
         return Ipc(generator, CPU, seconds), generator
-    return Collective(generator, handle.layout, seconds), generator
+    return Collective(generator, handle, seconds), generator
 
 
 def lose_a_generator(folder: Path, way: str, kind: str, seconds: float) -> tuple[str, float, list[str]]:

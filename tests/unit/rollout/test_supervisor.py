@@ -19,8 +19,8 @@ class Sync:
 
     fails = False
 
-    def __init__(self, handle: Any, transport: str, config: Any):
-        self.transport, self.version = transport, 0
+    def __init__(self, handle: Any, transport: str, config: Any, *, resends_frozen: bool):
+        self.transport, self.version, self.resends_frozen = transport, 0, resends_frozen
         self.log: list[str] = []
 
     def send(self) -> None:
@@ -164,6 +164,7 @@ RESTING = ["sleep 2", "weights to device"]
 @pytest.mark.usefixtures("generators")
 def test_servers_that_have_gone_or_come_make_the_ranks_connect_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made, sync = make_supervisor()
+    assert not sync.resends_frozen
     made.config.rollout.vllm.servers = ("http://localhost:1",)
     servers = VllmServers.__new__(VllmServers)
     made.generator = servers
@@ -181,7 +182,8 @@ def waking(sync: int, way: int = 1) -> list[str]:
 
 def test_generator_and_trainer_have_the_memory_in_turns(generators: Generators) -> None:
     log = generators.log
-    made, _ = make_supervisor(2, log)
+    made, sync = make_supervisor(2, log)
+    assert sync.resends_frozen  # it sleeps so deeply that it drops the weights
     assert log == ["weights to host", "sleep 2", "weights to device"]  # it starts in the memory that it will have
     log.clear()
     made.load_weights()

@@ -1,6 +1,7 @@
 """A rank's talk with its generator: which answers are taken, and what is let go when nobody answers."""
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,10 +70,10 @@ class FakeLink:
 
 
 def test_links_are_closed_though_the_generator_is_gone() -> None:
-    layout: Any = None
-    transport, link, store = Collective(Gone(), layout, 1.0), FakeLink(), torch.distributed.HashStore()
-    transport.link, transport.store = link, store  # type: ignore[assignment]
+    handle: Any = SimpleNamespace(layout=None, components=[], meshes=SimpleNamespace(components=None))
+    transport, link, store = Collective(Gone(), handle, 1.0), FakeLink(), torch.distributed.HashStore()
+    transport.links[0], transport.store = link, store  # type: ignore[assignment]
     transport.close()
     assert link.closed
-    assert transport.link is None
+    assert not transport.links
     assert transport.store is None

@@ -71,5 +71,12 @@ def test_between_begin_and_commit_there_is_no_version() -> None:
 
 def test_senders_take_turns_until_the_last_has_nothing_left() -> None:
     plans = [Plan((), (Bucket(torch.float32, 0, ()),) * count) for count in (1, 3, 0)]
-    assert in_turn(plans) == [(0, 0), (1, 0), (1, 1), (1, 2)]
-    assert in_turn([]) == []
+    assert in_turn(plans, frozen=True) == [(0, 0), (1, 0), (1, 1), (1, 2)]
+    assert in_turn([], frozen=True) == []
+
+
+def test_buckets_of_frozen_tensors_keep_their_numbers_and_are_left_out_if_asked() -> None:
+    trained, frozen = (Bucket(torch.float32, 0, (), is_frozen=is_frozen) for is_frozen in (False, True))
+    plans = [Plan((), (frozen, trained, frozen)), Plan((), (frozen,)), Plan((), (trained,))]
+    assert in_turn(plans, frozen=False) == [(0, 1), (2, 0)]
+    assert len(in_turn(plans, frozen=True)) == 5

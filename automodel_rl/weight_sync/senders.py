@@ -1,0 +1,57 @@
+"""Senders of a weight sync: the stages of every component, and how a bucket of one reaches all ranks.
+
+Senders have numbers: first the pipeline ranks of the language model, then the encoder.
+"""
+
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_rl.model.handle import Component, ModelHandle
+from automodel_rl.parallel.host_collectives import gather_objects
+
+T = TypeVar("T")
+
+
+class Senders:
+    """The senders of a model, and those among them that this rank has a part of.
+
+    Args:
+        handle: the model.
+
+    Attributes:
+        own: the components that this rank has parts of, by the number of their sender.
+    """
+
+    def __init__(self, handle: ModelHandle):
+        self.handle, self.layout = handle, handle.layout
+        self.own: dict[int, Component] = {self._number(component): component for component in handle.components}
+        components = handle.meshes.components
+        self._is_apart = components is not None and not components.is_colocated
+        self._first_ranks: list[int] = []
+        if components is not None:
+            per_stage = self.layout.ranks_per_stage
+            self._first_ranks = [*components.language.ranks[::per_stage], components.vision.ranks[0]]
+
+    @property
+    def written(self) -> list[int]:
+        """The senders that this rank stands for where only one rank should write."""
+        return [number for number, component in self.own.items() if component.layout.writes_for_stage]
+
+    def gather(self, own: dict[int, T]) -> dict[int, T]:
+        """What every sender has, by its number, given that of this rank's senders. A collective."""
+        group = self.layout.world_control if self.handle.has_encoder else self.layout.pp_control
+        found = {number: value for share in gather_objects(own, group) for number, value in share.items()}
+        return dict(sorted(found.items()))
+
+    def spread(self, buffer: Tensor, sender: int) -> None:
+        """Gives a bucket to all ranks that its sender does not include. A collective of pipeline peers, or of all ranks
+        of the job if components are on ranks of their own."""
+        if self._is_apart:
+            dist.broadcast(buffer, src=self._first_ranks[sender])
+        elif sender < self.layout.parallel.pp and self.layout.parallel.pp > 1:
+            dist.broadcast(buffer, group=self.layout.pp_group, group_src=sender)
+
+    def _number(self, component: Component) -> int:
+        return component.layout.pp_rank if component.name == "language" else self.layout.parallel.pp
