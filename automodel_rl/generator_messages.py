@@ -44,8 +44,7 @@ class Sampling:
     Attributes:
         max_tokens: most tokens of the completion.
         temperature: the temperature of sampling; 0 takes the likeliest token.
-        top_p: the share of probability from which tokens are sampled, the likeliest first.
-        top_k: the number of likeliest tokens from which tokens are sampled; 0 for all.
+        top_p, top_k: the share of probability, and the number of tokens (0 for all), that are sampled, likeliest first.
         stop: texts that end it.
         stop_token_ids: tokens that end it; None for those with which the generator was started.
     """
@@ -72,6 +71,21 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class PromptImage:
+    """An image in a prompt.
+
+    Attributes:
+        start, num_tokens, grid: as in `batch.Image`.
+        source: the path of the picture's file, or the file's bytes.
+    """
+
+    start: int
+    num_tokens: int
+    grid: tuple[int, int, int]
+    source: str | bytes
+
+
+@dataclass(frozen=True)
 class Request:
     """One completion to write.
 
@@ -80,12 +94,14 @@ class Request:
         seed: the seed for sampling: the same seed, prompt and weights give the same completion in any batch.
         sampling: how it is sampled.
         conversation: a number that all turns of a conversation share, so that one server writes them, or None.
+        images: the prompt's images, in order.
     """
 
     prompt: list[int]
     seed: int
     sampling: Sampling
     conversation: int | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,8 +128,7 @@ class Written:
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Settings with which vLLM starts: arguments of vllm.LLM, and tokens that end a completion whose request names
-    none."""
+    """Arguments of vllm.LLM, and tokens that end a completion whose request names none."""
 
     options: dict[str, Any]
     ends: tuple[int, ...]
@@ -121,12 +136,8 @@ class VllmSettings:
 
 @dataclass(frozen=True)
 class Start(Message):
-    """The first message, which starts the generator.
-
-    Attributes:
-        settings: `VllmSettings`, or the settings of the package's own worker.
-        protocol: fingerprint of the messages that the rank knows.
-    """
+    """The first message, which starts the generator with `VllmSettings` or the settings of the package's own worker.
+    `protocol` is the fingerprint of the messages that the rank knows."""
 
     settings: Any
     protocol: str = field(default_factory=lambda: PROTOCOL)
@@ -154,8 +165,7 @@ class Generate(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """A completion for the `Generate` with the same number, sent as soon as it is written; `place` is the place of its
-    request there."""
+    """A completion, sent as soon as it is written. `place` is its request's place in the `Generate` of this number."""
 
     number: int
     place: int
@@ -220,14 +230,8 @@ class Room(Message):
 
 @dataclass(frozen=True)
 class Join(Message):
-    """Links to join, one for each sender. Every generator joins all links.
-
-    Attributes:
-        address: the address of the links' store, a `weight_sync.link.Address`.
-        num_senders: number of senders, and so of links.
-        generator, num_generators: this generator's number, from 0, and the number of all generators.
-        seconds: longest wait for a peer.
-    """
+    """Links to join, one for each sender, at the `weight_sync.link.Address` of their store. Every generator joins all
+    links, under its number, from 0. `seconds` is the longest wait for a peer."""
 
     address: Any
     num_senders: int
@@ -265,8 +269,7 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Begin(Message):
-    """The start of the weight sync with the number `version`. From here to the commit the generator's weights are
-    incomplete. `seconds` is the longest time without a message from the rank."""
+    """A weight sync begins; up to its commit weights are incomplete. `seconds` is the longest silence of the rank."""
 
     version: int
     seconds: float
@@ -290,7 +293,9 @@ class Taken(Message):
 
 @dataclass(frozen=True)
 class Receive(Message):
-    """All buckets will come over the links."""
+    """Buckets will come over the links: all, or those that are not frozen."""
+
+    frozen: bool
 
 
 @dataclass(frozen=True)
@@ -312,8 +317,8 @@ class Loaded(Message):
 
 @dataclass(frozen=True)
 class LoadAdapter(Message):
-    """A sync of adapters alone, numbered `version`, in PEFT's format in a folder that is there until the answer.
-    Completions that are being written end with the adapter that they began with."""
+    """A sync of adapters alone, in PEFT's format in a folder that is there until the answer. Completions that are being
+    written end with the adapter that they began with."""
 
     version: int
     folder: str
@@ -328,8 +333,7 @@ class Commit(Message):
 
 @dataclass(frozen=True)
 class Committed(Message):
-    """The generator has the weights of the weight sync `version`. `checksums` are those of its tensors by name, if they
-    were asked for."""
+    """The generator has the weights of this weight sync. `checksums` are those of its tensors, if asked for."""
 
     version: int | None
     checksums: dict[str, int] | None = None
@@ -342,8 +346,7 @@ class GiveUp(Message):
 
 @dataclass(frozen=True)
 class Sleep(Message):
-    """vLLM must give its device memory back, once all is written. Level 1 keeps its weights on the host; level 2 drops
-    them, and it has no complete weights before the next commit."""
+    """vLLM must give its device memory back, once all is written. Level 1 keeps its weights on the host."""
 
     level: int
 
@@ -382,8 +385,7 @@ def unknown(message: object) -> ProtocolError:
 
 
 OTHER_VERSION = (
-    "the rank and its generator's process have different versions of automodel_rl/generator_messages.py, as after an "
-    "upgrade in the midst of a run: start the run again"
+    "the rank and its generator's process have different versions of automodel_rl/generator_messages.py: start again"
 )
 
 

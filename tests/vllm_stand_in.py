@@ -1,4 +1,4 @@
-"""A package in vLLM's place that samples with transformers and PEFT, on the CPU: slow, and to be compared with."""
+"""Packages in vLLM's place, on the CPU: one samples with transformers and PEFT, the other one only counts."""
 
 from pathlib import Path
 
@@ -76,6 +76,131 @@ class LLM:
         )
         return Object(finished=True, request_id=name, outputs=[completion], num_cached_tokens=0)
 '''
+
+NUMBERS = """
+import os
+from types import SimpleNamespace as Object
+
+IMAGE = 7
+
+class SamplingParams:
+    def __init__(
+        self, *, seed, temperature, logprobs, max_tokens, stop_token_ids, ignore_eos, top_p, top_k, detokenize
+    ):
+        assert logprobs == 0 and (top_p, top_k) in ((1.0, 0), (0.5, 3))
+        assert (max_tokens, stop_token_ids, ignore_eos, detokenize) == (3, [2, 4], True, False)
+        self.seed, self.temperature = seed, temperature
+
+class LLM:
+    def __init__(
+        self, model, *, logprobs_mode, dtype="auto", enable_return_routed_experts=False, enable_sleep_mode=False,
+        enable_lora=False, max_loras=0
+    ):
+        self.loras, self.max_loras = {}, max_loras
+        self.asleep = set()
+        if enable_sleep_mode:
+            assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
+            assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+        self.says_routes = enable_return_routed_experts
+        assert logprobs_mode == "processed_logprobs"
+        if model == "missing":
+            raise FileNotFoundError("no such model")
+        assert not {"RANK", "TORCHELASTIC_USE_AGENT_STORE"} & set(os.environ)
+        self.loaded, self.waiting, self.llm_engine, self.open = 0, {}, self, False
+        self.encoded = 0
+
+    def add_lora(self, request):
+        assert os.listdir(request.lora_path) and request.lora_int_id not in self.loras
+        self.loras[request.lora_int_id] = request.lora_name
+        assert len(self.loras) <= self.max_loras
+        return True
+
+    def remove_lora(self, number):
+        del self.loras[number]
+        return True
+
+    def add_request(self, name, prompt, params, lora_request=None):
+        if lora_request is not None:
+            self.loaded = 100 + len(self.loras)
+            assert self.loras[lora_request.lora_int_id] == lora_request.lora_name
+        if prompt["prompt_token_ids"] == [99]:
+            raise ValueError("the prompt is too long")
+        ids = list(prompt["prompt_token_ids"])
+        for picture in prompt.get("multi_modal_data", {"image": []})["image"]:
+            place = ids.index(IMAGE)
+            ids[place : place + 1] = [-IMAGE] * picture.width
+            self.encoded += 1
+        self.waiting[name] = [[abs(i) for i in ids], params, 3]
+
+    def sleep(self, level):
+        assert not self.waiting and not self.asleep and level in (1, 2)
+        self.asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, tags):
+        (tag,) = tags
+        assert tag == "weights" or self.asleep == {"kv_cache"}
+        self.asleep.remove(tag)
+
+    def abort_request(self, names):
+        for name in names:
+            self.waiting.pop(name, None)
+
+    def step(self):
+        assert not self.asleep
+        print("noise on stdout")
+        outputs = []
+        for name, request in list(self.waiting.items()):
+            prompt, params, left = request
+            request[2] -= 1
+            if request[2]:
+                continue
+            del self.waiting[name]
+            ids = [params.seed % 7, self.loaded, len(prompt)]
+            logprobs = [{i: Object(logprob=-params.temperature)} for i in ids]
+            reason = {0: "abort", 1: "stop", 2: "length"}[params.seed % 7]
+            routes = None
+            if self.says_routes:
+                import numpy as np
+
+                routes = np.full((len(prompt) + len(ids) - 1, 2, 1), len(prompt), np.uint8)
+            completion = Object(token_ids=ids, logprobs=logprobs, finish_reason=reason, routed_experts=routes)
+            outputs.append(
+                Object(
+                    finished=True,
+                    request_id=name,
+                    prompt_token_ids=prompt,
+                    outputs=[completion],
+                    num_cached_tokens=self.encoded,
+                )
+            )
+        return outputs
+
+    def init_weight_transfer_engine(self, request):
+        assert request["init_info"] == {"buffers": []}
+
+    def start_weight_update(self, is_checkpoint_format):
+        assert is_checkpoint_format and not self.open and "weights" not in self.asleep
+        self.open = True
+
+    def update_weights(self, request):
+        assert self.open
+        if request["update_info"]["names"] == ["bad"]:
+            self.open = False
+            raise ValueError("no parameter called bad")
+        self.loaded += len(request["update_info"]["names"])
+
+    def finish_weight_update(self):
+        assert self.open
+        self.open = False
+
+    def reset_prefix_cache(self, reset_running_requests):
+        assert reset_running_requests == bool(self.waiting)
+        return True
+
+    def reset_encoder_cache(self):
+        self.encoded = 0
+"""
+"""A module whose completions say what it was asked for: the seed, tensors that it has loaded, the prompt's tokens."""
 
 OTHERS = {
     "vllm/lora/request.py": """

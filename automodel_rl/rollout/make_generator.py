@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import GRPOConfig
+from automodel_rl.data.images import ImageReader
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.model.handle import ModelHandle
@@ -38,6 +39,11 @@ SPLIT = {"distributed_executor_backend": "mp"}
 
 READS_BUFFERS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
 """Further arguments if these are the GPUs of ranks, whose buffers its processes read."""
+
+
+READS_IMAGES = {"mm_processor_kwargs": {"use_fast": False}}
+"""Further arguments for prompts with images: the image processor that the trainer uses. The fast one resizes pictures
+by another library, so that pixels differ."""
 
 
 def make_generator(
@@ -72,11 +78,12 @@ def _transformers(
     rollout, weights, device = config.rollout, config.weight_sync, handle.layout.device
     lora = handle.model.lora if weights.adapters == "alone" else None
     copy = ModelCopy(
-        handle.config,
+        handle.whole_config,
         sync_dtype(weights, handle),
         device,
         adapters=None if lora is None else (lora, handle.source),
         capture_routes=config.router_replay.enabled,
+        images=ImageReader(handle.source, handle.whole_config) if handle.has_encoder else None,
     )
     writing = Writing(tokenizer, rollout.batch_size, rollout.stop_token_ids)
     if not rollout.own_process:
@@ -91,7 +98,7 @@ def _transformers(
     process = start_transformers(copy, writing, visible_devices(rollout.devices, device))
     if config.transport == "ipc":
         return process, Ipc(process, device, weights.timeout)
-    return process, Collective(process, handle.layout, weights.timeout)
+    return process, Collective(process, handle, weights.timeout)
 
 
 def _check_devices(devices: Sequence[int]) -> None:
@@ -148,8 +155,9 @@ def _vllm_process(
         "dtype": name_of(sync_dtype(weights, handle)),
         "max_model_len": config.longest_sequence,
         "gpu_memory_utilization": rollout.vllm.memory_fraction,
-        "skip_tokenizer_init": not rollout.stop,
+        "skip_tokenizer_init": not rollout.stop and not handle.has_encoder,
         "weight_transfer_config": {"backend": "nccl" if rollout.devices else "same_device"},
+        **(READS_IMAGES if handle.has_encoder else {}),
         **({"enable_sleep_mode": True} if config.sleep_level else {}),
         **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
         **(READS_BUFFERS if ranks.group is not None else {}),

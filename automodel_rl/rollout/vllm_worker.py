@@ -7,6 +7,7 @@ The rank's messages (generator_messages.py) come over the connection with that f
 """
 
 import importlib.util
+import io
 import sys
 import traceback
 import types
@@ -71,6 +72,7 @@ class Worker:
         self.left: dict[int, int] = {}  # number of completions that are still written, by the number of their Generate
         self.oldest: dict[str, int | None] = {}
         self.is_asleep = False
+        self.prompts: dict[str, list[int]] = {}  # of requests with images
         self.adapters: dict[int, Any] = {}  # the LoRARequest of each adapter that vLLM has, by its weight sync
 
     def start(self, settings: Any) -> None:
@@ -137,6 +139,7 @@ class Worker:
             self.connection.send(self.messages.Failed(order.number, text))
             return
         names: list[str] = []
+        pictures: dict[Any, Any] = {}  # those of this order, which completions of one prompt share
         try:
             for place, request in enumerate(order.requests):
                 sampling = request.sampling.for_vllm(self.ends)
@@ -144,8 +147,10 @@ class Worker:
                 params = SamplingParams(logprobs=0, seed=request.seed, detokenize=has_texts, **sampling)
                 params.output_kind = RequestOutputKind.FINAL_ONLY
                 names.append(f"{order.number}/{place}")
-                prompt, adapter = {"prompt_token_ids": request.prompt}, self.adapters.get(self.version)
+                prompt, adapter = prompt_of(request, pictures), self.adapters.get(self.version)
                 self.engine.llm_engine.add_request(names[-1], prompt, params, lora_request=adapter)
+                if request.images:
+                    self.prompts[names[-1]] = request.prompt
         except Exception as error:
             traceback.print_exc()
             self.engine.llm_engine.abort_request(names)
@@ -190,7 +195,7 @@ class Worker:
         written = self.messages.Written(
             token_ids=list(completion.token_ids),
             logprobs=[score[token].logprob for score, token in scores],
-            finish=completion.finish_reason,
+            finish=self.finish_of(output),
             oldest=oldest,
             newest=self.version if not self.adapters else oldest,
             routes=completion.routed_experts,
@@ -200,6 +205,16 @@ class Worker:
         if not self.left[number]:
             del self.left[number]
         self.connection.send(self.messages.Finished(number, place, written))
+
+    def finish_of(self, output: Any) -> str:
+        """Why a completion ended: also if vLLM made other image tokens of its prompt's images than the trainer."""
+        asked = self.prompts.pop(output.request_id, None)
+        if asked is None or asked == (found := list(output.prompt_token_ids)):
+            return str(output.outputs[0].finish_reason)
+        return (
+            f"vLLM's image processor made a prompt of {len(found)} tokens of one that has {len(asked)} in the trainer: "
+            "give vLLM the checkpoint's own image processor"
+        )
 
     def load_adapter(self, version: int, folder: str) -> None:
         """Adds an adapter, and removes those that no completion is written with any more."""
@@ -221,6 +236,7 @@ class Worker:
         # The cache has keys and values of the old weights. Running requests are computed again up to their last token.
         if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.left)):
             raise RuntimeError("vLLM keeps its cache of keys and values of the old weights")
+        self.engine.llm_engine.reset_encoder_cache()  # it has embeddings of images
         self.version, self.coming = self.coming, None
         self.connection.send(self.messages.Committed(self.version))
         self._take_held()
@@ -234,6 +250,25 @@ class Worker:
         held, self.held = self.held, []
         for order in held:
             self.generate(order)
+
+
+def prompt_of(request: Any, pictures: dict[Any, Any]) -> dict[str, Any]:
+    """A request's prompt as vLLM takes it: with a single token for each image, which vLLM's image processor replaces.
+
+    Args:
+        request: the request.
+        pictures: pictures that are open, by their source; others are added.
+    """
+    if not request.images:
+        return {"prompt_token_ids": request.prompt}
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    for source in {image.source for image in request.images} - pictures.keys():
+        pictures[source] = load_image(Image.open(source if isinstance(source, str) else io.BytesIO(source)))
+    rest = {place for image in request.images for place in range(image.start + 1, image.start + image.num_tokens)}
+    ids = [token for place, token in enumerate(request.prompt) if place not in rest]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": [pictures[i.source] for i in request.images]}}
 
 
 def describe(error: Exception) -> str:
