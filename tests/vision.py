@@ -23,11 +23,12 @@ TEMPLATE = (
 
 def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Path:
     """A checkpoint in `model/`, and `train.jsonl` and `held_out.jsonl` with pictures of one colour and many sizes
-    beside them; every third chat has none and every fourth two."""
+    beside them, for sft, as pairs and as prompts; every third chat has none and every fourth two."""
     rng = np.random.default_rng(0)
     chats = [_chat(folder, number, rng) for number in range(num_chats + 4)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats[4:]))
-    (folder / "held_out.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats[:4]))
+    for name, part in (("train", chats[4:]), ("held_out", chats[:4])):
+        for ending, form in (("", dict), ("_pairs", _pair), ("_prompts", _prompt)):
+            (folder / f"{name}{ending}.jsonl").write_text("".join(json.dumps(form(chat)) + "\n" for chat in part))
     texts = ["What is this? And this? It is red. green. blue. There is nothing to see."] * 20
     tokenizer = train_tokenizer(texts, VOCAB * 2)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -49,6 +50,15 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
             patch_size=vision["patch_size"], size={"shortest_edge": 64, "longest_edge": 640}
         ).save_pretrained(folder / "model")
     return folder
+
+
+def _prompt(chat: dict) -> dict:
+    question, answer = chat["messages"]
+    return {"prompt": [question], "answer": answer["content"], "images": chat.get("images", [])}
+
+
+def _pair(chat: dict) -> dict:
+    return _prompt(chat) | {"chosen": chat["messages"][1]["content"], "rejected": "What is this? And this?"}
 
 
 def _chat(folder: Path, number: int, rng: np.random.Generator) -> dict:

@@ -151,24 +151,22 @@ class ChatTokenizer:
         """The tokens before the assistant's last turn, ready for its answer. There are none if the chat begins with
         that turn."""
         before = chat.until(chat.turns[-1])
-        ids = torch.tensor(self.opening(before, where) if before.messages else [], dtype=torch.int64)
-        sequence = TokenSequence(ids, torch.zeros(len(ids), dtype=torch.bool))
-        return self._with_images(sequence, before, where) if len(ids) else sequence
+        if before.messages:
+            return self.opening(before, where)
+        return TokenSequence(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
 
-    def opening(self, chat: Chat, where: str) -> list[int]:
-        """Token ids of a chat, ready for the assistant's next turn."""
-        ids = self._opening(chat, where)
+    def opening(self, chat: Chat, where: str) -> TokenSequence:
+        """The tokens of a chat, ready for the assistant's next turn. None of them is trained."""
+        ids = self.template.encode(chat, where, add_generation_prompt=True)["input_ids"]
         self.template.check(chat, where, add_generation_prompt=True)
-        return ids
+        sequence = TokenSequence(torch.tensor(ids), torch.zeros(len(ids), dtype=torch.bool))
+        return self._with_images(sequence, chat, where)
 
     def _with_images(self, sequence: TokenSequence, chat: Chat, where: str) -> TokenSequence:
         if self.images is None:
             return sequence
         images = [self.images(part["path"], where) for part in image_parts(chat.messages)]
         return self.images.expand(sequence, images, where)
-
-    def _opening(self, chat: Chat, where: str) -> list[int]:
-        return self.template.encode(chat, where, add_generation_prompt=True)["input_ids"] if chat.messages else []
 
     def _turns(self, chat: Chat, where: str) -> list[int]:
         """Places of the turns that the mask covers."""

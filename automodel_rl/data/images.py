@@ -57,29 +57,35 @@ class ImageReader:
             InputError: the picture cannot be opened, or the model's image processor refuses its size.
         """
         try:
+            if isinstance(source, Picture.Image):
+                source = _as_file(source)
             height, width = _size(source)
         except (OSError, ValueError) as error:
             raise _unreadable(source, where, error) from None
         pixels = functools.partial(self.pixels, source, where)
         if not self.has_grid:
-            return Image(0, self.num_tokens, self.grid, pixels)
+            return Image(0, self.num_tokens, self.grid, pixels, source)
         patch, merge, limits = self.processor.patch_size, self.processor.merge_size, self.processor.size
         try:
             height, width = smart_resize(height, width, patch * merge, limits["shortest_edge"], limits["longest_edge"])
         except ValueError as error:
             raise InputError(f"{where}: the model's image processor refuses an image ({error})") from None
         grid = (1, height // patch, width // patch)
-        return Image(0, grid[1] * grid[2] // merge**2, grid, pixels)
+        return Image(0, grid[1] * grid[2] // merge**2, grid, pixels, source)
 
-    def pixels(self, source: ImageSource, where: str) -> Tensor:
+    def pixels(self, source: str | bytes, where: str) -> Tensor:
         """The pixels of a picture, from the model's image processor.
+
+        Args:
+            source: the path of the picture's file, or the file's bytes.
+            where: its place in the data, for error messages.
 
         Raises:
             InputError: the picture is damaged.
         """
         try:
             content = Path(source).read_bytes() if isinstance(source, str) else source
-            picture = load_image(Picture.open(io.BytesIO(content)) if isinstance(content, bytes) else content)
+            picture = load_image(Picture.open(io.BytesIO(content)))
         except (OSError, ValueError) as error:
             raise _unreadable(source, where, error) from None
         found = torch.as_tensor(self.processor(images=[picture], return_tensors="pt")["pixel_values"])
@@ -128,17 +134,18 @@ def image_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 
 
-def _size(source: ImageSource) -> tuple[int, int]:
+def _size(source: str | bytes) -> tuple[int, int]:
     """Height and width of a picture as it is shown. The pixels are not read."""
-    if isinstance(source, Picture.Image):
-        return _size_as_shown(source)
     with Picture.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
-        return _size_as_shown(picture)
+        width, height = picture.size
+        return (width, height) if picture.getexif().get(ORIENTATION) in TURNED else (height, width)
 
 
-def _size_as_shown(picture: Picture.Image) -> tuple[int, int]:
-    width, height = picture.size
-    return (width, height) if picture.getexif().get(ORIENTATION) in TURNED else (height, width)
+def _as_file(picture: Picture.Image) -> bytes:
+    """The bytes of a file of a picture that a dataset has opened, as it is shown."""
+    file = io.BytesIO()
+    load_image(picture).save(file, "PNG")
+    return file.getvalue()
 
 
 def _unreadable(source: ImageSource, where: str, error: Exception) -> InputError:

@@ -153,7 +153,7 @@ def pack_step(
     cost: Callable[[int], float],
     together: int = 1,
 ) -> PackedStep:
-    """Packs a global batch, and returns this data rank's microbatches.
+    """Packs a global batch, and returns this data rank's microbatches; none for a guest.
 
     Args:
         sequences: all sequences of the global batch, the same on every rank.
@@ -172,4 +172,4 @@ def pack_step(
     size = StepSize(
         len(sequences), sum(map(len, sequences)), num_microbatches, sum(cost(len(sequence)) for sequence in sequences)
     )
-    return PackedStep(microbatches, size)
+    return PackedStep([] if layout.is_guest else microbatches, size)

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from automodel_rl.batch import Image
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.images import image_parts
 from automodel_rl.data.messages import Message
 from automodel_rl.data.records import read_example, read_prompt
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
@@ -24,12 +26,14 @@ class Prompt:
         example: the record, as reward functions get it.
         number: the prompt's place in the stream.
         messages: the messages of the prompt.
+        images: the images among the tokens, in order.
     """
 
     token_ids: list[int]
     example: dict[str, Any]
     number: int
     messages: list[Message] = field(default_factory=list)
+    images: tuple[Image, ...] = ()
 
 
 class PromptStream:
@@ -99,7 +103,10 @@ class PromptStream:
                 f"{where}: has tools of its own, and the run has rollout.tools or an environment: remove one of the two"
             )
         chat = dataclasses.replace(chat, tools=chat.tools or self.tools)
-        return Prompt(self.chat.opening(chat, where), read_example(record, config), number, chat.messages)
+        opening, example = self.chat.opening(chat, where), read_example(record, config)
+        if opening.images:  # rewards get pictures that they can open, wherever the record's paths begin
+            example["images"] = [part["path"] for part in image_parts(chat.messages)]
+        return Prompt(opening.input_ids.tolist(), example, number, chat.messages, opening.images)
 
     def every_prompt(self) -> list[Prompt]:
         """All prompts that are short enough, each once, in the order of the files."""

@@ -130,7 +130,8 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
     for name, messages in zip(columns, completions, strict=True):
         if not messages or messages[-1]["role"] != "assistant":
             raise InputError(f"{where}: {name} must end with a turn of the assistant: add one or remove the record")
-        chats.append(_with_trained(Chat([*prompt, *messages], tools, start=len(prompt)), f"{where}, {name}"))
+        whole = with_pictures([*prompt, *messages], record, config, where)
+        chats.append(_with_trained(Chat(whole, tools, start=len(prompt)), f"{where}, {name}"))
     return Pair(*chats)
 
 
@@ -155,7 +156,7 @@ def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Cha
     prompt = _messages(record, config, "prompt", where, role="user")
     if not prompt or prompt[-1]["role"] == "assistant":
         raise InputError(f"{where}: prompt must end with a turn that the assistant can answer")
-    prompt = [*_system(record, config, prompt, where), *prompt]
+    prompt = with_pictures([*_system(record, config, prompt, where), *prompt], record, config, where)
     return Chat(prompt, _tools(record, config, where), start=len(prompt))
 
 

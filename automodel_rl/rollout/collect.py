@@ -15,6 +15,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.episodes.episode import Episode
+from automodel_rl.rollout.image_inputs import prompt_images
 from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike, Rollout, TurnRoutes
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
@@ -96,7 +97,10 @@ class RolloutCollector:
     def submit(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> Pending:
         """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
-        requests = [Request(prompt.token_ids, self._seed(prompt, sample), sampling) for prompt, sample in asked]
+        requests = [
+            Request(prompt.token_ids, self._seed(prompt, sample), sampling, images=prompt_images(prompt.images))
+            for prompt, sample in asked
+        ]
         pending = Pending(group_size, asked, requests, self.supervisor.ranks.deal(len(asked)))
         self._ask(pending)
         return pending

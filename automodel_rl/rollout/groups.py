@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from automodel_rl.batch import single_image_tokens
 from automodel_rl.config import FilterConfig
 from automodel_rl.errors import InputError
 from automodel_rl.losses.advantages import has_signal, overlong_penalty
@@ -134,6 +135,12 @@ def _conversation_record(conversation: Conversation | None) -> dict[str, Any]:
     }
 
 
+def _picture_record(prompt: Promptlike) -> dict[str, Any]:
+    """The paths of a prompt's pictures; for a picture without a file, the number of its bytes."""
+    sources = [image.source for image in prompt.images]
+    return {"images": [s if isinstance(s, str) else f"{len(s or b'')} bytes" for s in sources]} if sources else {}
+
+
 def rollout_records(
     groups: Sequence[Group],
     rewards: Sequence[str],
@@ -150,7 +157,8 @@ def rollout_records(
     """
     return [
         {
-            "prompt": tokenizer.decode(rollout.prompt_of(group.prompt)),
+            "prompt": tokenizer.decode(single_image_tokens(rollout.prompt_of(group.prompt), group.prompt.images)),
+            **_picture_record(group.prompt),
             "completion": rollout.text,
             "reward": reward,
             "rewards": dict(zip(rewards, rollout.score.parts, strict=True)),

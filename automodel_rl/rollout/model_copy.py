@@ -1,5 +1,6 @@
 """The copy of the model that a transformers generator samples from: builds it, and lists its tensors for syncs."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from automodel_rl.config.model import LoraConfig
+from automodel_rl.data.images import ImageReader
 from automodel_rl.errors import InputError
 from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import persistent_tensors
@@ -27,12 +29,13 @@ class ModelCopy:
     """A description of the copy: which model it is, and where it computes.
 
     Attributes:
-        config: the trained model's config.
+        config: the trained model's config, of the whole model if it has an encoder.
         dtype: the dtype in which the copy computes.
         device: the device on which it computes.
         adapters: if only adapters are synced, their config and the checkpoint of the frozen model, from which the
             copy loads its weights. Else None, and the copy has no weights until the first weight sync.
         capture_routes: whether to note which experts tokens go to.
+        images: reads the images of prompts; None for a model that reads text only.
     """
 
     config: PretrainedConfig
@@ -40,6 +43,7 @@ class ModelCopy:
     device: torch.device
     adapters: tuple[LoraConfig, Path] | None = None
     capture_routes: bool = False
+    images: ImageReader | None = None
 
 
 def build_model(copy: ModelCopy) -> Any:
@@ -51,14 +55,15 @@ def build_model(copy: ModelCopy) -> Any:
     config = type(copy.config).from_dict(copy.config.to_dict())  # the trained model's config names its own attention
     # transformers' sdpa ignores soft caps and sinks, and its grouped_mm does not support float64.
     kernels = {"attn_implementation": "eager" if describe_model(config).lacks_sdpa else "sdpa"}
+    whole = AutoModelForCausalLM if copy.images is None else AutoModelForImageTextToText
     if FAMILIES[config.model_type].is_moe and copy.dtype == torch.float64:
         kernels["experts_implementation"] = "eager"
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=copy.dtype, **kernels)
+        empty = whole.from_config(config, dtype=copy.dtype, **kernels)
     _check_room(sum(p.numel() * p.element_size() for p in empty.parameters()), copy.device)
     if copy.adapters is None:
         with torch.device(copy.device):
-            return AutoModelForCausalLM.from_config(config, dtype=copy.dtype, **kernels).eval()
+            return whole.from_config(config, dtype=copy.dtype, **kernels).eval()
     lora, base = copy.adapters
     if lora.has_experts:
         register_experts()
@@ -79,8 +84,14 @@ def synced_tensors(model: nn.Module, copy: ModelCopy) -> dict[str, Tensor]:
         piece: view
         for name, tensor in persistent_tensors(model)
         if copy.adapters is None or is_adapter(name)
-        for piece, view in to_hf(name, tensor.detach(), copy.config.model_type)
+        for piece, view in to_hf(_in_parts(name), tensor.detach(), copy.config.model_type)
     }
+
+
+def _in_parts(name: str) -> str:
+    """The name of a tensor in the trained model's parts. There the language model of a vision-language model has the
+    names of a causal language model."""
+    return re.sub(r"^model\.language_model\.", "model.", name)
 
 
 class RouteRecorder:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from automodel_rl.batch import Image
 from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.rewards.scorer import Score
 
@@ -95,6 +96,8 @@ class Promptlike(Protocol):
     def messages(self) -> Sequence[dict[str, Any]]: ...
     @property
     def number(self) -> int: ...
+    @property
+    def images(self) -> Sequence[Image]: ...
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.rollout.image_inputs import ImageInputs, next_positions
 from automodel_rl.rollout.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
 from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.support.description import language_config
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
@@ -51,7 +53,8 @@ class TransformersGenerator:
 
     def __init__(self, copy: ModelCopy, writing: Writing):
         self.copy, self.writing, self.works_alone = copy, writing, False
-        self.stop_ids = stop_ids(copy.config, writing.tokenizer, writing.stop_token_ids)
+        self.stop_ids = stop_ids(language_config(copy.config), writing.tokenizer, writing.stop_token_ids)
+        self.images = ImageInputs(copy.config, copy.images)
         self.model = build_model(copy)
         self.receiver = Receiver(synced_tensors(self.model, copy))
         self.recorder = RouteRecorder.of(self.model) if copy.capture_routes else None
@@ -99,13 +102,8 @@ class TransformersGenerator:
         temperatures = torch.tensor(
             [r.sampling.temperature for r in requests], dtype=torch.float64, device=self.copy.device
         )
-        longest = max(len(request.prompt) for request in requests)
-        ids = torch.zeros(len(requests), longest, dtype=torch.int64)
-        mask = torch.zeros(len(requests), longest, dtype=torch.int64)
-        for row, request in enumerate(requests):
-            ids[row, longest - len(request.prompt) :] = torch.tensor(request.prompt)
-            mask[row, longest - len(request.prompt) :] = 1
-        ids, mask = ids.to(self.copy.device), mask.to(self.copy.device)
+        inputs = self._prompts(requests)
+        longest = inputs["input_ids"].shape[1]
         cache = DynamicCache(config=self.model.config)
         written: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
@@ -118,10 +116,7 @@ class TransformersGenerator:
         for step in range(max(limits)):
             between_tokens()
             versions.append(self.receiver.complete_version())
-            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-            output = self.model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-            )
+            output = self.model(**inputs, past_key_values=cache, logits_to_keep=1)
             if self.recorder is not None:
                 for row, experts in zip(rows, self.recorder.take(len(rows)), strict=True):
                     routes[row].append(experts if step else experts[longest - len(requests[row].prompt) :])
@@ -139,7 +134,12 @@ class TransformersGenerator:
             ]
             if not keep:
                 break
-            ids, mask = chosen[keep, None], torch.cat([mask[keep], mask.new_ones(len(keep), 1)], dim=1)
+            mask = inputs["attention_mask"][keep]
+            inputs = {  # images are in the cache by now
+                "input_ids": chosen[keep, None],
+                "attention_mask": torch.cat([mask, mask.new_ones(len(keep), 1)], dim=1),
+                "position_ids": next_positions(inputs["position_ids"][..., keep, :]),
+            }
             if len(keep) < len(rows):
                 cache.batch_select_indices(torch.tensor(keep, device=self.copy.device))
                 rows = [rows[place] for place in keep]
@@ -153,6 +153,19 @@ class TransformersGenerator:
             )
             for row in range(len(requests))
         ]
+
+    def _prompts(self, requests: list[Request]) -> dict[str, Tensor]:
+        """The model's arguments for a batch's prompts, padded on the left."""
+        longest = max(len(request.prompt) for request in requests)
+        ids = torch.zeros(len(requests), longest, dtype=torch.int64)
+        mask = torch.zeros(len(requests), longest, dtype=torch.int64)
+        for row, request in enumerate(requests):
+            ids[row, longest - len(request.prompt) :] = torch.tensor(request.prompt)
+            mask[row, longest - len(request.prompt) :] = 1
+        positions = self.images.positions(requests, longest)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        inputs = {name: tensor.to(self.copy.device) for name, tensor in inputs.items()}
+        return inputs | self.images.of(requests, self.copy.device, self.copy.dtype)
 
     def _uniforms(self, requests: list[Request]) -> Tensor:
         """Random numbers in [0, 1), one for every token of every request: float64 [requests, most tokens]."""

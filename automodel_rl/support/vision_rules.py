@@ -1,6 +1,6 @@
 """The rule of vision-language models."""
 
-from automodel_rl.config import SFTConfig
+from automodel_rl.config import GRPOConfig
 from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
 from automodel_rl.support.rule import Combination, Example, Rule
 
@@ -30,8 +30,10 @@ def _vision(asked: Combination) -> str | None:
     if vision is None:
         return _without_encoder(asked)
     name = f"a {vision!r} model"
-    if asked.run is not None and not isinstance(asked.run, SFTConfig):
-        return f"model.path={model.path}: {name} is trained by sft only: use it"
+    if isinstance(asked.run, GRPOConfig) and asked.run.rollout.has_turns:
+        return f"rollout: prompts of {name} have images, and conversations have none: leave tools and environment out"
+    if isinstance(asked.run, GRPOConfig) and asked.run.rollout.vllm.servers:
+        return f"rollout.vllm.servers: servers get no images of {name}: let ranks start vLLM, with rollout.vllm.python"
     if asked.run is not None and asked.run.batch.microbatch_tokens == "auto":
         return f"batch.microbatch_tokens=auto: the memory of {name} depends on its images: give a number"
     if asked.description.family not in SEEING_FAMILIES:
@@ -64,17 +66,25 @@ def _without_encoder(asked: Combination) -> str | None:
 
 
 VISION = Rule(
-    "vision-language models (sft)",
+    "vision-language models",
     f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
-    "CLIP's encoder or its own; images; every layout of the language model; "
+    "CLIP's encoder or its own; images; sft, dpo and grpo; every layout of the language model; "
     f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; no LoRA; "
     "batch.microbatch_tokens as a number",
     _vision,
     (
         Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
         Example("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
-        Example("model.path=m: a 'llava' model is trained by sft only: use it", {"algorithm": "dpo"}, _LLAVA),
-        Example("model.path=m: a 'qwen2_5_vl' model is trained by sft only: use it", {"algorithm": "grpo"}, _QWEN),
+        Example(
+            "rollout: prompts of a 'llava' model have images, and conversations have none: leave tools",
+            {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 2},
+            {**_LLAVA, "algorithm": "grpo"},
+        ),
+        Example(
+            "rollout.vllm.servers: servers get no images of a 'qwen2_5_vl' model: let ranks start vLLM",
+            {"rollout.generator": "vllm", "rollout.vllm.servers": ["http://127.0.0.1:1"]},
+            {**_QWEN, "algorithm": "grpo"},
+        ),
         Example(
             "batch.microbatch_tokens=auto: the memory of a 'llava' model depends on its images: give a number",
             {"batch.microbatch_tokens": "auto"},

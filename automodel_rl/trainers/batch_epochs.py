@@ -54,13 +54,14 @@ def with_values(
     numbers = _numbers(groups)
     for step, one in enumerate(packed):
         rollouts = rollouts_of_optimizer_step(shuffled_groups, step, len(packed))
-        of_places = [values[numbers[id(rollout)]] for _, rollout in rollouts]
-        yield [_with_values(microbatch, of_places) for microbatch in one.microbatches]
+        order = [numbers[id(rollout)] for _, rollout in rollouts]
+        yield [_with_values(microbatch, order, values) for microbatch in one.microbatches]
 
 
-def _with_values(microbatch: Microbatch, of_places: Sequence[dict[str, Tensor]]) -> Microbatch:
-    for name in of_places[0]:
-        microbatch = add_values(microbatch, name, [of_places[place][name] for place in microbatch.order])
+def _with_values(microbatch: Microbatch, order: Sequence[int], values: Values) -> Microbatch:
+    """The microbatch with the values of its rollouts, given the number of the rollout at each place."""
+    for name in next(iter(values.values())):
+        microbatch = add_values(microbatch, name, [values[order[place]][name] for place in microbatch.order])
     return microbatch
 
 

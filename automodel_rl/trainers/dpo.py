@@ -79,7 +79,7 @@ class DPOTrainer:
                 output = self.engine.train_step(microbatches, self.loss)
             step.record([output], packed.size)
             self.run.note_overlong(step, packed)
-            if self.validation and self.run.validates:
+            if self.config.data.validation and self.run.validates:
                 with step.time("validate"):
                     step.metrics["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)
                 step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from automodel_rl.batch import single_image_tokens
 from automodel_rl.config import GRPOConfig
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.prompts import PromptStream
@@ -213,8 +214,8 @@ class GRPOTrainer:
         """Details of the rollouts. In steps that are looked at most, the model's log-probabilities are among them."""
         is_looked_at = self.run.step == 1 or self.run.is_due(self.config.checkpoint.every_steps) or self.run.is_over
         if self.config.is_on_policy and is_looked_at and self.config.observe.samples:
-            (first, *rest), *others = of_steps
-            of_steps = [[*self._add_logprobs([first], "old_logprobs", replay=False), *rest], *others]
+            first, *others = of_steps
+            of_steps = [[*self._add_logprobs(first[:1], "old_logprobs", replay=False), *first[1:]], *others]
         return rollout_details(groups, of_steps, self.tokenizer, self.handle.layout)
 
     def _generate(self) -> tuple[list[Group], list[Group]]:
@@ -333,7 +334,7 @@ class GRPOTrainer:
         rollouts = [rollout for _, group in pairs for rollout in group]
         samples = [
             Sample(
-                prompt=self.tokenizer.decode(prompt.token_ids),
+                prompt=self.tokenizer.decode(single_image_tokens(prompt.token_ids, prompt.images)),
                 completion=group[0].text,
                 expected=f"{prompt.example.get('answer', '')} (reward {group[0].score.total:g})",
             )

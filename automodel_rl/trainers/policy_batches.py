@@ -10,7 +10,7 @@ from automodel_rl.data.loader import PackedStep, pack_step
 from automodel_rl.losses.advantages import advantages
 from automodel_rl.losses.terms import kl_estimate
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.host_collectives import gather_objects, share_with_guests
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
@@ -74,6 +74,7 @@ def _to_sequence(group: Group, rollout: Rollout, config: GRPOConfig) -> TokenSeq
         torch.tensor([*prompt, *completion.token_ids]),
         torch.tensor([False] * len(prompt) + [counts and sampled for sampled in completion.sampled]),
         {"rollout_logprobs": torch.tensor([0.0] * len(prompt) + completion.logprobs, dtype=torch.float64)},
+        images=tuple(group.prompt.images),
     )
 
 
@@ -96,6 +97,6 @@ def _kl_sums(microbatches: Microbatches, config: GRPOConfig, layout: Layout) -> 
         kl = torch.where(microbatch.loss_mask, kl_estimate(old, ref, config.loss.kl.estimator), 0.0)
         own |= zip(microbatch.order, (piece.sum().item() for piece in kl.split(microbatch.lengths)), strict=False)
     shares = gather_objects(own, layout.data_control)
-    flat = {place: total for share in shares for place, total in share.items()}
+    flat = share_with_guests({place: total for share in shares for place, total in share.items()}, layout)
     size = config.rollout.group_size
     return [[flat[start + i] for i in range(size)] for start in range(0, len(flat), size)]

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import unpack
-from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.host_collectives import gather_objects, share_with_guests
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
@@ -41,7 +41,8 @@ def rollout_details(
                 logprobs = [piece.tolist() for piece in unpack(microbatch.values["old_logprobs"], microbatch)]
             for place, value, ours in zip(microbatch.order, values, logprobs, strict=True):
                 own[number, place] = value, ours
-    everywhere = {key: pair for share in gather_objects(own, layout.data_control) for key, pair in share.items()}
+    of_ranks = {key: pair for share in gather_objects(own, layout.data_control) for key, pair in share.items()}
+    everywhere = share_with_guests(of_ranks, layout)  # one of them may write the records
     details: Details = {}
     for number in range(count):
         for place, (group, rollout) in enumerate(rollouts_of_optimizer_step(groups, number, count)):

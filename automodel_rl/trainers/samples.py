@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import TokenSequence, pack_microbatch
+from automodel_rl.batch import TokenSequence, pack_microbatch, single_image_tokens
 from automodel_rl.engine import Engine
 from automodel_rl.observe.samples import Sample
 from automodel_rl.parallel.host_collectives import share_with_guests
@@ -28,15 +28,13 @@ def greedy_samples(
     stop = {tokenizer.eos_token_id}
     completions = greedy_completions(engine, [prompt for prompt, _ in prompts], max_new_tokens, stop)
     return [
-        Sample(tokenizer.decode(without_images(prompt)), tokenizer.decode(completion), expected)
+        Sample(_shown(tokenizer, prompt), tokenizer.decode(completion), expected)
         for (prompt, expected), completion in zip(prompts, completions, strict=True)
     ]
 
 
-def without_images(prompt: TokenSequence) -> list[int]:
-    """The prompt's token ids, with a single token for each image."""
-    rest = {place for image in prompt.images for place in range(image.start + 1, image.start + image.num_tokens)}
-    return [token for place, token in enumerate(prompt.input_ids.tolist()) if place not in rest]
+def _shown(tokenizer: PreTrainedTokenizerBase, prompt: TokenSequence) -> str:
+    return str(tokenizer.decode(single_image_tokens(prompt.input_ids.tolist(), prompt.images)))
 
 
 def greedy_completions(

@@ -1,6 +1,7 @@
 """Runs on chats with pictures: the components on ranks of their own, and what can be wrong with the data."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train
+from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, rollouts_of, settings_of, train
 from tests.rank_pool import RankPool
 from tests.vision import make_vision_workspace
 
@@ -54,6 +55,53 @@ def test_a_run_goes_on_with_the_modules_on_other_ranks(ranks: RankPool, pictures
     assert [row["step"] for row in moved] == [1, 2, 3, 4]
     for row, other in zip(whole, moved, strict=True):
         assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
+
+
+def test_pairs_with_pictures_train_alike_on_any_placement(ranks: RankPool, pictures: Path, tmp_path: Path) -> None:
+    batch = {"pairs": 6, "microbatch_tokens": 250}
+    for number, name, layout in (
+        (1, "one", {}),
+        (3, "out", {"components": FAN_OUT}),
+        (2, "pp", {"parallel": {"pp": 2}}),
+    ):
+        ranks(number).run(
+            train, settings_of("dpo", pictures, tmp_path / name, batch=batch, length={"steps": 3}, **layout)
+        )
+    one = metrics_of(tmp_path / "one")
+    assert one[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-10)
+    assert one[-1]["train/loss"] < 0.68
+    for name in ("out", "pp"):
+        for row, other in zip(one, metrics_of(tmp_path / name), strict=True):
+            for key in ("train/loss", "train/grad_norm", "train/margin"):
+                assert other[key] == pytest.approx(row[key], rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    """With a first rank without the language model, which writes completions like the others."""
+    workspace = make_vision_workspace(tmp_path, family)
+    changes = {"batch": {"microbatch_tokens": 250, "optimizer_steps": 2}, "length": {"steps": 3}}
+    changes["rewards"] = [{"function": "tests.light_rewards:vowels_and_pictures"}]
+    for number, name, layout in (
+        (1, "one", {}),
+        (3, "out", {"components": FAN_OUT}),
+        (2, "pp", {"parallel": {"pp": 2}}),
+    ):
+        ranks(number).run(train, settings_of("grpo", workspace, tmp_path / name, **changes, **layout))
+    one = metrics_of(tmp_path / "one")
+    assert all(row["train/logprob_error"] == pytest.approx(1, abs=1e-5) for row in one)
+    assert not any(row["rollout/reward_errors"] for row in one)
+    for name in ("out", "pp"):
+        for row, other in zip(one, metrics_of(tmp_path / name), strict=True):
+            for key in ("train/loss", "train/grad_norm", "rollout/reward_mean", "train/kl_ref"):
+                assert other[key] == pytest.approx(row[key], rel=1e-8, abs=1e-12)
+    records = [record for step in (1, 2, 3) for record in rollouts_of(tmp_path / "out", step)]
+    assert any(len(record.get("images", [])) == 2 and record["prompt"].count("<image>") == 2 for record in records)
+    same = ("prompt", "images", "completion", "reward", "advantage")
+    for record, other in zip(records, rollouts_of(tmp_path / "one", 1), strict=False):
+        assert [record.get(key) for key in same] == [other.get(key) for key in same]
 
 
 def _without_a_picture(record: dict) -> None:
@@ -102,8 +150,6 @@ def test_pictures_are_refused_where_nothing_sees_them(
     model = {"path": str(workspace / "model"), "dtype": "float32"}
     text_model = settings(tmp_path, tmp_path / "run", model=model)
     assert_refused("sft", text_model, "has an image, and the model only reads text", tmp_path, capsys)
-    seeing = settings_of("dpo", workspace, tmp_path / "run", model={"path": str(tmp_path / "model")})
-    assert_refused("dpo", seeing, "a 'llava' model is trained by sft only", tmp_path, capsys)
     components = {"vision": {"ranks": 0}, "language": {"ranks": 0}}
     without_encoder = settings_of("sft", workspace, tmp_path / "run", components=components)
     assert_refused("sft", without_encoder, "components: a 'qwen3' model has one component", tmp_path, capsys)

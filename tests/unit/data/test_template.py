@@ -264,7 +264,7 @@ def test_thoughts_between_calls_are_trained() -> None:
 def test_a_prompt_may_have_thoughts_that_its_template_forgets() -> None:
     messages = [QUESTION, {**ANSWER, "content": "<think>cold</think>yes"}, THANKS]
     opening = ChatTokenizer(tokenizer_of(templates.R1), "all").opening(Chat(messages, start=3), "d.jsonl:1")
-    assert tokenizer_of(templates.R1).decode(opening).endswith("<|Assistant|><think>\n")
+    assert tokenizer_of(templates.R1).decode(opening.input_ids).endswith("<|Assistant|><think>\n")
 
 
 @pytest.mark.parametrize("form", [(TOOL,), (TOOL["function"],)], ids=["wrapped", "bare"])
@@ -277,7 +277,7 @@ def test_tools_are_written_or_refused(form: tuple) -> None:
 def test_tools_are_part_of_a_prompt_and_of_what_comes_before_a_turn() -> None:
     tokenizer = tokenizer_of(templates.QWEN3)
     chat = Chat([QUESTION], (TOOL,), start=1)
-    assert "Weather of a city" in tokenizer.decode(ChatTokenizer(tokenizer, "all").opening(chat, "d.jsonl:1"))
+    assert "Weather of a city" in tokenizer.decode(ChatTokenizer(tokenizer, "all").opening(chat, "d.jsonl:1").input_ids)
     sequence = ChatTokenizer(tokenizer, "all")(Chat([QUESTION, ANSWER], (TOOL,)), "d.jsonl:1")
     assert "Weather of a city" not in tokenizer.decode(sequence.input_ids[sequence.loss_mask])
     tokenizer.chat_template = templates.CHATML
