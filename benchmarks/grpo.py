@@ -6,9 +6,11 @@
     python benchmarks/grpo.py PROMPTS.jsonl --workload W2 --replay ...                     with router replay
     python benchmarks/grpo.py PROMPTS.jsonl --change loss.on_policy=false memory.compile=false   other settings
     python benchmarks/grpo.py PROMPTS.jsonl --change rollout.vllm.sleep=2 memory.offload={}      memory in turns
+    python benchmarks/grpo.py PROMPTS.jsonl --workload vision ...                          a picture in every prompt
     python benchmarks/grpo.py PROMPTS.jsonl --tiny                                         check the script on a CPU
 
-W1, a dense 1.5B model, or W2, a mixture of 3.2B, with random weights and a tokenizer trained on the prompts, bf16. 16
+W1, a dense 1.5B model, W2, a mixture of 3.2B, or a vision-language model of Qwen2.5-VL-3B's shape (3.7B with the
+encoder), with random weights and a tokenizer trained on the prompts, bf16. 16
 prompts x 8 completions of at most 256 tokens; the reward is the share of digits, so that random models differ in it.
 Prints a JSON line a step, and one with the medians over the steps after the first. With --replay every step also has
 the mean and the largest |generator's - trainer's log-probability| with replay and without. On a GPU every step has the
@@ -43,6 +45,8 @@ def digits(completion: str, example: dict[str, Any]) -> float:
 def main() -> None:
     options = parse_arguments()
     sys.path.insert(0, str(Path(__file__).parent))
+    from pictures import write_picture_prompts
+
     from automodel_rl.config import GRPOConfig
     from automodel_rl.launch.quiet import quiet_libraries
     from automodel_rl.observe.metrics import read_lines
@@ -52,6 +56,9 @@ def main() -> None:
     model = Path(tempfile.gettempdir()) / f"automodel_rl_grpo_{options.workload}{'_tiny' if options.tiny else ''}"
     if not (model / "tokenizer.json").is_file():
         write_checkpoint(model, options)
+    if options.workload == "vision":
+        pictures = Path(tempfile.mkdtemp(prefix="automodel_rl_pictures_"))
+        options.prompts = write_picture_prompts(Path(options.prompts), pictures, 256, tiny=options.tiny)
     output = Path(tempfile.mkdtemp(prefix="automodel_rl_grpo_")) / "run"
     trainer = GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options)))
     differences = watch_differences(trainer) if options.replay else []
@@ -152,14 +159,17 @@ def watch_memory(trainer: Any) -> list[dict[str, float]]:
 
 
 def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
+    from pictures import write_vision_checkpoint
     from workload import model_sizes, write_model
 
     from automodel_rl.quickstart.model import train_tokenizer
 
-    sizes = model_sizes(options.workload, options.tiny)
-    write_model(folder, sizes)
     with Path(options.prompts).open() as lines:
         texts = [*itertools.islice(lines, 1000)]
+    if options.workload == "vision":
+        write_vision_checkpoint(folder, texts, tiny=options.tiny)
+        return
+    write_model(folder, model_sizes(options.workload, options.tiny))
     train_tokenizer(texts, 400 if options.tiny else 4000).save_pretrained(folder)
 
 
@@ -181,12 +191,12 @@ def _settings(model: Path, output: Path, options: argparse.Namespace) -> dict[st
     return {
         "output": str(output),
         "model": {"path": str(model), "dtype": "float32" if options.tiny else "bfloat16"},
-        "data": {"train": [{"path": options.prompts}]},
+        "data": {"train": [{"path": str(options.prompts)}]},
         "batch": {"microbatch_tokens": 8192},
         "rollout": {
             "prompts": 4 if options.tiny else 16,
             "group_size": 8,
-            "max_prompt_tokens": 512,
+            "max_prompt_tokens": 1536 if options.workload == "vision" else 512,
             "max_new_tokens": longest,
             "generator": options.generator,
             "own_process": options.own_process,
@@ -209,7 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("prompts", help="JSON lines with prompt")
     parser.add_argument("--generator", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
-    parser.add_argument("--workload", choices=["W1", "W2"], default="W1")
+    parser.add_argument("--workload", choices=["W1", "W2", "vision"], default="W1")
     parser.add_argument("--replay", action="store_true", help="router replay, and a pass without it to compare")
     parser.add_argument("--own-process", action="store_true", help="the transformers generator in a process of its own")
     parser.add_argument("--device", type=int, help="the generator's own, by its number")

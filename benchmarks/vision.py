@@ -89,7 +89,7 @@ def main() -> None:
     join_process_group(layouts[0][0].world_size)
     folder = Path(tempfile.gettempdir(), "automodel_rl_benchmarks", "vision_tiny" if options.tiny else "vision")
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
-        write_model(folder, options.tiny)
+        write_model(folder, options.tiny, {"image_token_id": IMAGE_TOKEN, "video_token_id": IMAGE_TOKEN - 1})
     dist.barrier()
     for name, (components, memory) in zip(options.layouts, layouts, strict=True):
         result = measure(components, memory, folder, options)
@@ -115,9 +115,9 @@ def _pairs(words: list[str]) -> dict[str, Any]:
     return {key: value for key, _, value in (word.partition("=") for word in words)}
 
 
-def write_model(folder: Path, tiny: bool) -> None:
+def write_model(folder: Path, tiny: bool, ids: dict[str, int]) -> None:
+    """A checkpoint with random weights (seed 0), untied, in bf16; `ids` are those of its special tokens."""
     sizes = {name: {**SIZES[name], **(TINY[name] if tiny else {})} for name in SIZES}
-    ids = {"image_token_id": IMAGE_TOKEN, "video_token_id": IMAGE_TOKEN - 1}
     config = AutoConfig.for_model("qwen2_5_vl", **sizes, **ids, tie_word_embeddings=False)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -41,9 +41,9 @@ READS_BUFFERS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
 """Further arguments if these are the GPUs of ranks, whose buffers its processes read."""
 
 
-READS_IMAGES = {"mm_processor_kwargs": {"use_fast": False}}
-"""Further arguments for prompts with images: the image processor that the trainer uses. The fast one resizes pictures
-by another library, so that pixels differ."""
+READS_IMAGES = {"mm_processor_kwargs": {"use_fast": False}, "limit_mm_per_prompt": {"video": 0}}
+"""Further arguments for prompts with images: the image processor that the trainer uses, for the fast one resizes by
+another library, so that pixels differ; and no memory for videos."""
 
 
 def make_generator(
