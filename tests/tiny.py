@@ -12,6 +12,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from automodel_rl.batch import TokenSequence
@@ -60,6 +62,27 @@ def make_sequences(num_sequences: int, seed: int, longest: int = 18) -> list[Tok
     return comparison.make_sequences(num_sequences, seed, VOCAB, longest)
 
 
+_QWEN_IDS = {
+    "image_token_id": VOCAB - 1,
+    "video_token_id": VOCAB - 2,
+    "vision_start_token_id": VOCAB - 3,
+    "vision_end_token_id": VOCAB - 4,
+}
+_QWEN3_TEXT = {
+    **DENSE,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+}
+# Features enter after three layers, so that a pipeline of four layers has to carry them over its first boundaries.
+_QWEN3_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "depth": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
 VISION_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] = {
     "llava": (
         LlavaConfig,
@@ -92,12 +115,14 @@ VISION_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] = {
             "window_size": 16,
             "fullatt_block_indexes": [1],
         },
-        {
-            "image_token_id": VOCAB - 1,
-            "video_token_id": VOCAB - 2,
-            "vision_start_token_id": VOCAB - 3,
-            "vision_end_token_id": VOCAB - 4,
-        },
+        _QWEN_IDS,
+    ),
+    "qwen3_vl": (Qwen3VLConfig, _QWEN3_TEXT, _QWEN3_VISION, _QWEN_IDS),
+    "qwen3_vl_moe": (
+        Qwen3VLMoeConfig,
+        {**_QWEN3_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        _QWEN3_VISION,
+        _QWEN_IDS,
     ),
 }
 

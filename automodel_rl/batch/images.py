@@ -1,6 +1,10 @@
 """Images in token sequences: the tokens that stand for them, and their pixels, which the rank that encodes them reads.
 
-Shape letters: T tokens of a microbatch, m of them image tokens.
+Some models also add features of earlier encoder layers to image tokens, after their first few layers (DeepStack,
+arXiv:2406.04334). These features follow a token's embedding in one row.
+
+Shape letters: T tokens of a microbatch, m tokens of its distinct images, i image tokens of a rank, H hidden size, D
+layers after which features are added.
 """
 
 import dataclasses
@@ -57,10 +61,10 @@ class ImageTokens:
     """The image tokens among a rank's tokens, and the embeddings that replace them before the first layer.
 
     Attributes:
-        places: places of the i image tokens among this rank's tokens, int64 [i].
+        places: places of the image tokens among this rank's tokens, int64 [i].
         rows: the row of `embeddings` for each of these tokens, int64 [i].
-        embeddings: embeddings of the distinct images of the microbatch, in order, [m, H]; None on ranks that do
-            not use them.
+        embeddings: embeddings of the distinct images of the microbatch, in order, and features that are added later,
+            [m, (1 + D) * H]; None on ranks that do not use them.
     """
 
     places: Tensor
@@ -77,12 +81,23 @@ class ImageTokens:
         inside = (self.places >= start) & (self.places < stop)
         return dataclasses.replace(self, places=self.places[inside] - start, rows=self.rows[inside])
 
-    def put_into(self, hidden: Tensor) -> Tensor:
-        """Hidden states [1, t, H] in which embeddings of images replace those of the image tokens."""
+    def put_into(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Puts embeddings of images in the place of those of the image tokens.
+
+        Args:
+            hidden: embeddings of all tokens, [1, t, H].
+
+        Returns:
+            Hidden states [1, t, H], and what is to be added to image tokens after each of the first D layers, [i, H].
+        """
         assert self.embeddings is not None
         # Sequences may share an image. Indexing sums their gradients in a fixed order; index_select would not on CUDA.
-        found = self.embeddings[self.rows]
-        return hidden.squeeze(0).index_copy(0, self.places, found).unsqueeze(0)
+        found, *features = self.embeddings[self.rows].split(hidden.shape[-1], dim=1)
+        return hidden.squeeze(0).index_copy(0, self.places, found).unsqueeze(0), features
+
+    def add_to(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """Hidden states [1, t, H] with features [i, H] added to those of the image tokens."""
+        return hidden.index_add(1, self.places, features[None])
 
 
 NO_IMAGES = ImageTokens(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))

@@ -29,6 +29,8 @@ from automodel_rl.launch.flight import in_microbatch
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Shape = tuple[int, ...]
+Boundaries = tuple[Shape, Shape]
+"""Shapes of a microbatch's activations before and after a stage, e.g. (1, T_i, H). A stage at an end ignores one."""
 
 HAS_TENSOR_META = TORCH >= (2, 12)
 """Whether receive buffers have a second description of their tensor and stages a `_stage_meta`, as since torch 2.12."""
@@ -79,11 +81,11 @@ class PackedStage(PipelineStage):
         super().__init__(part, index, num_stages, groups.device, group=groups.pipeline)
         self.message_groups = groups.messages
 
-    def bind(self, shapes: Sequence[Shape], dtype: torch.dtype, train: bool) -> None:
+    def bind(self, shapes: Sequence[Boundaries], dtype: torch.dtype, train: bool) -> None:
         """Prepares one step.
 
         Args:
-            shapes: shape of every microbatch's activations between stages, e.g. (1, T_i, H).
+            shapes: shapes of every microbatch's activations before and after the stage.
             dtype: dtype of these activations.
             train: False for a forward-only step.
         """
@@ -95,13 +97,15 @@ class PackedStage(PipelineStage):
         before, after = self.stage_index - 1, self.stage_index + 1
         self.grad_send_info = [] if self.is_first else [before]
         self.args_recv_info = _Buffers(
-            lambda i: () if self.is_first else (self._receive("activation", before, shapes[i], dtype, train),)
+            lambda i: () if self.is_first else (self._receive("activation", before, shapes[i][0], dtype, train),)
         )
         self.grad_recv_info = _Buffers(
-            lambda i: () if self.is_last or not train else (self._receive("gradient", after, shapes[i], dtype, False),)
+            lambda i: (
+                () if self.is_last or not train else (self._receive("gradient", after, shapes[i][1], dtype, False),)
+            )
         )
         if HAS_TENSOR_META:
-            like = () if self.is_first else (_tensor_meta(shapes[0], dtype, train),)
+            like = () if self.is_first else (_tensor_meta(shapes[0][0], dtype, train),)
             self._stage_meta.inputs = self._stage_meta.input_grads = like
 
     def release(self) -> None:
@@ -173,7 +177,7 @@ class PackedStage(PipelineStage):
 
 def run_schedule(
     schedule: Schedule,
-    shapes: Sequence[Shape],
+    shapes: Sequence[Sequence[Boundaries]],
     dtype: torch.dtype,
     inputs: Sequence[Tensor],
     keywords: Sequence[dict[str, Any]],
@@ -183,7 +187,7 @@ def run_schedule(
 
     Args:
         schedule: a schedule whose loss function calls its target with the last stage's output.
-        shapes: shape of every microbatch's activations between stages.
+        shapes: for each of this rank's stages, the shapes of every microbatch's activations before and after it.
         dtype: dtype of these activations.
         inputs: the first stage's input for every microbatch; other stages ignore it.
         keywords: keyword arguments of each stage's forward, for every microbatch.
@@ -191,8 +195,8 @@ def run_schedule(
     """
     train = targets is not None
     stages = stages_of(schedule)
-    for stage in stages:
-        stage.bind(shapes, dtype, train)
+    for stage, of_stage in zip(stages, shapes, strict=True):
+        stage.bind(of_stage, dtype, train)
     name = "_stage" if isinstance(schedule, PipelineScheduleSingle) else "_stages"
     setattr(schedule, f"{name}_forward_initialized", True)  # torch's shape inference must not run
     setattr(schedule, f"{name}_backward_initialized", train)

@@ -14,6 +14,11 @@ SINGLE = "model.safetensors"
 FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
+def is_stack(name: str) -> bool:
+    """Whether a name of the model is that of the stacked weights of a layer's experts."""
+    return FUSED.match(name) is not None
+
+
 @dataclass(frozen=True)
 class Piece:
     """One tensor of a checkpoint, and the box of the model's tensor that it fills.

@@ -70,6 +70,25 @@ class PlainTensor:
 
 
 @dataclass(frozen=True)
+class TurnedTensor:
+    """A stack of matrices that are transposed in their file.
+
+    Attributes:
+        stored: the stack as it is there.
+    """
+
+    stored: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, rows, columns = self.stored.shape
+        return (first, columns, rows)
+
+    def read(self, opened: Opened, box: Box) -> Tensor:
+        return self.stored.read(opened, (box[0], box[2], box[1])).mT
+
+
+@dataclass(frozen=True)
 class ScaledTensor:
     """An fp8 matrix, or a stack of them, with scales.
 

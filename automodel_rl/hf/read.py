@@ -16,8 +16,8 @@ from transformers import AutoConfig, PretrainedConfig
 from automodel_rl.config import RunConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.find import ModelFiles, find_model
-from automodel_rl.hf.names import Piece, pieces
-from automodel_rl.hf.quantized import Opened, PlainTensor, stored_tensors
+from automodel_rl.hf.names import Piece, is_stack, pieces
+from automodel_rl.hf.quantized import Opened, PlainTensor, TurnedTensor, stored_tensors
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
@@ -166,6 +166,8 @@ class Checkpoint:
             if (name == TIED_HEAD and is_tied) or is_adapter(name):
                 continue
             for piece in pieces(name, tuple(tensor.shape), self.family):
+                if FAMILIES[model.config.model_type].files_turn_experts and is_stack(name):
+                    self._turn(piece)
                 self._check_piece(piece, type(model).__name__)
         head, embedding = (next(pieces(name, (1, 1), self.family)).name for name in (TIED_HEAD, EMBEDDING))
         if is_tied and head in self._tensors and not torch.equal(self.read(head), self.read(embedding)):
@@ -187,6 +189,18 @@ class Checkpoint:
             for piece in pieces(name, tuple(tensor.shape), self.family)
         }
         return sorted(self._tensors.keys() - used)
+
+    def _turn(self, piece: Piece) -> None:
+        """Turns the matrices of a stack of experts if the file has them the other way round."""
+        _, rows, columns = piece.shape
+        if rows == columns:
+            raise InputError(
+                f"{self.folder}: {piece.name} has square matrices, {rows} x {columns}, and the file does not say which "
+                "dim is the input's: a model of other sizes is needed"
+            )
+        stored = self._tensors.get(piece.name)
+        if stored is not None and stored.shape[1:] == (columns, rows):
+            self._tensors[piece.name] = TurnedTensor(stored)
 
     def _check_piece(self, piece: Piece, needed_by: str) -> None:
         if piece.name not in self._tensors:

@@ -19,6 +19,7 @@ from automodel_rl.compat.modules import apply_gate
 from automodel_rl.lora.experts import adapter_of
 from automodel_rl.mixture.expert_exchange import ADDED, SumRows, TakeRows, send, send_back
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.support.families import Family
 from automodel_rl.support.lora_rules import GROUPED_MULTIPLE
 
 EXPERTS = "automodel_rl"
@@ -32,6 +33,16 @@ def register_experts() -> None:
 def experts_of(part: nn.Module) -> list[Any]:
     """The experts modules of a part, whose forward goes through the interface."""
     return [module for name, module in part.named_modules() if name.endswith(".experts")]
+
+
+def transpose_experts(model: nn.Module, family: Family) -> None:
+    """Makes stacked weights of experts [experts, inputs, outputs], as files have them, where transformers has them the
+    other way round."""
+    for module in experts_of(model) if family.transposes_experts else []:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not module.is_transposed and parameter.ndim == 3:
+                setattr(module, name, nn.Parameter(parameter.detach().mT.contiguous()))
+        module.is_transposed = True
 
 
 def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_nK: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from automodel_rl.compat.nemo import nemo_model
 from automodel_rl.compat.nemo_mixtures import nemo_mixture
 from automodel_rl.config.model import Implementation
-from automodel_rl.mixture.experts import EXPERTS, register_experts
+from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_experts
 from automodel_rl.model.attention import register_attention
 from automodel_rl.model.linear_attention import set_decays_apart
 from automodel_rl.model.vision import VisionPart, split_modules
@@ -63,7 +63,10 @@ def build_empty_model(
             model = nemo_model(family.nemo_class, config, dtype, attention)
         elif config.model_type in VISION_FAMILIES:
             model = AutoModelForImageTextToText.from_config(
-                config, dtype=dtype, attn_implementation={"text_config": attention, "vision_config": "sdpa"}
+                config,
+                dtype=dtype,
+                attn_implementation={"text_config": attention, "vision_config": "sdpa"},
+                experts_implementation={"text_config": EXPERTS},
             )
         else:
             model = AutoModelForCausalLM.from_config(
@@ -75,6 +78,7 @@ def build_empty_model(
     if config.tie_word_embeddings:  # building without storage has cut the tie
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
+    transpose_experts(model, FAMILIES[language_config(config).model_type])
     if config.model_type not in VISION_FAMILIES:
         set_decays_apart(model)
         _make_uniform(model, dtype, FAMILIES[config.model_type].router_bias)

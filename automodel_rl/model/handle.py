@@ -33,15 +33,12 @@ from automodel_rl.model.offload import Offload
 from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.model.split import split_model
-from automodel_rl.model.vision import (
-    freeze,
-    parallelise_encoder,
-)
+from automodel_rl.model.vision import freeze, parallelise_encoder
 from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout, Meshes, build_meshes
 from automodel_rl.parallel.sharding import local_tensor, release_gathered
-from automodel_rl.support.description import describe_model
+from automodel_rl.support.description import describe_model, num_deepstack
 from automodel_rl.support.families import FAMILIES
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
@@ -82,6 +79,7 @@ class ModelHandle:
         layout: this rank's place among the ranks of the language model; it may be a guest there (see `Layout`).
         flops: gives the FLOPs of a sequence in a training step by its length; those of the encoder do not count.
         router_shape: the shape of the whole model's routes; None for a dense model.
+        num_deepstack: number of the language model's first layers after which features of images are added.
         extras: what a step needs of each part of the language model, in the order of `stages`.
         unused_tensors: names of tensors of the checkpoint that the model does not have, such as its MTP layers.
         has_changed: whether training or a checkpoint has changed the weights since they were loaded.
@@ -107,7 +105,8 @@ class ModelHandle:
         self.router_shape = router_shape(self.config.num_hidden_layers, routers)
         self.stages = split_model(empty.language, self.layout)
         language = [stage.part for stage in self.stages]
-        self.extras = [parallelise(part, self.layout, model, memory) for part in language]
+        self.num_deepstack = num_deepstack(self.whole_config)
+        self.extras = [parallelise(part, self.layout, model, memory, self.num_deepstack) for part in language]
         self.components = [Component("language", language, self.layout)] if language else []
         if empty.vision is not None and meshes.vision is not None and not meshes.vision.is_guest:
             parallelise_encoder(empty.vision, meshes.vision, model, memory)

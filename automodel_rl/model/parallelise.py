@@ -79,7 +79,7 @@ class Extras:
     partial_gradients: list[tuple[nn.Module, str]]
 
 
-def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig) -> Extras:
+def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, num_deepstack: int = 0) -> Extras:
     """Lays out a causal language model, or a part of one, in place.
 
     Args:
@@ -87,6 +87,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         layout: this rank's place.
         model: the model's config: its precision, and how routers are trained.
         memory: what is recomputed or compiled.
+        num_deepstack: number of first layers after which features of images are added.
     """
     family = FAMILIES[part.config.model_type]
     compute, _ = dtypes_of(model)
@@ -104,7 +105,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     gate = install_adapters(part)
     if model.fp8 is not None:
         install_float8(layers_of(part), model.fp8)
-    install_part_forward(part, _context(part.config, family, layout, how, compiled))
+    install_part_forward(part, _context(part.config, family, layout, how, compiled, num_deepstack))
     if family.has_plain_norms:
         # A compiler fuses written-out norms with what is around them.
         install_fused_norms(part, layers_of(part) if compiled else [], layout.device, compute)
@@ -135,7 +136,12 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
 
 
 def _context(
-    config: PretrainedConfig, family: Family, layout: Layout, how: TensorParallel, compiled: bool
+    config: PretrainedConfig,
+    family: Family,
+    layout: Layout,
+    how: TensorParallel,
+    compiled: bool,
+    num_deepstack: int,
 ) -> ForwardContext:
     values = config.to_dict()
     return ForwardContext(
@@ -147,6 +153,7 @@ def _context(
         compiled=compiled,
         embedding_factor=values.get(family.embedding_factor, 1.0),
         logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
+        num_deepstack=num_deepstack,
     )
 
 

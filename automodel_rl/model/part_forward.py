@@ -31,6 +31,7 @@ class ForwardContext:
         softcap: the soft cap of the final logits; None for no cap.
         compiled: whether layers are compiled, and with them the head.
         embedding_factor, logit_factor: what the model multiplies embeddings and logits with.
+        num_deepstack: number of first layers after which features of images are added (batch/images.py).
     """
 
     tp: TensorParallel
@@ -41,6 +42,7 @@ class ForwardContext:
     compiled: bool = False
     embedding_factor: float = 1.0
     logit_factor: float = 1.0
+    num_deepstack: int = 0
 
 
 def install_part_forward(part: Any, context: ForwardContext) -> None:
@@ -72,10 +74,12 @@ def part_forward(
 ) -> Tensor:
     """Runs this rank's tokens of a microbatch through the layers of a part.
 
+    Features that later stages add to image tokens go from stage to stage as further rows of the hidden states.
+
     Args:
         part: a causal language model or a part of one.
         hidden: token ids [1, t] on the first stage, hidden states [1, t, H] ([1, t / tp, H] under sequence parallelism)
-            on the others.
+            and further rows on the others.
         microbatch: this rank's tokens.
         output_fn: computes the last stage's result from final hidden states and head.
         context: facts of the layout and the model.
@@ -84,12 +88,18 @@ def part_forward(
         Hidden states like the input's, or the result of `output_fn` on the last stage.
     """
     body = part.model
+    features: list[Tensor] = []
     if body.embed_tokens is not None:
         hidden = body.embed_tokens(hidden)
         if context.embedding_factor != 1.0:
             hidden = hidden * context.embedding_factor
         if microbatch.images.embeddings is not None:
-            hidden = microbatch.images.put_into(hidden)
+            hidden, features = microbatch.images.put_into(hidden)
+    else:
+        carried = num_carried(part, context.num_deepstack, before=True)
+        num_images = len(microbatch.images.places)
+        hidden, *rows = hidden.split([hidden.shape[1] - carried * num_images, *[num_images] * carried], dim=1)
+        features = [added.squeeze(0) for added in rows]
     positions = microbatch.position_ids[None]
     turned_by = positions if microbatch.rotary_positions is None else microbatch.rotary_positions[:, None]
     if context.rotary_axes > 1 and microbatch.rotary_positions is None:  # text has one position on all axes
@@ -108,9 +118,23 @@ def part_forward(
             microbatch=microbatch,
             cp_group=context.cp_group,
         )
+        if number < context.num_deepstack:
+            hidden = microbatch.images.add_to(hidden, features.pop(0))
     if part.lm_head is None:
-        return hidden
+        return torch.cat([hidden, *(rows[None] for rows in features)], dim=1) if features else hidden
     return part.lm_head(context.tp.enter(body.norm(hidden)).squeeze(0), microbatch, output_fn)
+
+
+def num_carried(part: Any, num_deepstack: int, *, before: bool) -> int:
+    """Number of features of each image token that enter a part with the hidden states, or leave it with them.
+
+    Args:
+        part: a causal language model or a part of one.
+        num_deepstack: number of first layers after which features are added.
+        before: whether those that enter are counted.
+    """
+    numbers = numbered_layers(part)
+    return max(0, num_deepstack - (min(numbers) if before else max(numbers) + 1))
 
 
 def layers_of(part: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from automodel_rl.model.parallelise import dtypes_of, mixed_precision
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_linears
+from automodel_rl.support.description import num_deepstack
 from automodel_rl.support.families import VISION_FAMILIES
 
 
@@ -58,11 +59,13 @@ class VisionPart(nn.Module):
             grids: number of patches of each image in time, height and width.
 
         Returns:
-            [m, H] in the compute dtype.
+            [m, H] in the compute dtype, or [m, (1 + D) * H] if features follow each embedding (batch/images.py).
         """
         if VISION_FAMILIES[self.config.model_type].has_rotary_grid:
             grid = torch.tensor(grids, device=pixels[0].device)
-            return torch.cat(list(self.model.get_image_features(torch.cat(list(pixels)), grid).pooler_output))
+            output = self.model.get_image_features(torch.cat(list(pixels)), grid)
+            features = output.deepstack_features if num_deepstack(self.config) else []
+            return torch.cat([torch.cat(list(of_images)) for of_images in (output.pooler_output, *features)], dim=1)
         return torch.cat(list(self.model.get_image_features(torch.stack(list(pixels))).pooler_output))
 
 
@@ -122,8 +125,8 @@ def varlen_attention(
 
 def freeze(language: LanguagePart, vision: VisionPart, frozen: Sequence[str]) -> None:
     """Freezes the parts that `ModelConfig.frozen` names."""
-    projector = vision.model.get_submodule(VISION_FAMILIES[vision.config.model_type].projector)
-    kept = set(projector.parameters())
+    names = VISION_FAMILIES[vision.config.model_type].projectors
+    kept = {parameter for name in names for parameter in vision.model.get_submodule(name).parameters()}
     for name, parameters in (
         ("vision", [parameter for parameter in vision.parameters() if parameter not in kept]),
         ("projector", list(kept)),

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.data.images import ImageReader
 from automodel_rl.errors import InputError
-from automodel_rl.hf.names import to_hf
+from automodel_rl.hf.names import is_stack, to_hf
 from automodel_rl.hf.read import persistent_tensors
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.layers import install_adapters, is_adapter
 from automodel_rl.mixture.experts import EXPERTS, experts_of, register_experts
 from automodel_rl.mixture.routers import RouterOutput, in_order, routers_of
 from automodel_rl.model.part_forward import numbered_layers
-from automodel_rl.support.description import describe_model
+from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.support.families import FAMILIES
 
 
@@ -84,8 +84,14 @@ def synced_tensors(model: nn.Module, copy: ModelCopy) -> dict[str, Tensor]:
         piece: view
         for name, tensor in persistent_tensors(model)
         if copy.adapters is None or is_adapter(name)
-        for piece, view in to_hf(_in_parts(name), tensor.detach(), copy.config.model_type)
+        for piece, view in to_hf(_in_parts(name), _as_in_files(name, tensor.detach(), copy), copy.config.model_type)
     }
+
+
+def _as_in_files(name: str, tensor: Tensor, copy: ModelCopy) -> Tensor:
+    """A view of a tensor with the dims of files. transformers has some stacks of experts the other way round."""
+    is_turned = FAMILIES[language_config(copy.config).model_type].files_turn_experts and is_stack(name)
+    return tensor.mT if is_turned else tensor
 
 
 def _in_parts(name: str) -> str:

@@ -116,12 +116,12 @@ class Bridge:
         """Sends embeddings of images to every language lane.
 
         Args:
-            embeddings: [m, H] for each language lane that this rank's encoder lane serves; read on its leader only.
+            embeddings: [m, E] for each language lane that this rank's encoder lane serves; read on its leader only.
             sizes: for each language lane, how many embeddings come from each encoder lane that serves it.
-            like: a tensor with the dtype, device and H of the embeddings.
+            like: a tensor with the dtype, device and width of the embeddings.
 
         Returns:
-            A tensor [m, H] from each encoder lane that serves this rank's language lane; empty on ranks without a first
+            A tensor [m, E] from each encoder lane that serves this rank's language lane; empty on ranks without a first
             stage.
         """
         received = []
@@ -156,7 +156,7 @@ class Bridge:
         return mine
 
     def _broadcast(self, tensor: Tensor | None, size: int, like: Tensor, source: int, lane: Lane) -> Tensor | None:
-        """The tensor [size, H] of one rank, on all of the lane's device group; None outside of it."""
+        """The tensor [size, E] of one rank, on all of the lane's device group; None outside of it."""
         if dist.get_rank() not in (*lane.language_ranks, *lane.encoder_leaders):
             return None
         if dist.get_rank() != source:

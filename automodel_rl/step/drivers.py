@@ -11,6 +11,7 @@ from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.compat.pipelining import PackedStage, Schedule, StageGroups, run_schedule
 from automodel_rl.launch.flight import in_microbatch
 from automodel_rl.model.logprobs import OutputFn
+from automodel_rl.model.part_forward import num_carried
 from automodel_rl.model.split import Stage
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
@@ -78,10 +79,17 @@ class PipelineDriver:
         layout: this rank's place.
         hidden_size: H of the activations [1, t, H] that go from stage to stage.
         dtype: dtype of these activations.
+        num_deepstack: number of first layers after which features of images are added. Features that a later stage adds
+            are further rows of the activations (model/part_forward.py).
     """
 
-    def __init__(self, stages: Sequence[Stage], layout: Layout, hidden_size: int, dtype: torch.dtype):
+    def __init__(
+        self, stages: Sequence[Stage], layout: Layout, hidden_size: int, dtype: torch.dtype, num_deepstack: int = 0
+    ):
         self.parallel = layout.parallel
+        self._carried = [
+            [num_carried(stage.part, num_deepstack, before=before) for before in (True, False)] for stage in stages
+        ]
         self.schedule_class = get_schedule_class(layout.parallel.schedule)
         self.hidden_size, self.dtype = hidden_size, dtype
         self._schedules: dict[int, Schedule] = {}
@@ -105,12 +113,20 @@ class PipelineDriver:
     def _run(self, microbatches: Sequence[LocalMicrobatch], output_fn: OutputFn, targets: Any) -> None:
         run_schedule(
             self._schedule(len(microbatches)),
-            shapes=[(1, microbatch.num_tokens // self.boundary_ranks, self.hidden_size) for microbatch in microbatches],
+            shapes=[
+                [(self._shape(microbatch, before), self._shape(microbatch, after)) for microbatch in microbatches]
+                for before, after in self._carried
+            ],
             dtype=self.dtype,
             inputs=[microbatch.input_ids[None] for microbatch in microbatches],
             keywords=[{"microbatch": microbatch, "output_fn": output_fn} for microbatch in microbatches],
             targets=targets,
         )
+
+    def _shape(self, microbatch: LocalMicrobatch, carried: int) -> tuple[int, ...]:
+        """The shape of a microbatch's activations with so many features of each image token."""
+        rows = microbatch.num_tokens // self.boundary_ranks + carried * len(microbatch.images.places)
+        return (1, rows, self.hidden_size)
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         if num_microbatches not in self._schedules:

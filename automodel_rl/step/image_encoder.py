@@ -39,7 +39,8 @@ class ImageEncoder:
         part: the encoder; None on ranks without it.
         bridge: the bridge to the language model. `bridge.py` says what lanes are.
         blank: an image that a rank of the encoder without images encodes, so that it joins its peers' collectives.
-        like: a tensor [0, H] of the embeddings' dtype, on the device.
+        like: a tensor [0, E] of the embeddings' dtype, on the device. E is the hidden size of the language model, or a
+            multiple of it if features follow each embedding (batch/images.py).
         trains: whether embeddings need gradients; the same on all ranks.
     """
 
@@ -50,7 +51,7 @@ class ImageEncoder:
         self._encoded: list[tuple[int, Tensor]] = []
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Tensor]:
-        """Embeddings [m, H] of every microbatch of this rank, m may be 0; empty on ranks without a first stage.
+        """Embeddings [m, E] of every microbatch of this rank, m may be 0; empty on ranks without a first stage.
 
         Args:
             microbatches: this data rank's microbatches.
@@ -173,10 +174,11 @@ def make_image_encoder(handle: ModelHandle) -> ImageEncoder | None:
     if vision is None or components is None:
         return None
     part = next((component.parts[0] for component in handle.components if component.name == "vision"), None)
+    width = handle.config.hidden_size * (1 + handle.num_deepstack)
     return ImageEncoder(
         part,
         Bridge(vision, handle.layout, components.vision.ranks, components.language.ranks),
         blank_image(handle.whole_config),
-        like=torch.empty(0, handle.config.hidden_size, dtype=handle.dtype, device=handle.layout.device),
+        like=torch.empty(0, width, dtype=handle.dtype, device=handle.layout.device),
         trains=not {"vision", "projector"} <= {*handle.model.frozen},
     )

@@ -48,7 +48,9 @@ class StepRunner:
         self._encoder: ImageEncoder | None = make_image_encoder(handle)
         self._driver: Driver | None = None
         if len(handle.stages) and self.layout.parallel.pp > 1:
-            self._driver = PipelineDriver(handle.stages, self.layout, handle.config.hidden_size, handle.dtype)
+            self._driver = PipelineDriver(
+                handle.stages, self.layout, handle.config.hidden_size, handle.dtype, handle.num_deepstack
+            )
         elif handle.stages:
             self._driver = SequentialDriver(handle.stages[0].part)
 

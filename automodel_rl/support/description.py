@@ -125,6 +125,18 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     return language
 
 
+def num_deepstack(config: PretrainedConfig) -> int:
+    """Number of the language model's first layers after which features of an earlier encoder layer are added to image
+    tokens (DeepStack, arXiv:2406.04334); 0 for most models.
+
+    Args:
+        config: the config of the whole model.
+    """
+    if config.model_type not in VISION_FAMILIES:
+        return 0
+    return len(config.vision_config.to_dict().get("deepstack_visual_indexes") or ())
+
+
 def experts_per_token(config: PretrainedConfig) -> int:
     """Number of experts that a token goes to; the most of all layers if they differ."""
     chosen = config.num_experts_per_tok

@@ -38,7 +38,8 @@ class VisionNames:
     """The encoder of a vision-language family. Names of modules are those below `model`.
 
     Attributes:
-        projector: the module that makes embeddings of the language model; what comes before it is the encoder proper.
+        projectors: the modules that make embeddings of the language model; what comes before them is the encoder
+            proper.
         in_files: pairs of the beginning of a name in the model's parts and its beginning in files. The first pair that
             fits counts.
         has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
@@ -46,7 +47,7 @@ class VisionNames:
         tp_plan: how the encoder's linear layers split over tp, by the last part of their name; empty if they cannot.
     """
 
-    projector: str
+    projectors: tuple[str, ...]
     in_files: tuple[tuple[str, str], ...]
     has_rotary_grid: bool = False
     tp_plan: TPPlan = ()
@@ -64,6 +65,8 @@ class Family:
         router_bias: name, below the layer's mixture, of the bias with which a router chooses experts. It is trained by
             load (DeepSeek-V3, arXiv:2412.19437). Empty if there is none.
         transposes_experts: whether the experts' stacked weights are [experts, inputs, outputs].
+        files_turn_experts: whether some files have these stacks [experts, outputs, inputs], as transformers 5.18 writes
+            them, though it reads both.
         has_sinks: whether attention has a learned sink for each head.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         rotary_axes: number of axes of rotary positions, 3 for a language model that can read images (M-RoPE).
@@ -90,6 +93,7 @@ class Family:
     router: str = "gate"
     router_bias: str = ""
     transposes_experts: bool = False
+    files_turn_experts: bool = False
     has_sinks: bool = False
     rotary_by_layer_type: bool = False
     rotary_axes: int = 1
@@ -141,14 +145,13 @@ _LATENT_ATTENTION = (
 _SINKS = (("self_attn.sinks", BY_HEADS),)
 _NORMS_OF_HEADS = (("self_attn.q_norm", REPLICATED), ("self_attn.k_norm", REPLICATED))
 _WIDE_NORMS = (*_ATTENTION, ("self_attn.q_norm", WIDE_NORM), ("self_attn.k_norm", WIDE_NORM))
+_MLP = (("mlp.gate_proj", COLUMNS), ("mlp.up_proj", COLUMNS), ("mlp.down_proj", ROWS))
 _FUSED_MLP = (("mlp.gate_up_proj", FUSED), ("mlp.down_proj", ROWS))
 _HUNYUAN = (
     *_ATTENTION,
     ("self_attn.query_layernorm", REPLICATED),
     ("self_attn.key_layernorm", REPLICATED),
-    ("mlp.gate_proj", COLUMNS),
-    ("mlp.up_proj", COLUMNS),
-    ("mlp.down_proj", ROWS),
+    *_MLP,
 )
 _SHARED_EXPERTS: TPPlan = tuple(
     (f"mlp.{shared}.{name}_proj", style)
@@ -185,6 +188,11 @@ _DELTA_NET_PLAN = (
     ("linear_attn.conv1d", REPLICATED),
     ("linear_attn.norm", REPLICATED),
     ("linear_attn.out_proj", ROWS),
+)
+_QWEN3_VISION = VisionNames(
+    projectors=("visual.merger", "visual.deepstack_merger_list"),
+    in_files=(("model.visual.", "model.visual."), ("model.", "model.language_model.")),
+    has_rotary_grid=True,
 )
 _MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
@@ -282,9 +290,19 @@ FAMILIES = {
         _SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *_SHARED_EXPERTS), rotary_axes=3
     ),
     "qwen2_5_vl_text": Family(is_part=True, rotary_axes=3),
+    "qwen3_vl_text": Family(is_part=True, rotary_axes=3, tp_plan=(*_ATTENTION, *_NORMS_OF_HEADS, *_MLP)),
+    "qwen3_vl_moe_text": replace(
+        _SOFTMAX_MIXTURE,
+        is_part=True,
+        rotary_axes=3,
+        experts=None,
+        transposes_experts=True,
+        files_turn_experts=True,
+        tp_plan=(*_ATTENTION, *_NORMS_OF_HEADS),
+    ),
     "llava": Family(
         vision=VisionNames(
-            projector="multi_modal_projector",
+            projectors=("multi_modal_projector",),
             in_files=(
                 ("model.vision_tower.", "vision_tower."),
                 ("model.multi_modal_projector.", "multi_modal_projector."),
@@ -297,8 +315,12 @@ FAMILIES = {
         )
     ),
     "qwen2_5_vl": Family(
-        vision=VisionNames(projector="visual.merger", in_files=(("model.visual.", "visual."),), has_rotary_grid=True)
+        vision=VisionNames(
+            projectors=("visual.merger",), in_files=(("model.visual.", "visual."),), has_rotary_grid=True
+        )
     ),
+    "qwen3_vl": Family(vision=_QWEN3_VISION),
+    "qwen3_vl_moe": Family(vision=_QWEN3_VISION),
 }
 
 _LLAVA = FAMILIES["llava"].vision

@@ -7,7 +7,7 @@ from automodel_rl.support.rule import Combination, Example, Rule
 SEEING_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *(name for name, family in FAMILIES.items() if family.is_part))
 """Families of language models that can have an encoder."""
 
-ENCODERS = ("clip_vision_model", "qwen2_5_vl_vision")
+ENCODERS = ("clip_vision_model", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision")
 
 _LLAVA = {
     "description.family": "llama",

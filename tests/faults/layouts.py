@@ -71,15 +71,43 @@ def _embeddings_off_by_one() -> Any:
 
     put_into = ImageTokens.put_into
 
-    def off(tokens: ImageTokens, hidden: Tensor) -> Tensor:
+    def off(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         assert tokens.embeddings is not None
         return put_into(dataclasses.replace(tokens, embeddings=tokens.embeddings.roll(1, 0)), hidden)
 
     return mock.patch.object(ImageTokens, "put_into", off)
 
 
+def _features_at_another_layer() -> Any:
+    from automodel_rl.batch import ImageTokens
+
+    put_into = ImageTokens.put_into
+
+    def turned(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        hidden, features = put_into(tokens, hidden)
+        return hidden, features[::-1]
+
+    return mock.patch.object(ImageTokens, "put_into", turned)
+
+
+def _shared_image_twice() -> Any:
+    from automodel_rl.batch import ImageTokens
+
+    put_into = ImageTokens.put_into
+
+    def twice(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        known = tokens.embeddings
+        assert known is not None
+        is_shared = tokens.rows.bincount(minlength=len(known)) > 1
+        doubled = known + (known - known.detach()) * is_shared[:, None]
+        return put_into(dataclasses.replace(tokens, embeddings=doubled), hidden)
+
+    return mock.patch.object(ImageTokens, "put_into", twice)
+
+
 INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
 ENCODERS = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
+PIPELINED_READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "pp": 2}}
 READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
 
 FAULTS: dict[str, Fault] = {
@@ -95,4 +123,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "clipping by module": Fault(_clip_by_component, Verified("llava", components=READERS)),
     "embeddings off by one": Fault(_embeddings_off_by_one, Verified("llava", components=READERS)),
+    "features of images at another layer": Fault(
+        _features_at_another_layer, Verified("qwen3_vl", components=PIPELINED_READERS)
+    ),
+    "gradient of a shared image counted twice": Fault(_shared_image_twice, Verified("llava", components=READERS)),
 }

@@ -58,7 +58,7 @@ def save_model(caught_by: Verified, folder: Path) -> None:
     from tests.tiny import save_tiny_model, save_tiny_vision_model
 
     if caught_by.components is not None:
-        save_tiny_vision_model(folder, num_layers=2)
+        save_tiny_vision_model(folder, caught_by.family)
     else:
         save_tiny_model(folder, caught_by.family, tied=caught_by.tied)
 

@@ -16,6 +16,9 @@ NUM_COUNTS = 3
 def with_images(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> TokenSequence:
     """Adds none, one or two random images to a sequence, at random places with text between them.
 
+    Sometimes both are the same image, which a layout encodes once and the reference twice. Not for Qwen's encoders:
+    they turn queries and keys in fp32, so that a sum of gradients is rounded otherwise.
+
     Args:
         sequence: a sequence of text.
         config: the whole model's config.
@@ -28,7 +31,9 @@ def with_images(sequence: TokenSequence, config: PretrainedConfig, seed: int) ->
     places = torch.randperm(len(sequence), generator=generator)[: seed % NUM_COUNTS].sort().values.tolist()
     images: list[Image] = []
     for place in places:
-        image = random_image(config, generator)
+        image = dataclasses.replace(random_image(config, generator), source=f"{seed} {len(images)}")
+        if images and seed % 2 and not VISION_FAMILIES[config.model_type].has_rotary_grid:
+            image = images[0].moved(-images[0].start)
         start = place + sum(before.num_tokens for before in images)
         tokens = torch.full((image.num_tokens,), config.image_token_id)
         ids = torch.cat([ids[:start], tokens, ids[start:]])

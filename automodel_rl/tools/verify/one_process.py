@@ -214,9 +214,10 @@ class OneProcess:
         self.routes: Routes | None = None  # routes of the current sequence
         # Logits and choices of a microbatch's sequences, by layer.
         self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        family = FAMILIES[config["model_type"]]
+        body = self.model.model.language_model if has_encoder else self.model.model
+        self.family = family = FAMILIES[config["text_config"]["model_type"] if has_encoder else config["model_type"]]
         if family.is_moe:
-            for number, layer in enumerate(self.model.model.layers):
+            for number, layer in enumerate(body.layers):
                 self._follow_routes(number, getattr(layer, family.block), family)
 
     def _follow_routes(self, number: int, block: Any, family: Family) -> None:
@@ -301,7 +302,10 @@ class OneProcess:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients by the parameters' names. A tied head has both of its names. A parameter that takes no part in the
         loss, such as an encoder's last layer, has zeros."""
-        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self.parameters()}
+        return {
+            name: self._as_in_files(name, torch.zeros_like(p) if p.grad is None else p.grad.clone())
+            for name, p in self.parameters()
+        }
 
     def take_gradients(self, gradients: dict[str, Tensor]) -> None:
         """Takes the gradients that another process with the same weights has computed.
@@ -324,7 +328,12 @@ class OneProcess:
         return norm.item()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.parameters()}
+        return {name: self._as_in_files(name, p.detach()) for name, p in self.parameters()}
+
+    def _as_in_files(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor with the dims that it has in files and on the layout."""
+        is_turned = self.family.files_turn_experts and ".experts." in name and tensor.ndim == 3
+        return tensor.mT if is_turned else tensor
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Parameters with the names that the layout uses: the language model is named as if it were the whole model."""

@@ -28,7 +28,7 @@ from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_vision_model
 
-LLAVA, QWEN = "llava", "qwen2_5_vl"
+LLAVA, QWEN, QWEN3, QWEN3_MOE = "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
 SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
 
 
@@ -74,6 +74,8 @@ SPLIT_ENCODER = components_of({"ranks": "0-1", "tp": 2}, {"ranks": "2-3", "dp_sh
 EVERYTHING = components_of(
     {"ranks": "0-3", "dp_shard": 2, "tp": 2}, {"ranks": "0-3", "cp": 2, "tp": 2, "sequence_parallel": True}
 )
+CUT_PIPELINE = components_of({"ranks": 0}, {"ranks": "1-4", "pp": 2, "cp": 2})
+ONE_TO_EXPERTS = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2, "ep": 2})
 V_PLACED = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2})
 
 
@@ -107,6 +109,25 @@ def test_both_modules_on_all_ranks_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, tied: bool, case: Case
 ) -> None:
     save_tiny_vision_model(tmp_path, family, tied=tied)
+    assert_equal(ranks, tmp_path, case)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        (QWEN3, Case(ParallelConfig(pp=4), microbatches=(3, 2))),
+        (QWEN3, Case(ParallelConfig(pp=2, tp=2, sequence_parallel=True), microbatches=(3, 2))),
+        (QWEN3, Case(microbatches=(3, 2), components=CUT_PIPELINE)),
+        pytest.param(QWEN3, Case(microbatches=(3, 2), components=V_PLACED), marks=SPLIT),
+        (QWEN3_MOE, Case(microbatches=(3, 1), components=ONE_TO_EXPERTS, replay=True)),
+        (QWEN3_MOE, Case(ParallelConfig(pp=2), microbatches=(3, 2), aux_loss=0.1)),
+    ],
+    ids=["pp 4", "pp, tp and sequence parallel", "pp and cp", "V placement", "ep and routes", "mixture over pp"],
+)
+def test_features_that_enter_several_layers_equal_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, case: Case
+) -> None:
+    save_tiny_vision_model(tmp_path, family)
     assert_equal(ranks, tmp_path, case)
 
 

@@ -37,7 +37,12 @@ def refusal(action: Callable[[], object]) -> str:
     ("model", "algorithm", "keys", "message"),
     [
         (LlavaConfig(), "dpo", {"model.lora": {}}, "a 'llava' model is trained without adapters"),
-        (LlavaConfig(), "grpo", {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 1}, "prompts of a 'llava' model have images"),
+        (
+            LlavaConfig(),
+            "grpo",
+            {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 1},
+            "prompts of a 'llava' model have images",
+        ),
         (Qwen3Config(max_position_embeddings=15), "grpo", {}, "= 16 is more than the model's context of 15 tokens"),
         (Qwen3Config(), "grpo", {"router_replay.enabled": True}, "a 'qwen3' model has no routers"),
         (Qwen3Config(), "sft", {"model.lora": {"targets": ["lm_head"]}}, "lm_head cannot have adapters"),
