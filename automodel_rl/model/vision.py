@@ -22,7 +22,7 @@ from automodel_rl.model.parallelise import dtypes_of, mixed_precision
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_linears
-from automodel_rl.support.description import num_deepstack
+from automodel_rl.support.description import language_config, num_deepstack
 from automodel_rl.support.families import VISION_FAMILIES
 
 
@@ -67,6 +67,14 @@ class VisionPart(nn.Module):
             features = output.deepstack_features if num_deepstack(self.config) else []
             return torch.cat([torch.cat(list(of_images)) for of_images in (output.pooler_output, *features)], dim=1)
         return torch.cat(list(self.model.get_image_features(torch.stack(list(pixels))).pooler_output))
+
+
+def language_model(whole: Any) -> Any:
+    """The language model of transformers' model for conditional generation, with the names of a causal language model;
+    a causal language model itself."""
+    if whole.config.model_type not in VISION_FAMILIES:
+        return whole
+    return LanguagePart(whole, language_config(whole.config))
 
 
 def split_modules(whole: Any, config: PretrainedConfig) -> tuple[LanguagePart, VisionPart]:

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.data.images import ImageReader
 from automodel_rl.errors import InputError
-from automodel_rl.hf.names import is_stack, to_hf
+from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import persistent_tensors
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.layers import install_adapters, is_adapter
-from automodel_rl.mixture.experts import EXPERTS, experts_of, register_experts
+from automodel_rl.mixture.experts import EXPERTS, experts_of, register_experts, transpose_experts
 from automodel_rl.mixture.routers import RouterOutput, in_order, routers_of
 from automodel_rl.model.part_forward import numbered_layers
+from automodel_rl.model.vision import language_model
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.support.families import FAMILIES
 
@@ -54,16 +55,24 @@ def build_model(copy: ModelCopy) -> Any:
     """
     config = type(copy.config).from_dict(copy.config.to_dict())  # the trained model's config names its own attention
     # transformers' sdpa ignores soft caps and sinks, and its grouped_mm does not support float64.
-    kernels = {"attn_implementation": "eager" if describe_model(config).lacks_sdpa else "sdpa"}
+    kernels: dict[str, Any] = {"attn_implementation": "eager" if describe_model(config).lacks_sdpa else "sdpa"}
     whole = AutoModelForCausalLM if copy.images is None else AutoModelForImageTextToText
-    if FAMILIES[config.model_type].is_moe and copy.dtype == torch.float64:
+    family = FAMILIES[language_config(config).model_type]
+    if family.files_turn_experts:
+        register_experts()
+        kernels["experts_implementation"] = {"text_config": EXPERTS}  # the one that takes them as files have them
+    elif family.is_moe and copy.dtype == torch.float64:
         kernels["experts_implementation"] = "eager"
     with torch.device("meta"):
         empty = whole.from_config(config, dtype=copy.dtype, **kernels)
     _check_room(sum(p.numel() * p.element_size() for p in empty.parameters()), copy.device)
     if copy.adapters is None:
         with torch.device(copy.device):
-            return whole.from_config(config, dtype=copy.dtype, **kernels).eval()
+            model = whole.from_config(config, dtype=copy.dtype, **kernels).eval()
+        if family.files_turn_experts:
+            transpose_experts(model, family)
+            _without_ep(model)
+        return model
     lora, base = copy.adapters
     if lora.has_experts:
         register_experts()
@@ -72,9 +81,14 @@ def build_model(copy: ModelCopy) -> Any:
     add_adapters(model, lora)
     model.to(copy.device)
     install_adapters(model)
+    _without_ep(model)
+    return model
+
+
+def _without_ep(model: nn.Module) -> None:
+    """Says to `experts_forward` that all experts are here."""
     for experts in experts_of(model):
         experts.ep_group = None
-    return model
 
 
 def synced_tensors(model: nn.Module, copy: ModelCopy) -> dict[str, Tensor]:
@@ -84,14 +98,8 @@ def synced_tensors(model: nn.Module, copy: ModelCopy) -> dict[str, Tensor]:
         piece: view
         for name, tensor in persistent_tensors(model)
         if copy.adapters is None or is_adapter(name)
-        for piece, view in to_hf(_in_parts(name), _as_in_files(name, tensor.detach(), copy), copy.config.model_type)
+        for piece, view in to_hf(_in_parts(name), tensor.detach(), copy.config.model_type)
     }
-
-
-def _as_in_files(name: str, tensor: Tensor, copy: ModelCopy) -> Tensor:
-    """A view of a tensor with the dims of files. transformers has some stacks of experts the other way round."""
-    is_turned = FAMILIES[language_config(copy.config).model_type].files_turn_experts and is_stack(name)
-    return tensor.mT if is_turned else tensor
 
 
 def _in_parts(name: str) -> str:
@@ -115,7 +123,8 @@ class RouteRecorder:
     @classmethod
     def of(cls, model: Any) -> "RouteRecorder | None":
         """Makes a recorder of all routers of a model; None if it has none."""
-        routers = routers_of(numbered_layers(model), FAMILIES[model.config.model_type])
+        config = language_config(model.config)
+        routers = routers_of(numbered_layers(language_model(model)), FAMILIES[config.model_type])
         return cls(routers) if routers else None
 
     def _note(self, _: nn.Module, __: Any, output: RouterOutput) -> None:

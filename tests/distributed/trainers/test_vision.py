@@ -57,7 +57,8 @@ def test_a_run_goes_on_with_the_modules_on_other_ranks(ranks: RankPool, pictures
         assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
 
 
-def test_pairs_with_pictures_train_alike_on_any_placement(ranks: RankPool, pictures: Path, tmp_path: Path) -> None:
+def test_pairs_with_pictures_train_alike_on_any_placement(ranks: RankPool, tmp_path: Path) -> None:
+    pictures = make_vision_workspace(tmp_path, "qwen3_vl")
     batch = {"pairs": 6, "microbatch_tokens": 250}
     for number, name, layout in (
         (1, "one", {}),
@@ -76,13 +77,17 @@ def test_pairs_with_pictures_train_alike_on_any_placement(ranks: RankPool, pictu
                 assert other[key] == pytest.approx(row[key], rel=1e-8, abs=1e-12)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [("qwen2_5_vl", {}), ("llava", {}), ("qwen3_vl_moe", {"router_replay": {"enabled": True}})],
+    ids=["qwen2_5_vl", "llava", "qwen3_vl_moe and routes"],
+)
 def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
-    ranks: RankPool, tmp_path: Path, family: str
+    ranks: RankPool, tmp_path: Path, family: str, changed: dict
 ) -> None:
     """With a first rank without the language model, which writes completions like the others."""
     workspace = make_vision_workspace(tmp_path, family)
-    changes = {"batch": {"microbatch_tokens": 250, "optimizer_steps": 2}, "length": {"steps": 3}}
+    changes = {"batch": {"microbatch_tokens": 250, "optimizer_steps": 2}, "length": {"steps": 3}, **changed}
     changes["rewards"] = [{"function": "tests.light_rewards:vowels_and_pictures"}]
     for number, name, layout in (
         (1, "one", {}),
