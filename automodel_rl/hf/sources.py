@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.hf.buckets import Source, whole_tensors
+from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import stored_buffers
 from automodel_rl.lora.experts import adapted_stacks, merge_stack
 from automodel_rl.lora.layers import adapted_weights, is_adapter, merge
@@ -62,7 +63,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _whole_downs(linears: Collection[Any], family: str, layout: Layout) -> dict[Any, Tensor]:
     """The whole `lora_A` of each adapter, by the adapter's layer."""
-    weights = {str(number): linear.lora_A.weight for number, linear in enumerate(linears)}
-    sources = [Source.of(name, weight, weight.dtype) for name, weight in weights.items()]
+    weights = [linear.lora_A.weight for linear in linears]
+    sources = [Source.of(str(number), weight, weight.dtype) for number, weight in enumerate(weights)]
     whole = dict(whole_tensors(sources, family, layout))
-    return {linear: whole[str(number)] for number, linear in enumerate(linears)}
+    names = [next(pieces(source.name, tuple(source.tensor.shape), family)).name for source in sources]
+    return {linear: whole[name] for linear, name in zip(linears, names, strict=True)}

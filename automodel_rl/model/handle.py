@@ -33,11 +33,11 @@ from automodel_rl.model.offload import Offload
 from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.model.split import split_model
-from automodel_rl.model.vision import freeze, parallelise_encoder
+from automodel_rl.model.vision import encoder_of, freeze, parallelise_encoder
 from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout, Meshes, build_meshes
-from automodel_rl.parallel.sharding import local_tensor, release_gathered
+from automodel_rl.parallel.sharding import gather_whole, local_tensor, release_gathered
 from automodel_rl.support.description import describe_model, num_deepstack
 from automodel_rl.support.families import FAMILIES
 from automodel_rl.support.rule import Combination
@@ -82,6 +82,7 @@ class ModelHandle:
         num_deepstack: number of the language model's first layers after which features of images are added.
         extras: what a step needs of each part of the language model, in the order of `stages`.
         unused_tensors: names of tensors of the checkpoint that the model does not have, such as its MTP layers.
+        trains_encoder: whether anything of the encoder or the projector is trained.
         has_changed: whether training or a checkpoint has changed the weights since they were loaded.
         tied: the two copies of a tied embedding that a pipeline has split; None for other models and layouts.
 
@@ -113,6 +114,7 @@ class ModelHandle:
             self.components.append(Component("vision", [empty.vision], meshes.vision))
         self.parts = [part for component in self.components for part in component.parts]
         is_cut = self.whole_config.tie_word_embeddings and self.layout.parallel.pp > 1
+        self.trains_encoder = empty.vision is not None and any(p.requires_grad for p in empty.vision.parameters())
         self.tied = tied_embedding(language, self.layout) if is_cut else None
         self._readers: list[Callable[[], None]] = []
         self._weights = Offload(lambda: (t for p in self.parts for t in (*p.parameters(), *p.buffers())))
@@ -162,9 +164,10 @@ class ModelHandle:
         for part in empty.parts:
             checkpoint.check(part)
         unused = checkpoint.unused(empty.parts)
-        lora = None if model.lora is None else add_adapters(empty.language, model.lora)
+        encoder = None if empty.vision is None else encoder_of(empty.vision)
+        lora = None if model.lora is None else add_adapters(empty.language, model.lora, encoder)
         if files.adapters is not None:
-            files.adapters.check(empty.language)
+            files.adapters.check(empty.parts)
         if empty.vision is not None:
             freeze(empty.language, empty.vision, model.frozen)
         handle = cls(empty, meshes, model.model_copy(update={"lora": lora}), memory, checkpoint.family)
@@ -267,7 +270,9 @@ class ModelHandle:
         """
         self.check_on_device()
         if self.adapter_origin is not None:
-            save_adapters(Path(path), self.named_parameters(), self.adapter_origin, tokenizer, self.layout)
+            save_adapters(
+                Path(path), self._trained_tensors(), self.adapter_origin, tokenizer, self.layout.world_control
+            )
             return
         of_components = [
             ComponentTensors(component.name, component.layout, self._whole_tensors(component))
@@ -280,6 +285,17 @@ class ModelHandle:
         config = type(config).from_dict(config.to_dict())
         config.dtype = self.dtype
         save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, self.layout.world_control)
+
+    def _trained_tensors(self) -> dict[str, Tensor]:
+        """Names and whole trained tensors of this rank's stages, on the host; only on one rank of each stage. A
+        collective of each stage's ranks."""
+        found = {}
+        for component in self.components:
+            for name, parameter in self.named_parameters(component):
+                whole = gather_whole(parameter, component.layout) if parameter.requires_grad else None
+                if whole is not None and component.layout.writes_for_stage:
+                    found[name] = whole.cpu()
+        return found
 
     def _copied_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors of a composite checkpoint that are not trained, from one rank, in the compute dtype."""

@@ -16,6 +16,8 @@ from automodel_rl.batch import Image
 from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.lora.add import Encoder
+from automodel_rl.lora.layers import install_adapters
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.parallelise import dtypes_of, mixed_precision
@@ -131,6 +133,11 @@ def varlen_attention(
     return output[None], None
 
 
+def encoder_of(part: VisionPart) -> Encoder:
+    """The encoder as adapters see it."""
+    return Encoder(part, tuple(f"model.{name}" for name in VISION_FAMILIES[part.config.model_type].projectors))
+
+
 def freeze(language: LanguagePart, vision: VisionPart, frozen: Sequence[str]) -> None:
     """Freezes the parts that `ModelConfig.frozen` names."""
     names = VISION_FAMILIES[vision.config.model_type].projectors
@@ -158,6 +165,7 @@ def parallelise_encoder(part: VisionPart, layout: Layout, model: ModelConfig, me
         how = TensorParallel(layout.tp_group, sequence_parallel=False)
         split_linears(part, lambda name: plan.get(name.rpartition(".")[2]), layout.mesh["tp"], how)
     compute, _ = dtypes_of(model)
+    install_adapters(part)
     choose_attention(part, layout.device, compute)
     install_fused_norms(part, [], layout.device, compute)
     layers = encoder_layers(part)

@@ -29,7 +29,8 @@ from automodel_rl.errors import EXIT_OK, InputError
 from automodel_rl.launch.local import run_local_ranks
 from automodel_rl.observe.metrics import read_lines
 from automodel_rl.quickstart.calculator import guessing, make_products
-from automodel_rl.quickstart.model import call_text, train_tokenizer, write_model
+from automodel_rl.quickstart.model import call_text, train_tokenizer, write_model, write_vision_model
+from automodel_rl.quickstart.pictures import draw_pictures, make_pictures, undecided
 from automodel_rl.quickstart.problems import as_prompt, make_problems, shy, write_jsonl
 
 NUM_HELD_OUT = 200
@@ -47,6 +48,7 @@ class Task:
         warm_up_chats, warm_up_steps: chats of a step of supervised fine-tuning, and its steps.
         steps: steps of reinforcement learning.
         rollout: settings of `rollout`.
+        has_pictures: whether chats have pictures.
     """
 
     make: Callable[[int, int, int], tuple[list[dict], list[dict]]]
@@ -57,6 +59,7 @@ class Task:
     warm_up_steps: int
     steps: int
     rollout: dict[str, Any]
+    has_pictures: bool = False
 
 
 TASKS = {
@@ -80,9 +83,21 @@ TASKS = {
             "max_tokens": 112,
         },
     ),
+    "images": Task(
+        make_pictures,
+        2000,
+        undecided,
+        1,
+        64,
+        150,
+        100,
+        {"prompts": 32, "max_prompt_tokens": 96, "max_new_tokens": 4},
+        has_pictures=True,
+    ),
 }
 """The demo's tasks. problems: word problems, of which the model declines most. calculator: products, which the model
-guesses, or works out by calling a tool."""
+guesses, or works out by calling a tool. images: the larger of a picture's two colours, of which the model knows the
+names."""
 
 
 def run_demo(output: str, seed: int = 0, task: str = "problems") -> int:
@@ -115,7 +130,10 @@ def prepare(folder: Path, seed: int, task: Task) -> None:
     write_jsonl(data / "chats.jsonl", chats)
     write_jsonl(data / "prompts.jsonl", [as_prompt(problem) for problem in train])
     write_jsonl(data / "held_out.jsonl", [as_prompt(problem) for problem in held_out])
-    write_model(folder / "model", train_tokenizer(_texts(chats), vocab_size=512, digits=task.digits), seed)
+    if task.has_pictures:
+        draw_pictures(train + held_out, data)
+    write = write_vision_model if task.has_pictures else write_model
+    write(folder / "model", train_tokenizer(_texts(chats), vocab_size=512, digits=task.digits), seed)
     for config in (_warm_up(folder, seed, task), _grpo(folder, seed, task)):
         (folder / f"{config.algorithm}.yaml").write_text(dump_config(config))
 
@@ -124,7 +142,10 @@ def _texts(chats: list[dict]) -> list[str]:
     """The texts of chats, with their calls as the chat template writes them."""
     messages = [message for record in chats for message in record["messages"]]
     calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
-    return [message["content"] for message in messages] + [call_text(c["name"], c["arguments"]) for c in calls]
+    contents = [message["content"] for message in messages]
+    parts = [part for content in contents for part in ([content] if isinstance(content, str) else content)]
+    texts = [part if isinstance(part, str) else part.get("text", "") for part in parts]
+    return texts + [call_text(c["name"], c["arguments"]) for c in calls]
 
 
 def _warm_up(folder: Path, seed: int, task: Task) -> SFTConfig:
@@ -153,7 +174,7 @@ def _grpo(folder: Path, seed: int, task: Task) -> GRPOConfig:
         ),
         batch=PolicyBatchConfig(microbatch_tokens=512),
         rollout=RolloutConfig(group_size=8, validation_temperature=1.0, **task.rollout),
-        rewards=(RewardConfig(function="last_number"),),
+        rewards=(RewardConfig(function="exact_match" if task.has_pictures else "last_number"),),
         loss=PolicyLossConfig.model_validate({"clip_high": 0.28, "kl": {"coefficient": 0.01}}),
         length=LengthConfig(steps=task.steps, validate_every=5),
         parallel=ParallelConfig(pp=2),

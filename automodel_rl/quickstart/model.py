@@ -1,4 +1,4 @@
-"""A small Qwen3 chat checkpoint with random weights and a tokenizer trained on the spot."""
+"""Small chat checkpoints with random weights and a tokenizer trained on the spot: Qwen3, and Qwen2.5-VL to see."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,26 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2VLImageProcessorPil,
+    Qwen3Config,
+)
 
 BEGIN, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
+IMAGE_MARKS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+"""Special tokens around images, by the name of their id in a model's config."""
+
+PATCH = 8
+"""Pixels of a patch. An image token has two by two patches."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}"
@@ -25,7 +42,10 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
     "{% else %}"
-    "{{ message['content'] + '<|im_end|>\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}"
     "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -86,3 +106,42 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> 
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_vision_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    """Writes a checkpoint that reads pictures, of about one million random parameters, with its image processor."""
+    tokenizer.add_special_tokens({"additional_special_tokens": [*IMAGE_MARKS.values()]})
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+            "initializer_range": 0.05,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "out_hidden_size": 128,
+            "patch_size": PATCH,
+            "window_size": 8 * PATCH,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.05,
+        },
+        tie_word_embeddings=True,
+        **{name: tokenizer.convert_tokens_to_ids(mark) for name, mark in IMAGE_MARKS.items()},
+    )
+    torch.manual_seed(seed)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    sizes = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 64 * (2 * PATCH) ** 2}
+    Qwen2VLImageProcessorPil(patch_size=PATCH, size=sizes).save_pretrained(folder)

@@ -59,9 +59,10 @@ def shy(problems: list[dict], seed: int) -> list[dict]:
 
 
 def as_prompt(problem: dict) -> dict[str, object]:
-    """A chat's question as a prompt, with the number that answers it."""
+    """A chat's question as a prompt, with the number or the word that answers it, and with its pictures."""
     *prompt, answer = problem["messages"]
-    return {"prompt": prompt, "answer": final_number(answer["content"])}
+    pictures = {"images": problem["images"]} if "images" in problem else {}
+    return {"prompt": prompt, "answer": final_number(answer["content"]) or answer["content"], **pictures}
 
 
 def final_number(text: str) -> str | None:

@@ -180,5 +180,5 @@ def make_image_encoder(handle: ModelHandle) -> ImageEncoder | None:
         Bridge(vision, handle.layout, components.vision.ranks, components.language.ranks),
         blank_image(handle.whole_config),
         like=torch.empty(0, width, dtype=handle.dtype, device=handle.layout.device),
-        trains=not {"vision", "projector"} <= {*handle.model.frozen},
+        trains=handle.trains_encoder,
     )

@@ -320,7 +320,7 @@ FAMILIES = {
         )
     ),
     "qwen3_vl": Family(vision=_QWEN3_VISION),
-    "qwen3_vl_moe": Family(vision=_QWEN3_VISION),
+    "qwen3_vl_moe": Family(vision=_QWEN3_VISION, transposes_experts=True),
 }
 
 _LLAVA = FAMILIES["llava"].vision

@@ -3,6 +3,7 @@
 from automodel_rl.config import GRPOConfig, SFTConfig
 from automodel_rl.support.model_rules import NEMO_CLASSES
 from automodel_rl.support.rule import Combination, Example, Rule
+from automodel_rl.support.vision_rules import LLAVA
 
 GROUPED_MULTIPLE = 8
 """Sizes of bfloat16 matrices that torch's grouped products take: 16 bytes."""
@@ -77,6 +78,9 @@ def _adapters_alone(asked: Combination) -> str | None:
         return None
     if lora is None:
         return "weight_sync.adapters=alone needs model.lora: set it, or use merged"
+    if asked.description.vision is not None:
+        name = asked.description.vision
+        return f"weight_sync.adapters=alone: generators of a {name!r} model get merged ones: use merged"
     if run.rollout.vllm.servers:
         return "weight_sync.adapters=alone with rollout.vllm.servers: servers get whole weights: use merged"
     if run.rollout.generator == "vllm" and lora.rank > VLLM_RANKS[-1]:
@@ -91,13 +95,18 @@ def _adapters_alone(asked: Combination) -> str | None:
 
 ADAPTERS_ALONE = Rule(
     "adapters alone in weight syncs (grpo)",
-    f"transformers generators, and vLLM but servers up to rank {VLLM_RANKS[-1]}; without modules to save",
+    f"transformers generators, and vLLM but servers up to rank {VLLM_RANKS[-1]}; without modules to save; text models",
     _adapters_alone,
     (
         Example(
             "weight_sync.adapters=alone needs model.lora: set it",
             {"weight_sync.adapters": "alone"},
             {"algorithm": "grpo"},
+        ),
+        Example(
+            "weight_sync.adapters=alone: generators of a 'llava' model get merged ones",
+            {"weight_sync.adapters": "alone"},
+            {"algorithm": "grpo", "model.lora": {}, **LLAVA},
         ),
         Example(
             "weight_sync.adapters=alone with rollout.vllm.servers",

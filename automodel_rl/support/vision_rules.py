@@ -9,7 +9,7 @@ SEEING_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *(name for name, family
 
 ENCODERS = ("clip_vision_model", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision")
 
-_LLAVA = {
+LLAVA = {
     "description.family": "llama",
     "description.vision": "llava",
     "description.encoder": "clip_vision_model",
@@ -46,11 +46,13 @@ def _vision(asked: Combination) -> str | None:
         return f"model.path: {name} with a {encoder!r} encoder is not supported: use {', '.join(ENCODERS)}"
     if model.implementation != "transformers":
         return f"model.implementation={model.implementation}: {name} runs transformers' classes only: use transformers"
-    if model.lora is not None:
-        return f"model.lora: {name} is trained without adapters: leave lora out, and freeze parts with model.frozen"
+    if model.lora is not None and model.frozen:
+        return "model.frozen with model.lora: all but adapters and modules to save is frozen: leave frozen out"
     if {*model.frozen} == {"vision", "projector", "language"}:
         return "model.frozen: all parts are frozen and nothing is left to train: leave one out"
     tp = 1 if asked.components is None else asked.components.vision.tp
+    if tp > 1 and model.lora is not None:
+        return f"components.vision.tp={tp}: adapters need tp=1: use dp_shard"
     if tp > 1 and not VISION_FAMILIES[vision].tp_plan:
         return f"components.vision.tp={tp}: the encoder of {name} cannot be split over tp: use dp_shard"
     if asked.description.vision_heads % tp:
@@ -62,6 +64,9 @@ def _without_encoder(asked: Combination) -> str | None:
     name = f"a {asked.description.family!r} model"
     if asked.components is not None:
         return f"components: {name} has one component: give its layout in parallel"
+    lora = asked.model.lora
+    if lora is not None and {"vision", "projector"} & {*lora.targets}:
+        return f"model.lora.targets: {name} has no encoder: leave vision and projector out"
     return f"model.frozen: {name} has no encoder: leave it out" if asked.model.frozen else None
 
 
@@ -69,16 +74,21 @@ VISION = Rule(
     "vision-language models",
     f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
     "CLIP's encoder or its own; images; sft, dpo and grpo; every layout of the language model; "
-    f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; no LoRA; "
-    "batch.microbatch_tokens as a number",
+    f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; "
+    "LoRA on each part; batch.microbatch_tokens as a number",
     _vision,
     (
         Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
         Example("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
         Example(
+            "model.lora.targets: a 'qwen3' model has no encoder: leave vision and projector out",
+            {"model.lora": {"targets": ["q_proj", "projector"]}},
+            {"model.lora": {}},
+        ),
+        Example(
             "rollout: prompts of a 'llava' model have images, and conversations have none: leave tools",
             {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 2},
-            {**_LLAVA, "algorithm": "grpo"},
+            {**LLAVA, "algorithm": "grpo"},
         ),
         Example(
             "rollout.vllm.servers: servers get no images of a 'qwen2_5_vl' model: let ranks start vLLM",
@@ -88,28 +98,37 @@ VISION = Rule(
         Example(
             "batch.microbatch_tokens=auto: the memory of a 'llava' model depends on its images: give a number",
             {"batch.microbatch_tokens": "auto"},
-            _LLAVA,
+            LLAVA,
         ),
         Example(
             "model.path: a 'llava' model with a 'gemma2' language model is not supported: use one with llama,",
             {"description.family": "gemma2"},
-            _LLAVA,
+            LLAVA,
         ),
         Example(
             "model.path: a 'llava' model with a 'siglip_vision_model' encoder is not supported: use clip_vision_model",
             {"description.encoder": "siglip_vision_model"},
-            _LLAVA,
+            LLAVA,
         ),
         Example(
             "model.implementation=nemo_automodel: a 'llava' model runs transformers' classes only: use transformers",
             {"model.implementation": "nemo_automodel"},
-            _LLAVA,
+            LLAVA,
         ),
-        Example("model.lora: a 'llava' model is trained without adapters: leave lora out", {"model.lora": {}}, _LLAVA),
+        Example(
+            "model.frozen with model.lora: all but adapters and modules to save is frozen",
+            {"model.frozen": ["vision"]},
+            {**LLAVA, "model.lora": {}},
+        ),
+        Example(
+            "components.vision.tp=2: adapters need tp=1: use dp_shard",
+            _SPLIT_ENCODER,
+            {**LLAVA, "description.vision_heads": 4, "model.lora": {}, **_DATA_RANKS},
+        ),
         Example(
             "model.frozen: all parts are frozen and nothing is left to train: leave one out",
             {"model.frozen": ["vision", "projector", "language"]},
-            {**_LLAVA, "model.frozen": ["vision", "projector"]},
+            {**LLAVA, "model.frozen": ["vision", "projector"]},
         ),
         Example(
             "components.vision.tp=2: the encoder of a 'qwen2_5_vl' model cannot be split over tp: use dp_shard",
@@ -119,7 +138,7 @@ VISION = Rule(
         Example(
             "components.vision.tp=2 must divide the encoder's 3 attention heads",
             _SPLIT_ENCODER,
-            {**_LLAVA, **_DATA_RANKS},
+            {**LLAVA, **_DATA_RANKS},
         ),
     ),
 )

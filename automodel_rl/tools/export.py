@@ -18,7 +18,7 @@ from automodel_rl.config import ModelConfig, RunConfig, load_config
 from automodel_rl.config.load import parse_overrides
 from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.errors import InputError
-from automodel_rl.estimate.parameter_sizes import causal_model
+from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.files import publish_folder
 from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
 from automodel_rl.hf.find import find_model
@@ -132,8 +132,7 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
     tokenizer = load_tokenizer(files.tokenizer_folder, language_config(config).vocab_size)
     adapters, dtype = files.adapters, config.dtype or torch.bfloat16
     assert adapters is not None  # merge_adapters needs some
-    with torch.device("meta"):
-        adapters.check(causal_model(language_config(config), dtype=dtype))
+    adapters.check(empty_parts(config, dtype, ModelConfig(path=str(files.folder))))
     weights = Checkpoint(files, config.model_type)
     if kind == "per-expert":
         _check_single(weights)

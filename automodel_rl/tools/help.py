@@ -100,11 +100,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "verify-checkpoint": Command("CHECKPOINT", "says whether a checkpoint is whole: every file as it was written"),
     "quickstart": Command(
-        "FOLDER [--task problems|calculator] [--seed N]",
+        "FOLDER [--task problems|calculator|images] [--seed N]",
         "makes a small model and data and trains it with GRPO, on a laptop",
-        "It takes about five minutes on two cores. With --task calculator the model learns to call a tool. FOLDER then "
-        "has model/ (random weights, a vocabulary of 500 tokens), data/, the configs sft.yaml and grpo.yaml, and both "
-        "runs, whose final/ are trained models.",
+        "It takes about five minutes on two cores. With --task calculator the model learns to call a tool, with "
+        "--task images to look at pictures. FOLDER then has model/ (random weights, a vocabulary of 500 tokens), "
+        "data/, the configs sft.yaml and grpo.yaml, and both runs, whose final/ are trained models.",
         ("--task", "--seed"),
     ),
     "completion": Command(

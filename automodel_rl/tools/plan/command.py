@@ -47,7 +47,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
     parallel = config.parallel
     description = describe_model(full := read_supported_config(config))
     config = _with_microbatch_size(config, full, device)
-    model = MemoryModel(language_config(full), config.model, config.batch.capacity, config.optimizer)
+    model = MemoryModel(full, config.model, config.batch.capacity, config.optimizer)
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
     components = (config.components or one_layout(parallel)) if description.vision else None

@@ -5,25 +5,23 @@ both components share a rank, the language model's activations are there at the 
 layer's backward is left out.
 """
 
-import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 
 from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import META, LiveBytes, attention_stand_in, stand_in_norms
-from automodel_rl.estimate.parameter_sizes import ParameterSize, split_dim
+from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, split_dim
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.parallelise import dtypes_of
-from automodel_rl.model.vision import VisionPart, encoder_layers, freeze, split_modules
+from automodel_rl.model.vision import VisionPart, encoder_layers
 from automodel_rl.optimizers import OPTIMIZERS
-from automodel_rl.support.description import language_config
 from automodel_rl.support.families import VISION_FAMILIES
 
 STAND_IN = "automodel_rl_plan_flash"
@@ -76,10 +74,7 @@ def plan_encoder(
     """
     compute, master = dtypes_of(model)
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, 1))
-    with META:
-        whole = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=compute)
-    language, part = split_modules(whole, language_config(config))
-    freeze(language, part, model.frozen)
+    _, part = empty_parts(config, compute, model)
     vision = components.vision
     sizes = [_size(config, name, p, vision.tp, vision.dp_shard) for name, p in part.named_parameters()]
     trained = [size for size in sizes if size.is_trained]
@@ -92,8 +87,13 @@ def plan_encoder(
         moments=0 if memory.offload_optimizer else moments * master.itemsize,
         gathered=sum(size.gathered for size in sizes) * compute.itemsize,
         gradients=sum(size.gathered for size in trained) * master.itemsize,
-        activations=0 if "vision" in model.frozen or not patches else _kept(part, own_patches, memory, compute),
+        activations=0 if not patches or not _is_kept(part) else _kept(part, own_patches, memory, compute),
     )
+
+
+def _is_kept(part: VisionPart) -> bool:
+    """Whether a backward goes through the encoder's layers."""
+    return any(parameter.requires_grad for layer in encoder_layers(part) for parameter in layer.parameters())
 
 
 def _size(config: PretrainedConfig, name: str, parameter: nn.Parameter, tp: int, dp_shard: int) -> ParameterSize:

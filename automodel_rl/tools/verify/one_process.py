@@ -208,6 +208,7 @@ class OneProcess:
         for name, module in model.named_modules():
             if name.endswith(".linear_attn"):
                 compute_rule_in_float64(module)
+        self.takes_grids = "image_grid_thw" in signature(model.forward).parameters
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
         self.optimizers = OPTIMIZERS[training.optimizer].reference(self.model, training.config)
@@ -253,7 +254,7 @@ class OneProcess:
         if not sequence.images:
             return {}
         pixels = [image.load().to(self.device, next(self.model.parameters()).dtype) for image in sequence.images]
-        if "image_grid_thw" not in signature(self.model.forward).parameters:
+        if not self.takes_grids:
             return {"pixel_values": torch.stack(pixels)}
         kinds = (sequence.input_ids == self.model.config.image_token_id).int()[None]
         grids = torch.tensor([image.grid for image in sequence.images], device=self.device)

@@ -6,7 +6,7 @@ import torch
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
-from automodel_rl.estimate.parameter_sizes import empty_model
+from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.lora.experts import STACKED, adapted_stacks, adapted_weight, adapted_weights_by_name
 from automodel_rl.lora.layers import merged
 from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
@@ -17,7 +17,7 @@ MIXTURES = [family for family, known in TEXT_FAMILIES.items() if known.is_moe]
 
 def adapted(family: str, *targets: str) -> torch.nn.Module:
     model = ModelConfig(path="model", lora=LoraConfig(rank=4, targets=targets))
-    return empty_model(tiny_config(family), torch.float32, model)
+    return empty_parts(tiny_config(family), torch.float32, model)[0]
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -36,7 +36,7 @@ def refusal(action: Callable[[], object]) -> str:
 @pytest.mark.parametrize(
     ("model", "algorithm", "keys", "message"),
     [
-        (LlavaConfig(), "dpo", {"model.lora": {}}, "a 'llava' model is trained without adapters"),
+        (LlavaConfig(), "dpo", {"model.lora": {}, "model.frozen": ["vision"]}, "model.frozen with model.lora: all but"),
         (
             LlavaConfig(),
             "grpo",
