@@ -25,12 +25,12 @@ from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import LayerActivations, layer_activations
-from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_model, parameter_sizes, stage_parameters
+from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, parameter_sizes, stage_parameters
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
-from automodel_rl.support.description import LINEAR_ATTENTION, experts_per_token
+from automodel_rl.support.description import LINEAR_ATTENTION, experts_per_token, language_config
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class MemoryModel:
     """Plans layouts of one model. Everything that depends on the model alone is computed once.
 
     Args:
-        config: the (language) model's config.
+        whole: the config of the whole model. Of a vision-language model it plans the language model.
         model: the config section with its precision and adapters.
         microbatch_tokens: capacity of a microbatch in tokens.
         optimizer: the optimizer's config.
@@ -103,16 +103,16 @@ class MemoryModel:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        whole: PretrainedConfig,
         model: ModelConfig,
         microbatch_tokens: int,
         optimizer: OptimizerConfig,
     ):
-        self.config, self.microbatch_tokens = config, microbatch_tokens
+        self.config, self.microbatch_tokens = (config := language_config(whole)), microbatch_tokens
         self.values = config.to_dict()
         self._dtype, master = dtypes_of(model)
         self.compute, self.master = self._dtype.itemsize, master.itemsize
-        self._model = empty_model(config, master, model)
+        self._model = empty_parts(whole, master, model)[0]
         self.trains_head = self._model.lm_head.weight.requires_grad
         states = OPTIMIZERS[optimizer.name].state_names(self._model)
         self._num_moments = {name: len(names.moments) for name, names in states.items()}

@@ -1,5 +1,6 @@
 """Sizes of a model's tensors on a layout, from its config alone: no weights, no process groups."""
 
+import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.lora.add import add_adapters
+from automodel_rl.model.vision import encoder_of, freeze, split_modules
 from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
-from automodel_rl.support.families import FAMILIES
+from automodel_rl.support.description import language_config
+from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -60,17 +63,31 @@ def causal_model(config: PretrainedConfig, **options: Any) -> Any:
     return part
 
 
-def empty_model(config: PretrainedConfig, dtype: torch.dtype, model_config: ModelConfig) -> Any:
-    """The language model on the meta device, with adapters if the config has them."""
+def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: ModelConfig) -> list[Any]:
+    """The language model and, of a vision-language model, the encoder, on the meta device, with adapters if the config
+    has them, and with what is frozen.
+
+    Args:
+        config: the config of the whole model.
+        dtype: the dtype of the parameters.
+        model_config: the config section with adapters and frozen parts.
+    """
     lora = model_config.lora
+    if config.model_type not in VISION_FAMILIES:
+        with torch.device("meta"):
+            model = causal_model(config, dtype=dtype)
+        if lora is not None:
+            add_adapters(model, lora)
+        return [model]
     with torch.device("meta"):
-        model = causal_model(config, dtype=dtype)
-    if "language" in model_config.frozen:
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        whole = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=dtype)
+        language, vision = split_modules(whole, language_config(config))
+        if config.tie_word_embeddings:
+            language.lm_head.weight = language.model.embed_tokens.weight
+    freeze(language, vision, model_config.frozen)
     if lora is not None:
-        add_adapters(model, lora)
-    return model
+        add_adapters(language, lora, encoder_of(vision))
+    return [language, vision]
 
 
 def parameter_sizes(model: Any, parallel: ParallelConfig) -> Iterator[ParameterSize]:

@@ -1,6 +1,8 @@
 """Gives a model its adapters, before it is split and has storage."""
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,10 +18,34 @@ ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
 
 
-def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
+@dataclass(frozen=True)
+class Encoder:
+    """The part of a vision-language model before its language model, as adapters see it.
+
+    Attributes:
+        part: the encoder with its projector.
+        projectors: full names of the modules that are the projector.
+    """
+
+    part: nn.Module
+    projectors: tuple[str, ...]
+
+    def target_of(self, layer: str, targets: Sequence[str]) -> str | None:
+        """The target that means a layer, by its full name; None if none does. Short names mean the language model."""
+        whole = "projector" if layer.startswith(tuple(f"{name}." for name in self.projectors)) else "vision"
+        by_name = (target for target in targets if "." in target and is_named(layer, target))
+        return whole if whole in targets else next(by_name, None)
+
+
+def add_adapters(model: nn.Module, config: LoraConfig, encoder: Encoder | None = None) -> LoraConfig:
     """Freezes a model without storage and gives its target layers and experts adapters, in place.
 
     A layer then computes W x + b + scale * B A x. The names of its own weights stay. Modules to save stay trained.
+
+    Args:
+        model: a causal language model.
+        config: the adapters' config.
+        encoder: the encoder of a vision-language model; None for a model that reads text only.
 
     Returns:
         The config with only those targets that the model has.
@@ -27,24 +53,23 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     Raises:
         InputError: the model has none of the targets, or not one of the modules to save.
     """
-    for parameter in model.parameters():
+    parts = [model] if encoder is None else [model, encoder.part]
+    for parameter in itertools.chain(*(part.parameters() for part in parts)):
         parameter.requires_grad_(False)
-    _train_whole(model, config)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    _train_whole(model, parts, config)
+    linears = _linears(model)
     targets = config.targets
     if ALL_LINEAR in targets:
         targets = tuple(sorted({*targets, *(name.rpartition(".")[2] for name in linears if name != HEAD)}))
     found = add_expert_adapters(model, config)
-    for name, linear in linears.items():
-        target = next((target for target in targets if is_named(name, target)), None)
+    chosen = [(next((t for t in targets if is_named(name, t)), None), linear) for name, linear in linears.items()]
+    if encoder is not None:
+        chosen += [(encoder.target_of(name, targets), linear) for name, linear in _linears(encoder.part).items()]
+    for target, linear in chosen:
         if target is None or linear.weight.requires_grad:  # a module to save needs no adapter
             continue
         found.add(target)
-        options: dict[str, Any] = {"bias": False, "dtype": linear.weight.dtype, "device": linear.weight.device}
-        layer: Any = linear
-        layer.lora_A = nn.Linear(linear.in_features, config.rank, **options)
-        layer.lora_B = nn.Linear(config.rank, linear.out_features, **options)
-        layer.lora_scale, layer.lora_dropout = config.scale, config.dropout
+        _add_adapter(linear, config)
     if not found:
         raise InputError(
             f"model.lora.targets={list(config.targets)}: no linear layer of the model has one of these names, nor do "
@@ -53,10 +78,21 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> LoraConfig:
     return config.model_copy(update={"targets": tuple(name for name in targets if name in found)})
 
 
-def _train_whole(model: Any, config: LoraConfig) -> None:
+def _linears(part: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in part.named_modules() if isinstance(module, nn.Linear)}
+
+
+def _add_adapter(layer: Any, config: LoraConfig) -> None:
+    options: dict[str, Any] = {"bias": False, "dtype": layer.weight.dtype, "device": layer.weight.device}
+    layer.lora_A = nn.Linear(layer.in_features, config.rank, **options)
+    layer.lora_B = nn.Linear(config.rank, layer.out_features, **options)
+    layer.lora_scale, layer.lora_dropout = config.scale, config.dropout
+
+
+def _train_whole(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> None:
     """Leaves the modules to save trained."""
     for name in config.modules_to_save:
-        modules = [module for own, module in model.named_modules() if is_named(own, name)]
+        modules = [module for part in parts for own, module in part.named_modules() if is_named(own, name)]
         if not modules:
             raise InputError(
                 f"model.lora.modules_to_save={list(config.modules_to_save)}: the model has no module {name}: name one "
@@ -64,7 +100,7 @@ def _train_whole(model: Any, config: LoraConfig) -> None:
             )
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
             parameter.requires_grad_(True)
-    ends = (model.get_output_embeddings(), model.get_input_embeddings()) if config.modules_to_save else ()
+    ends = (model.lm_head, model.model.embed_tokens) if config.modules_to_save else ()
     if model.config.tie_word_embeddings and any(end.weight.requires_grad for end in ends):
         raise InputError(
             "model.lora.modules_to_save: the model's head is tied to its embedding, and PEFT's files would part them: "

@@ -1,7 +1,9 @@
 """Adapters in PEFT's file format: adapter_model.safetensors, and adapter_config.json beside it."""
 
+import itertools
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.model import LoraConfig
@@ -27,8 +29,7 @@ from automodel_rl.lora.experts import (
 from automodel_rl.lora.layers import ADAPTER, merged
 from automodel_rl.lora.stacks import from_peft, to_peft
 from automodel_rl.parallel.host_collectives import gather_objects
-from automodel_rl.parallel.layout import Layout
-from automodel_rl.parallel.sharding import gather_whole, local_box, local_tensor
+from automodel_rl.parallel.sharding import local_box, local_tensor
 from automodel_rl.support.families import FAMILIES
 
 PEFT_PREFIX = "base_model.model."
@@ -79,7 +80,7 @@ class AdapterFolder:
                 rank=self._rank,
                 alpha=values["lora_alpha"],
                 rslora=values.get("use_rslora", False),
-                targets=self._layers if isinstance(targets, str) else self._names(targets, values),
+                targets=self._layers if isinstance(targets, str) or self._is_seeing else self._names(targets, values),
                 modules_to_save=values.get("modules_to_save") or (),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -93,22 +94,25 @@ class AdapterFolder:
     def tensors(self) -> dict[str, Tensor]:
         """Adapters and modules to save, by the names that they have in the model; mapped from the file."""
         try:
-            named = {name.removeprefix(PEFT_PREFIX): t for name, t in load_file(self.folder / WEIGHTS).items()}
+            named = {
+                _own_name(name.removeprefix(PEFT_PREFIX)): t for name, t in load_file(self.folder / WEIGHTS).items()
+            }
             return from_peft(named, self._rank, self._target_parameters)
         except (OSError, SafetensorError) as error:
             raise InputError(f"{self.folder / WEIGHTS}: damaged or not there ({error}): copy it again") from None
 
-    def check(self, model: Any) -> None:
+    def check(self, parts: Sequence[Any]) -> None:
         """Compares the tensors with a model's, by name and shape.
 
         Args:
-            model: the model, with adapters that are to be filled, or without them if they are merged.
+            parts: the language model and, if it has one, the encoder, with adapters that are to be filled, or without
+                them if they are merged.
 
         Raises:
             InputError: a tensor belongs to nothing in the model, or an adapter of the model has no tensor.
         """
-        file, own = self.folder / WEIGHTS, dict(model.named_parameters())
-        is_transposed = FAMILIES[model.config.model_type].transposes_experts
+        file, own = self.folder / WEIGHTS, dict(itertools.chain(*(part.named_parameters() for part in parts)))
+        is_transposed = FAMILIES[parts[0].config.model_type].transposes_experts
         for name, tensor in self.tensors.items():
             adapted = ADAPTER.fullmatch(name)
             if name in own:
@@ -143,6 +147,12 @@ class AdapterFolder:
             own = down[box[0]] if is_stack else down[:, box[1]]
             is_transposed = is_stack and FAMILIES[family].transposes_experts
             local.copy_(merged(local.cpu(), own, up[box[0]], self.config.scale, is_transposed))
+
+    @cached_property
+    def _is_seeing(self) -> bool:
+        """Whether they belong to a vision-language model. Short names may then also mean layers of the encoder."""
+        with safe_open(self.folder / WEIGHTS, "pt") as file:
+            return any(name.startswith(f"{PEFT_PREFIX}model.language_model.") for name in file.keys())  # noqa: SIM118
 
     @cached_property
     def _adapted(self) -> dict[str, str]:
@@ -198,25 +208,24 @@ class AdapterOrigin:
 
 def save_adapters(
     folder: Path,
-    parameters: Iterator[tuple[str, nn.Parameter]],
+    tensors: dict[str, Tensor],
     origin: AdapterOrigin,
     tokenizer: PreTrainedTokenizerBase | None,
-    layout: Layout,
+    world: dist.ProcessGroup,
 ) -> None:
     """Writes adapter_model.safetensors and adapter_config.json, which PEFT opens. A collective.
 
     Args:
         folder: the folder to write; replaced if it exists; on a file system that all ranks share.
-        parameters: names and parameters of this rank; only those that are trained are written.
+        tensors: names and whole values of adapters and modules to save, each on one of the ranks.
         origin: the model that the adapters belong to.
         tokenizer: the tokenizer to save along, if given.
-        layout: this rank's place.
+        world: all ranks of the job.
     """
-    own = {name: gather_whole(p, layout).cpu() for name, p in parameters if p.requires_grad}
-    of_stages = gather_objects(own, layout.pp_control)
-    with complete_folder(folder, layout.world_control) as unfinished:
+    of_ranks = gather_objects(tensors, world)
+    with complete_folder(folder, world) as unfinished:
         if dist.get_rank() == 0:
-            write_adapters(unfinished, {k: v for stage in of_stages for k, v in stage.items()}, origin)
+            write_adapters(unfinished, {k: v for of_rank in of_ranks for k, v in of_rank.items()}, origin)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
 
@@ -244,12 +253,30 @@ def write_single_adapters(folder: Path, tensors: dict[str, Tensor], origin: Adap
     _write(folder, tensors, origin, {"target_modules": sorted(short)})
 
 
+def _name_in_class(name: str, family: str) -> str:
+    """The name that PEFT sees of a tensor or layer: that in transformers' class, where the language model of a
+    vision-language model is a module of its own."""
+    if not _is_seeing(family):
+        return name
+    return re.sub(r"^model\.(layers|embed_tokens|norm)\.", r"model.language_model.\1.", name)
+
+
+def _is_seeing(family: str) -> bool:
+    return FAMILIES[family].vision is not None
+
+
+def _own_name(name: str) -> str:
+    """The name that a tensor of PEFT's file has in the model's parts."""
+    return re.sub(r"^model\.language_model\.", "model.", name)
+
+
 def _layers_of(tensors: dict[str, Tensor]) -> list[str]:
     return sorted({layer for name in tensors for layer in ADAPTER.findall(name)})
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin, targets: dict[str, list[str]]) -> None:
-    save_file({f"{PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    named = {f"{PEFT_PREFIX}{_name_in_class(name, origin.family)}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / WEIGHTS, {"format": "pt"})
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -276,11 +303,15 @@ def _peft_targets(layers: list[str], origin: AdapterOrigin) -> dict[str, list[st
     stacks = [adapted_weight(layer) for layer in layers if layer.endswith(_OF_STACKS)]
     dense = [layer for layer in layers if not layer.endswith(_OF_STACKS)]
     by_weight = [layer for layer in dense if layer.rpartition(".")[2] in of_experts]
-    has_full_names = any(target.count(".") > target.startswith(f"{EXPERTS}.") for target in origin.config.targets)
+    # PEFT would find the same short names in the encoder.
+    has_full_names = _is_seeing(origin.family) or any(
+        target.count(".") > target.startswith(f"{EXPERTS}.") for target in origin.config.targets
+    )
     by_name = {layer if has_full_names else layer.rpartition(".")[2] for layer in dense if layer not in by_weight}
     if not has_full_names:
         stacks = sorted({".".join(name.split(".")[-2:]) for name in stacks})
+    named = [_name_in_class(name, origin.family) for name in (*(f"{layer}.weight" for layer in by_weight), *stacks)]
     return {
-        "target_modules": sorted(by_name),
-        "target_parameters": [*(f"{layer}.weight" for layer in by_weight), *stacks],
+        "target_modules": sorted(_name_in_class(layer, origin.family) for layer in by_name),
+        "target_parameters": named,
     }
