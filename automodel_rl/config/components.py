@@ -37,13 +37,16 @@ class VisionComponent(Section):
     dp_shard: Positive = 1
     """Number of ranks that divide the images among themselves, with sharded weights (FSDP2)."""
 
+    dp_replicate: Positive = 1
+    """Number of copies of these ranks, which divide the images further."""
+
     tp: Positive = 1
     """Number of ranks that every layer is split over (tensor parallel)."""
 
     @property
     def parallel(self) -> ParallelConfig:
         """Its layout, without the ranks."""
-        return ParallelConfig(dp_shard=self.dp_shard, tp=self.tp)
+        return ParallelConfig(dp_shard=self.dp_shard, dp_replicate=self.dp_replicate, tp=self.tp)
 
 
 class LanguageComponent(ParallelConfig):
@@ -111,10 +114,10 @@ class ComponentsConfig(Section):
         missing = sorted({*range(max(*vision, *language) + 1)} - {*vision, *language})
         if missing:
             raise ValueError(f"ranks {missing} hold no component: give each rank below the highest one to a component")
-        lanes, served = self.vision.dp_shard, self.language.num_data_ranks
+        lanes, served = self.vision.parallel.num_data_ranks, self.language.num_data_ranks
         if lanes % served and served % lanes:
             raise ValueError(
-                f"vision.dp_shard={lanes} and the {served} data ranks of language (dp_shard x dp_replicate): one must "
+                f"the {lanes} data ranks of vision and the {served} of language (dp_shard x dp_replicate): one must "
                 "divide the other, so that each encoder serves as many data ranks: change one of them"
             )
         return self

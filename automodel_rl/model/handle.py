@@ -82,6 +82,8 @@ class ModelHandle:
         num_deepstack: number of the language model's first layers after which features of images are added.
         extras: what a step needs of each part of the language model, in the order of `stages`.
         unused_tensors: names of tensors of the checkpoint that the model does not have, such as its MTP layers.
+        partial_in_encoder: parameters of the encoder, as (module, name), for which each tp rank's gradient is only a
+            summand.
         trains_encoder: whether anything of the encoder or the projector is trained.
         has_changed: whether training or a checkpoint has changed the weights since they were loaded.
         tied: the two copies of a tied embedding that a pipeline has split; None for other models and layouts.
@@ -109,8 +111,9 @@ class ModelHandle:
         self.num_deepstack = num_deepstack(self.whole_config)
         self.extras = [parallelise(part, self.layout, model, memory, self.num_deepstack) for part in language]
         self.components = [Component("language", language, self.layout)] if language else []
+        self.partial_in_encoder: list[tuple[nn.Module, str]] = []
         if empty.vision is not None and meshes.vision is not None and not meshes.vision.is_guest:
-            parallelise_encoder(empty.vision, meshes.vision, model, memory)
+            self.partial_in_encoder = parallelise_encoder(empty.vision, meshes.vision, model, memory)
             self.components.append(Component("vision", [empty.vision], meshes.vision))
         self.parts = [part for component in self.components for part in component.parts]
         is_cut = self.whole_config.tie_word_embeddings and self.layout.parallel.pp > 1

@@ -151,7 +151,9 @@ def freeze(language: LanguagePart, vision: VisionPart, frozen: Sequence[str]) ->
             parameter.requires_grad_(False)
 
 
-def parallelise_encoder(part: VisionPart, layout: Layout, model: ModelConfig, memory: MemoryConfig) -> None:
+def parallelise_encoder(
+    part: VisionPart, layout: Layout, model: ModelConfig, memory: MemoryConfig
+) -> list[tuple[nn.Module, str]]:
     """Lays out the encoder over ranks, in place: its linear layers over tp, the rest with FSDP.
 
     Args:
@@ -159,11 +161,15 @@ def parallelise_encoder(part: VisionPart, layout: Layout, model: ModelConfig, me
         layout: the encoder's layout.
         model: the model's config, for its precision.
         memory: what is recomputed.
+
+    Returns:
+        Parameters, as (module, name), for which each tp rank's gradient is only a summand.
     """
+    partial: list[tuple[nn.Module, str]] = []
     if layout.parallel.tp > 1:
-        plan = dict(VISION_FAMILIES[part.config.model_type].tp_plan)
+        names = VISION_FAMILIES[part.config.model_type]
         how = TensorParallel(layout.tp_group, sequence_parallel=False)
-        split_linears(part, lambda name: plan.get(name.rpartition(".")[2]), layout.mesh["tp"], how)
+        partial = split_linears(part, names.tp_style, layout.mesh["tp"], how)
     compute, _ = dtypes_of(model)
     install_adapters(part)
     choose_attention(part, layout.device, compute)
@@ -171,6 +177,7 @@ def parallelise_encoder(part: VisionPart, layout: Layout, model: ModelConfig, me
     layers = encoder_layers(part)
     checkpoint_layers(layers, memory.activation_checkpointing)
     wrap_fsdp(part, layers, [], layout.fsdp_mesh, mixed_precision(model))
+    return partial
 
 
 def encoder_layers(part: VisionPart) -> list[Any]:

@@ -33,8 +33,10 @@ WIDE_NORM = "wide_norm"
 """An RMSNorm over all heads of a token."""
 
 FUSED, FUSED_HEADS, FUSED_STATES = "fused_columns", "fused_heads", "fused_states"
-"""Linear layers whose outputs are two, or queries, keys and values of attention or of linear attention. Every rank
-keeps the whole weight, because files hold it as one tensor, and uses its rows of each section."""
+FUSED_THREE = "fused_three"
+"""Linear layers whose outputs are two; queries, keys and values of attention, or of linear attention; or those of an
+encoder's attention, with as many heads for each. Every rank keeps the whole weight, because files hold it as one
+tensor, and uses its rows of each section."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,18 @@ def _sections_of_heads(_: nn.Module, attention: Any, tp: int) -> tuple[int, ...]
     return (queries, keys, keys)
 
 
-SECTIONS = {FUSED: _halves, FUSED_HEADS: _sections_of_heads, FUSED_STATES: _sections_of_states}
+def _thirds(linear: Any, attention: Any, tp: int) -> tuple[int, ...]:
+    """Rows of queries, keys and values of an encoder. Its attention is told how many heads a rank has."""
+    attention.num_heads //= tp
+    return (len(linear.weight) // 3,) * 3
+
+
+SECTIONS = {
+    FUSED: _halves,
+    FUSED_HEADS: _sections_of_heads,
+    FUSED_STATES: _sections_of_states,
+    FUSED_THREE: _thirds,
+}
 """Number of rows of each section, by style."""
 
 

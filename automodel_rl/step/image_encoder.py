@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_rl.batch import Image, Microbatch, distinct_images
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.vision import VisionPart, blank_image
+from automodel_rl.parallel.gradients import sum_partial_gradients
 from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
 from automodel_rl.step.bridge import Bridge
 
@@ -42,10 +43,20 @@ class ImageEncoder:
         like: a tensor [0, E] of the embeddings' dtype, on the device. E is the hidden size of the language model, or a
             multiple of it if features follow each embedding (batch/images.py).
         trains: whether embeddings need gradients; the same on all ranks.
+        partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
     """
 
-    def __init__(self, part: VisionPart | None, bridge: Bridge, blank: Image, like: Tensor, trains: bool):
+    def __init__(
+        self,
+        part: VisionPart | None,
+        bridge: Bridge,
+        blank: Image,
+        like: Tensor,
+        trains: bool,
+        partial: Sequence[tuple[nn.Module, str]],
+    ):
         self.part, self.bridge, self.blank, self.like, self.trains = part, bridge, blank, like, trains
+        self.partial = partial
         self._images: dict[int, list[tuple[Image, ...]]] = {}
         self._shares: dict[int, list[list[Place]]] = {}
         self._encoded: list[tuple[int, Tensor]] = []
@@ -102,6 +113,9 @@ class ImageEncoder:
             if lane in left:  # a blank image does not count
                 gradient, left[lane] = left[lane].split([len(chunk), len(left[lane]) - len(chunk)])
             chunk.backward(gradient)
+        if self._encoded and self.bridge.vision.tp_group is not None:
+            parameters = [module.get_parameter(name) for module, name in self.partial]
+            sum_partial_gradients(parameters, self.bridge.vision.tp_group)
         self._encoded, self._images = [], {}
 
     def abandon_step(self) -> None:
@@ -181,4 +195,5 @@ def make_image_encoder(handle: ModelHandle) -> ImageEncoder | None:
         blank_image(handle.whole_config),
         like=torch.empty(0, width, dtype=handle.dtype, device=handle.layout.device),
         trains=handle.trains_encoder,
+        partial=handle.partial_in_encoder,
     )

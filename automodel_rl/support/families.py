@@ -9,6 +9,7 @@ from automodel_rl.parallel.tensor_parallel import (
     FUSED,
     FUSED_HEADS,
     FUSED_STATES,
+    FUSED_THREE,
     REPLICATED,
     ROWS,
     WIDE_NORM,
@@ -44,13 +45,17 @@ class VisionNames:
             fits counts.
         has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
             arXiv:2409.12191).
-        tp_plan: how the encoder's linear layers split over tp, by the last part of their name; empty if they cannot.
+        tp_plan: how the encoder's linear layers split over tp, by the last two parts of their name.
     """
 
     projectors: tuple[str, ...]
     in_files: tuple[tuple[str, str], ...]
     has_rotary_grid: bool = False
     tp_plan: TPPlan = ()
+
+    def tp_style(self, layer: str) -> str | None:
+        """How a linear layer splits over tp, by its name; None if it does not."""
+        return dict(self.tp_plan).get(".".join(layer.split(".")[-2:]))
 
 
 @dataclass(frozen=True)
@@ -189,10 +194,12 @@ _DELTA_NET_PLAN = (
     ("linear_attn.norm", REPLICATED),
     ("linear_attn.out_proj", ROWS),
 )
+_QWEN_ATTENTION = (("attn.qkv", FUSED_THREE), ("attn.proj", ROWS))
 _QWEN3_VISION = VisionNames(
     projectors=("visual.merger", "visual.deepstack_merger_list"),
     in_files=(("model.visual.", "model.visual."), ("model.", "model.language_model.")),
     has_rotary_grid=True,
+    tp_plan=(*_QWEN_ATTENTION, ("mlp.linear_fc1", COLUMNS), ("mlp.linear_fc2", ROWS)),
 )
 _MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
@@ -309,14 +316,19 @@ FAMILIES = {
                 ("", "language_model."),
             ),
             tp_plan=(
-                *((name, COLUMNS) for name in ("q_proj", "k_proj", "v_proj", "fc1")),
-                *((name, ROWS) for name in ("out_proj", "fc2")),
+                *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
+                ("self_attn.out_proj", ROWS),
+                ("mlp.fc1", COLUMNS),
+                ("mlp.fc2", ROWS),
             ),
         )
     ),
     "qwen2_5_vl": Family(
         vision=VisionNames(
-            projectors=("visual.merger",), in_files=(("model.visual.", "visual."),), has_rotary_grid=True
+            projectors=("visual.merger",),
+            in_files=(("model.visual.", "visual."),),
+            has_rotary_grid=True,
+            tp_plan=(*_QWEN_ATTENTION, *_MLP),
         )
     ),
     "qwen3_vl": Family(vision=_QWEN3_VISION),

@@ -53,8 +53,6 @@ def _vision(asked: Combination) -> str | None:
     tp = 1 if asked.components is None else asked.components.vision.tp
     if tp > 1 and model.lora is not None:
         return f"components.vision.tp={tp}: adapters need tp=1: use dp_shard"
-    if tp > 1 and not VISION_FAMILIES[vision].tp_plan:
-        return f"components.vision.tp={tp}: the encoder of {name} cannot be split over tp: use dp_shard"
     if asked.description.vision_heads % tp:
         return f"components.vision.tp={tp} must divide the encoder's {asked.description.vision_heads} attention heads"
     return None
@@ -74,7 +72,7 @@ VISION = Rule(
     "vision-language models",
     f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
     "CLIP's encoder or its own; images; sft, dpo and grpo; every layout of the language model; "
-    f"encoder: dp_shard, and tp with {', '.join(n for n, v in VISION_FAMILIES.items() if v.tp_plan)}; "
+    "encoder: dp_shard, dp_replicate and tp; "
     "LoRA on each part; batch.microbatch_tokens as a number",
     _vision,
     (
@@ -129,11 +127,6 @@ VISION = Rule(
             "model.frozen: all parts are frozen and nothing is left to train: leave one out",
             {"model.frozen": ["vision", "projector", "language"]},
             {**LLAVA, "model.frozen": ["vision", "projector"]},
-        ),
-        Example(
-            "components.vision.tp=2: the encoder of a 'qwen2_5_vl' model cannot be split over tp: use dp_shard",
-            _SPLIT_ENCODER,
-            {**_QWEN, **_DATA_RANKS},
         ),
         Example(
             "components.vision.tp=2 must divide the encoder's 3 attention heads",

@@ -80,7 +80,7 @@ def plan_encoder(
     trained = [size for size in sizes if size.is_trained]
     states = OPTIMIZERS[optimizer.name].state_names(part)
     moments = sum(size.largest_shard * len(states[size.name].moments) for size in trained)
-    own_patches = -(-patches // vision.dp_shard)
+    own_patches = -(-patches // vision.parallel.num_data_ranks)
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),
         weights=sum(size.largest_shard for size in sizes) * master.itemsize,
@@ -100,7 +100,7 @@ def _size(config: PretrainedConfig, name: str, parameter: nn.Parameter, tp: int,
     """The size of an encoder's parameter on one rank."""
     module, _, kind = name.rpartition(".")
     shape = list(parameter.shape)
-    dim = split_dim(dict(VISION_FAMILIES[config.model_type].tp_plan).get(module.rpartition(".")[2]), kind)
+    dim = split_dim(VISION_FAMILIES[config.model_type].tp_style(module), kind)
     if dim is not None:
         shape[dim] //= tp
     return ParameterSize(name, None, tuple(shape), dp_shard, parameter.requires_grad)

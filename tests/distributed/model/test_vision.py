@@ -74,6 +74,7 @@ SPLIT_ENCODER = components_of({"ranks": "0-1", "tp": 2}, {"ranks": "2-3", "dp_sh
 EVERYTHING = components_of(
     {"ranks": "0-3", "dp_shard": 2, "tp": 2}, {"ranks": "0-3", "cp": 2, "tp": 2, "sequence_parallel": True}
 )
+REPLICATED = components_of({"ranks": "0-3", "dp_replicate": 2, "tp": 2}, {"ranks": "4-5", "pp": 2})
 CUT_PIPELINE = components_of({"ranks": 0}, {"ranks": "1-4", "pp": 2, "cp": 2})
 ONE_TO_EXPERTS = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2, "ep": 2})
 V_PLACED = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2})
@@ -81,8 +82,13 @@ V_PLACED = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZB
 
 @pytest.mark.parametrize(
     ("family", "components"),
-    [(LLAVA, SPLIT_ENCODER), (LLAVA, EVERYTHING), pytest.param(QWEN, V_PLACED, marks=SPLIT)],
-    ids=["encoder over tp", "cp, tp and sequence parallel", "V placement"],
+    [
+        (QWEN, SPLIT_ENCODER),
+        (LLAVA, EVERYTHING),
+        (QWEN3, REPLICATED),
+        pytest.param(QWEN, V_PLACED, marks=SPLIT),
+    ],
+    ids=["encoder over tp", "cp, tp and sequence parallel", "replicas of an encoder over tp", "V placement"],
 )
 def test_any_layout_of_either_module_equals_one_process(
     ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
