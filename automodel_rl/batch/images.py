@@ -63,13 +63,13 @@ class ImageTokens:
     Attributes:
         places: places of the image tokens among this rank's tokens, int64 [i].
         rows: the row of `embeddings` for each of these tokens, int64 [i].
-        embeddings: embeddings of the distinct images of the microbatch, in order, and features that are added later,
-            [m, (1 + D) * H]; None on ranks that do not use them.
+        embeddings: waits for the embeddings of the distinct images of the microbatch, in order, and for features that
+            are added later, [m, (1 + D) * H]; None on ranks that do not use them.
     """
 
     places: Tensor
     rows: Tensor
-    embeddings: Tensor | None = None
+    embeddings: Callable[[], Tensor] | None = None
 
     def to(self, device: torch.device) -> "ImageTokens":
         """The same image tokens, with `places` and `rows` on `device`. Embeddings are made on the device, so they
@@ -92,7 +92,7 @@ class ImageTokens:
         """
         assert self.embeddings is not None
         # Sequences may share an image. Indexing sums their gradients in a fixed order; index_select would not on CUDA.
-        found, *features = self.embeddings[self.rows].split(hidden.shape[-1], dim=1)
+        found, *features = self.embeddings()[self.rows].split(hidden.shape[-1], dim=1)
         return hidden.squeeze(0).index_copy(0, self.places, found).unsqueeze(0), features
 
     def add_to(self, hidden: Tensor, features: Tensor) -> Tensor:

@@ -273,7 +273,7 @@ def planned_actions(name: str, pp: int, stages_of_rank: Sequence[Sequence[int]],
     schedule_class: Any = get_schedule_class(name)
     if issubclass(schedule_class, PipelineScheduleSingle):  # these have no plan that can be read
         ahead = [num_microbatches if name == "GPipe" else pp - rank for rank in range(pp)]
-        return [_forward_ahead(rank, min(ahead[rank], num_microbatches), num_microbatches) for rank in range(pp)]
+        return [forward_ahead(rank, min(ahead[rank], num_microbatches), num_microbatches) for rank in range(pp)]
     stages = [_StageStandIn(index, sum(map(len, stages_of_rank)), pp) for index in stages_of_rank[0]]
     orders = schedule_class(stages, num_microbatches, loss_fn=_no_loss).pipeline_order
     kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -289,7 +289,7 @@ def planned_actions(name: str, pp: int, stages_of_rank: Sequence[Sequence[int]],
     ]
 
 
-def _forward_ahead(stage: int, ahead: int, num_microbatches: int) -> list[tuple[int, str, int]]:
+def forward_ahead(stage: int, ahead: int, num_microbatches: int) -> list[tuple[int, str, int]]:
     """Actions of a stage: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
     actions = [(stage, "F", index) for index in range(ahead)]
     for index in range(num_microbatches):

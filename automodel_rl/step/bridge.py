@@ -1,7 +1,8 @@
 """The bridge between an encoder and a language model, each on a mesh of its own, beside the pipeline schedule.
 
-Before the schedule, the encoder's embeddings of images go over the bridge to the language model. After it, their
-gradients come back. How many there are may differ from microbatch to microbatch.
+The encoder's embeddings of images go over the bridge to the language model, and their gradients come back: those of a
+whole step at once where ranks have both components, microbatch by microbatch where they have one. How many there are
+may differ from microbatch to microbatch.
 
 A lane is a data rank. An encoder lane has the ranks that split the encoder's layers. A language lane has those ranks of
 the first stage that share its microbatches. The first rank of a lane is its leader and sends for it.
@@ -10,7 +11,7 @@ The numbers of lanes decide which serve which. With fewer encoder lanes than lan
 several language lanes (fan out). With more, several encoder lanes serve one language lane and divide its images
 (fan in).
 
-Every exchange is a sequence of broadcasts, each in a group of one language lane and the encoder lanes that serve it.
+Embeddings are broadcast, each time in a group of one language lane and the leader of an encoder lane that serves it.
 All ranks go through groups and senders in the same order, so they never wait for each other in a circle.
 """
 
@@ -33,14 +34,14 @@ class Lane:
         language_ranks: the ranks of the language lane, its leader first.
         encoder_leaders: the leader of each encoder lane that serves it.
         encoder_ranks: all ranks of each encoder lane that serves it.
-        device_group: the language ranks and the encoder leaders, for tensors; None if that is one rank.
+        device_groups: the language ranks with each of the encoder leaders, for tensors; None if that is one rank.
         control: the language ranks and all encoder ranks, for objects; None if that is one rank.
     """
 
     language_ranks: tuple[int, ...]
     encoder_leaders: tuple[int, ...]
     encoder_ranks: tuple[tuple[int, ...], ...]
-    device_group: dist.ProcessGroup | None
+    device_groups: tuple[dist.ProcessGroup | None, ...]
     control: dist.ProcessGroup | None
 
     @property
@@ -78,10 +79,11 @@ class Bridge:
             serving = encoder_lanes[first : first + fan_in]
             leaders = [ranks[0] for ranks in serving]
             everyone = sorted({*of_lane, *(r for ranks in serving for r in ranks)})
-            device_group, control = _group({*of_lane, *leaders}, None), _group(set(everyone), "gloo")
+            device_groups = tuple(_group({*of_lane, leader}, None) for leader in leaders)
+            control = _group(set(everyone), "gloo")
             if rank in everyone:
                 self.lanes[number] = Lane(
-                    tuple(of_lane), tuple(leaders), tuple(map(tuple, serving)), device_group, control
+                    tuple(of_lane), tuple(leaders), tuple(map(tuple, serving)), device_groups, control
                 )
             self.own_share = next((n for n, ranks in enumerate(serving) if rank in ranks), self.own_share)
         self.own_lane = language.data_rank if language.has_first_stage else None
@@ -129,7 +131,7 @@ class Bridge:
             for share, leader in enumerate(lane.encoder_leaders):
                 sends = share == self.own_share and dist.get_rank() in lane.encoder_leaders
                 tensor = embeddings.get(number) if sends else None
-                tensor = self._broadcast(tensor, sizes[number][share], like, leader, lane)
+                tensor = self._broadcast(tensor, sizes[number][share], like, leader, lane, share)
                 if number == self.own_lane and tensor is not None:
                     received.append(tensor)
         return received
@@ -145,29 +147,86 @@ class Bridge:
             The gradients of this rank's encoder lane, by language lane; empty on ranks without the encoder.
         """
         for gradient in gradients:
-            self._sum_over_language_lane(gradient)
+            self.sum_over_language_lane(gradient)
         mine: dict[int, Tensor] = {}
         for number, lane in self.lanes.items():
             for share in range(len(lane.encoder_leaders)):
                 tensor = gradients[share] if number == self.own_lane else None
-                tensor = self._broadcast(tensor, sizes[number][share], like, lane.language_leader, lane)
+                tensor = self._broadcast(tensor, sizes[number][share], like, lane.language_leader, lane, share)
                 if share == self.own_share and number in self.served_lanes:
                     mine[number] = self._to_tp_peers(tensor, sizes[number][share], like)
         return mine
 
-    def _broadcast(self, tensor: Tensor | None, size: int, like: Tensor, source: int, lane: Lane) -> Tensor | None:
-        """The tensor [size, E] of one rank, on all of the lane's device group; None outside of it."""
-        if dist.get_rank() not in (*lane.language_ranks, *lane.encoder_leaders):
+    def send_embeddings(self, lane: int, embeddings: Tensor) -> "Message":
+        """Starts to send embeddings [m, E] of images to a language lane, from a rank of an encoder lane that serves it.
+        Each `send_embeddings` meets one `receive_embeddings`, in order.
+        """
+        assert self.own_share is not None
+        leader, group = self.lanes[lane].encoder_leaders[self.own_share], self.lanes[lane].device_groups[self.own_share]
+        if dist.get_rank() != leader:
+            return Message(embeddings)
+        return Message(embeddings, dist.broadcast(embeddings, src=leader, group=group, async_op=True))
+
+    def receive_embeddings(self, share: int, size: int, like: Tensor) -> "Message":
+        """Starts to receive embeddings [size, E] on all ranks of this rank's language lane.
+
+        Args:
+            share: the place of the encoder lane that sends among those that serve this one.
+            size: how many there are; 0 is no message.
+            like: a tensor with the dtype, device and width of the embeddings.
+        """
+        assert self.own_lane is not None
+        lane, buffer = self.lanes[self.own_lane], like.new_empty(size, like.shape[1])
+        if not size:
+            return Message(buffer)
+        source, group = lane.encoder_leaders[share], lane.device_groups[share]
+        return Message(buffer, dist.broadcast(buffer, src=source, group=group, async_op=True))
+
+    def return_gradient(self, share: int, gradient: Tensor) -> "Message":
+        """Starts to send the gradient of embeddings back, once it is summed over the language lane.
+
+        Args:
+            share: the place of the encoder lane that has made them among those that serve this rank's lane.
+            gradient: [m, E]; an empty one is no message.
+        """
+        assert self.own_lane is not None
+        lane = self.lanes[self.own_lane]
+        if dist.get_rank() != lane.language_leader or not len(gradient):
+            return Message(gradient)
+        gradient = gradient.contiguous()
+        message = dist.isend(gradient, dst=lane.encoder_leaders[share], group=lane.device_groups[share])
+        return Message(gradient, message)
+
+    def take_gradient(self, lane: int, size: int, like: Tensor) -> Tensor:
+        """Waits for a gradient [size, E] that a language lane returns, on all ranks of the encoder lane.
+
+        Args:
+            lane: the language lane.
+            size: how many embeddings it is of, at least 1.
+            like: a tensor with the dtype, device and width of the embeddings.
+        """
+        assert self.own_share is not None
+        serving = self.lanes[lane]
+        gradient = like.new_empty(size, like.shape[1])
+        if dist.get_rank() == serving.encoder_leaders[self.own_share]:
+            dist.recv(gradient, src=serving.language_leader, group=serving.device_groups[self.own_share])
+        return self._to_tp_peers(gradient, size, like)
+
+    def _broadcast(
+        self, tensor: Tensor | None, size: int, like: Tensor, source: int, lane: Lane, share: int
+    ) -> Tensor | None:
+        """The tensor [size, E] of one rank, on the language ranks and the leader of an encoder lane; None elsewhere."""
+        if dist.get_rank() not in (*lane.language_ranks, lane.encoder_leaders[share]):
             return None
         if dist.get_rank() != source:
             tensor = like.new_empty(size, like.shape[1])
         assert tensor is not None
         tensor = tensor.contiguous()
-        if lane.device_group is not None and size:
-            dist.broadcast(tensor, src=source, group=lane.device_group)
+        if lane.device_groups[share] is not None and size:
+            dist.broadcast(tensor, src=source, group=lane.device_groups[share])
         return tensor
 
-    def _sum_over_language_lane(self, gradient: Tensor) -> None:
+    def sum_over_language_lane(self, gradient: Tensor) -> None:
         """Sums a gradient in place. Under context or sequence parallelism a rank has that of its own tokens only."""
         if self.language.cp_group is not None and gradient.numel():
             dist.all_reduce(gradient, group=self.language.cp_group)
@@ -180,6 +239,25 @@ class Bridge:
         if self.vision.tp_group is not None and size:
             dist.broadcast(tensor, group=self.vision.tp_group, group_src=0)
         return tensor
+
+
+@dataclass(frozen=True)
+class Message:
+    """A tensor on its way.
+
+    Attributes:
+        tensor: the tensor, which must stay until the message is there.
+        work: what waits for it; None if nothing is sent.
+    """
+
+    tensor: Tensor
+    work: Any = None
+
+    def wait(self) -> Tensor:
+        """The tensor, once it has arrived or left."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
 
 
 def _group(ranks: set[int], backend: str | None) -> dist.ProcessGroup | None:

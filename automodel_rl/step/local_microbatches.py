@@ -15,7 +15,7 @@ from automodel_rl.model.vision import rotary_merge
 
 def local_microbatches(
     microbatches: Sequence[Microbatch],
-    embeddings: Sequence[Tensor],
+    embeddings: Sequence[Callable[[], Tensor]],
     handle: ModelHandle,
     logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
 ) -> list[LocalMicrobatch]:
@@ -23,7 +23,7 @@ def local_microbatches(
 
     Args:
         microbatches: this data rank's microbatches.
-        embeddings: embeddings of the images of every microbatch; empty on ranks that do not use them.
+        embeddings: give the embeddings of the images of every microbatch; empty on ranks that do not use them.
         handle: the model. This rank's layers decide which routes are needed.
         logprob_gradient: gives the derivative of the loss by the log-probabilities of a microbatch and its place in
             the step, float64 [T]; None if it is not known before the forward.

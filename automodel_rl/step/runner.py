@@ -103,7 +103,7 @@ class StepRunner:
                     self._driver.forward_backward(local, adapter, self._whole_microbatches(read_targets(readout)))
             self._complete_gradients()
             if self._encoder is not None:
-                self._encoder.backward(embeddings)
+                self._encoder.backward()
             raise_everywhere(adapter.failure, self.layout)
             return adapter.totals
 
@@ -256,7 +256,7 @@ class StepRunner:
     def _local(
         self,
         microbatches: Sequence[Microbatch],
-        embeddings: Sequence[Tensor],
+        embeddings: Sequence[Callable[[], Tensor]],
         logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
     ) -> list[LocalMicrobatch]:
         """This rank's tokens of every microbatch. The arguments are those of `local_microbatches`."""

@@ -73,7 +73,8 @@ def _embeddings_off_by_one() -> Any:
 
     def off(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         assert tokens.embeddings is not None
-        return put_into(dataclasses.replace(tokens, embeddings=tokens.embeddings.roll(1, 0)), hidden)
+        rolled = tokens.embeddings().roll(1, 0)
+        return put_into(dataclasses.replace(tokens, embeddings=lambda: rolled), hidden)
 
     return mock.patch.object(ImageTokens, "put_into", off)
 
@@ -96,11 +97,11 @@ def _shared_image_twice() -> Any:
     put_into = ImageTokens.put_into
 
     def twice(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        known = tokens.embeddings
-        assert known is not None
+        assert tokens.embeddings is not None
+        known = tokens.embeddings()
         is_shared = tokens.rows.bincount(minlength=len(known)) > 1
         doubled = known + (known - known.detach()) * is_shared[:, None]
-        return put_into(dataclasses.replace(tokens, embeddings=doubled), hidden)
+        return put_into(dataclasses.replace(tokens, embeddings=lambda: doubled), hidden)
 
     return mock.patch.object(ImageTokens, "put_into", twice)
 

@@ -1,11 +1,15 @@
 """Plays a pipeline step on paper: when each rank is busy, and what it holds."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from automodel_rl.compat.pipelining import planned_actions
+from automodel_rl.compat.pipelining import forward_ahead, planned_actions
 from automodel_rl.config import ParallelConfig
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, fill_up_to
+
+ENCODER = -1
+"""The stage that stands for an encoder on a rank of its own."""
 
 STEADY = 4
 """Microbatches for each stage after which a schedule repeats itself."""
@@ -42,8 +46,35 @@ def stages_of_ranks(parallel: ParallelConfig) -> list[list[int]]:
     return [list(range(rank, count, pp)) for rank in range(pp)]
 
 
+@functools.cache
+def encoded_ahead(parallel: ParallelConfig, num_microbatches: int) -> int:
+    """How many microbatches' images an encoder on ranks of its own encodes before the first backward.
+
+    As many as the first stage has forwards before a microbatch's gradient is there, and one more, which is encoded
+    meanwhile. With fewer, the first stage would wait for the encoder, and the encoder for the first stage.
+
+    Args:
+        parallel: sizes and schedule of the language model.
+        num_microbatches: number of microbatches of a data rank.
+    """
+    if parallel.pp == 1:
+        return 2
+    plan = planned_actions(parallel.schedule, parallel.pp, stages_of_ranks(parallel), num_microbatches)[0]
+    forwards = most = 0
+    for stage, kind, microbatch in plan:
+        if stage == 0 and kind == "F":
+            forwards += 1
+        elif stage == 0 and kind in "BW":
+            most = max(most, forwards - microbatch)
+    return most + 1
+
+
 def simulate(
-    parallel: ParallelConfig, num_microbatches: int, forward: Sequence[float], held: Sequence[float]
+    parallel: ParallelConfig,
+    num_microbatches: int,
+    forward: Sequence[float],
+    held: Sequence[float],
+    encoder: float | None = None,
 ) -> Timeline:
     """Plays the schedule with a backward that costs twice the forward, and messages that cost nothing.
 
@@ -52,39 +83,47 @@ def simulate(
         num_microbatches: number of microbatches of a data rank.
         forward: cost of a microbatch's forward in every stage.
         held: what every stage holds for a microbatch between its forward and its backward.
+        encoder: cost of the forward of a microbatch's images in an encoder on a rank of its own, which then comes last
+            in the timeline and holds 1 for a microbatch; None without one.
     """
     count = fill_up_to(num_microbatches, parallel) if parallel.pp > 1 else num_microbatches
-    steady = fill_up_to(STEADY * parallel.num_stages, parallel) if parallel.pp > 1 else count
+    steady = fill_up_to(STEADY * parallel.num_stages, parallel) if parallel.pp > 1 else max(STEADY, count)
     if count > steady and parallel.schedule != "GPipe":  # which holds all microbatches of a step
         # Each further microbatch takes as long as the busiest rank works for it.
-        short = simulate(parallel, steady, forward, held)
+        short = simulate(parallel, steady, forward, held, encoder)
         length = short.length + (count - steady) * max(short.busy) / steady
         return Timeline(length, [count / steady * busy for busy in short.busy], short.most_held, count)
-    if parallel.pp == 1:
+    if parallel.pp == 1 and encoder is None:
         total = 3 * forward[0] * count
         return Timeline(total, [total], [held[0]], count)
-    plans = planned_actions(parallel.schedule, parallel.pp, stages_of_ranks(parallel), count)
+    plans = [forward_ahead(0, 1, count)]
+    if parallel.pp > 1:
+        plans = planned_actions(parallel.schedule, parallel.pp, stages_of_ranks(parallel), count)
+    of_stage, holds = dict(enumerate(forward)), dict(enumerate(held))
+    if encoder is not None:
+        plans = [*plans, forward_ahead(ENCODER, min(count, encoded_ahead(parallel, count)), count)]
+        of_stage[ENCODER], holds[ENCODER] = encoder, 1.0
     cost = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     done: dict[tuple[int, str, int], float] = {}
-    free, busy = [0.0] * parallel.pp, [0.0] * parallel.pp
-    holding, most = [0.0] * parallel.pp, [0.0] * parallel.pp
-    place = [0] * parallel.pp
+    free, busy = [0.0] * len(plans), [0.0] * len(plans)
+    holding, most = [0.0] * len(plans), [0.0] * len(plans)
+    place = [0] * len(plans)
     while any(place[rank] < len(plan) for rank, plan in enumerate(plans)):
         moved = False
         for rank, plan in enumerate(plans):
             while place[rank] < len(plan):
                 stage, kind, microbatch = plan[place[rank]]
-                ready = _ready(stage, kind, microbatch, parallel.num_stages, done)
+                ready = _ready(stage, kind, microbatch, parallel.num_stages, encoder is not None, done)
                 if ready is None:
                     break
-                work = cost[kind] * forward[stage]
+                work = cost[kind] * of_stage[stage]
                 free[rank] = max(free[rank], ready) + work
                 busy[rank] += work
                 done[stage, kind, microbatch] = free[rank]
                 if kind == "F":
-                    holding[rank] += held[stage]
+                    holding[rank] += holds[stage]
                 elif kind in "BW":
-                    holding[rank] -= held[stage]
+                    holding[rank] -= holds[stage]
                 most[rank] = max(most[rank], holding[rank])
                 place[rank] += 1
                 moved = True
@@ -93,11 +132,18 @@ def simulate(
 
 
 def _ready(
-    stage: int, kind: str, microbatch: int, num_stages: int, done: dict[tuple[int, str, int], float]
+    stage: int,
+    kind: str,
+    microbatch: int,
+    num_stages: int,
+    has_encoder: bool,
+    done: dict[tuple[int, str, int], float],
 ) -> float | None:
     """Time at which the action that this one waits for is done; None if that is not known yet."""
+    if stage == ENCODER:
+        return 0.0 if kind == "F" else next((done[k] for kind in "BW" if (k := (0, kind, microbatch)) in done), None)
     if kind == "F":
-        return 0.0 if stage == 0 else done.get((stage - 1, "F", microbatch))
+        return 0.0 if stage == 0 and not has_encoder else done.get((stage - 1, "F", microbatch))
     if kind == "W":
         return done.get((stage, "I", microbatch))
     if stage == num_stages - 1:

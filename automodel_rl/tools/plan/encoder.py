@@ -1,11 +1,12 @@
 """Memory of one rank of a vision-language model's encoder in one training step.
 
-All images of a step are encoded before the language model's schedule, and their activations are kept until its end. If
-both components share a rank, the language model's activations are there at the same time. The extra memory of one
-layer's backward is left out.
+Where both components share ranks, all images of a step are encoded before the language model's schedule, and their
+activations are kept until its end, beside the language model's. An encoder on ranks of its own keeps those of the
+microbatches that it has encoded ahead. The extra memory of one layer's backward is left out.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.model.vision import VisionPart, encoder_layers
 from automodel_rl.optimizers import OPTIMIZERS
+from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.support.families import VISION_FAMILIES
 
 STAND_IN = "automodel_rl_plan_flash"
@@ -60,6 +62,7 @@ def plan_encoder(
     memory: MemoryConfig,
     components: ComponentsConfig,
     patches: int,
+    num_microbatches: int,
     optimizer: OptimizerConfig,
 ) -> EncoderMemory:
     """The memory that an encoder rank needs.
@@ -70,6 +73,7 @@ def plan_encoder(
         memory: the config section on recomputation and offloading.
         components: the layout.
         patches: number of patches of all images of a step.
+        num_microbatches: number of microbatches of a data rank.
         optimizer: the optimizer's config.
     """
     compute, master = dtypes_of(model)
@@ -80,7 +84,10 @@ def plan_encoder(
     trained = [size for size in sizes if size.is_trained]
     states = OPTIMIZERS[optimizer.name].state_names(part)
     moments = sum(size.largest_shard * len(states[size.name].moments) for size in trained)
-    own_patches = -(-patches // vision.parallel.num_data_ranks)
+    ahead = num_microbatches
+    if not components.is_colocated:
+        ahead = min(ahead, encoded_ahead(components.language.parallel, num_microbatches))
+    own_patches = math.ceil(patches * ahead / num_microbatches / vision.parallel.num_data_ranks)
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),
         weights=sum(size.largest_shard for size in sizes) * master.itemsize,

@@ -192,12 +192,12 @@ def test_encoder_ranks_without_images_wait_for_nobody_and_change_no_scale(
 def train_with_an_infinite_gradient(folder: Path, components: ComponentsConfig) -> tuple[bool, bool]:
     engine = make_engine(folder, components)
     microbatches, before = microbatches_of(engine, (1, 1)), weights_of(engine)
-    to_encoder = Bridge.to_encoder
+    take_gradient = Bridge.take_gradient
 
-    def infinite(bridge: Bridge, *arguments: Any) -> dict[int, Tensor]:
-        return {lane: gradient * torch.inf for lane, gradient in to_encoder(bridge, *arguments).items()}
+    def infinite(bridge: Bridge, *arguments: Any) -> Tensor:
+        return take_gradient(bridge, *arguments) * torch.inf
 
-    with mock.patch.object(Bridge, "to_encoder", infinite):  # the language model knows nothing of it
+    with mock.patch.object(Bridge, "take_gradient", infinite):  # the language model knows nothing of it
         skipped = engine.train_step(microbatches, sft_loss).skipped
     after = weights_of(engine)
     return skipped, all(torch.equal(before[name], after[name]) for name in before)

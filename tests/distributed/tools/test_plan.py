@@ -186,7 +186,11 @@ def allocate_encoder(model: ModelConfig, components: ComponentsConfig) -> tuple[
 
 @pytest.mark.parametrize(
     ("family", "vision", "frozen"),
-    [("qwen2_5_vl", {"ranks": "0-1", "dp_shard": 2}, ()), ("llava", {"ranks": "0-1", "tp": 2}, ("vision",))],
+    [
+        ("qwen2_5_vl", {"ranks": "0-1", "dp_shard": 2}, ()),
+        ("llava", {"ranks": "0-1", "tp": 2}, ("vision",)),
+        ("qwen3_vl", {"ranks": "0-1", "tp": 2}, ()),
+    ],
 )
 def test_bytes_of_an_encoder_are_those_of_a_run(
     ranks: RankPool, tmp_path: Path, family: str, vision: dict, frozen: tuple
@@ -194,7 +198,7 @@ def test_bytes_of_an_encoder_are_those_of_a_run(
     save_tiny_vision_model(tmp_path, family)
     components = ComponentsConfig.model_validate({"vision": vision, "language": {"ranks": 2}})
     model = ModelConfig(path=str(tmp_path), dtype="float32", frozen=frozen)
-    planned = plan_encoder(read_config(tmp_path), model, MemoryConfig(), components, 100, ADAMW)
+    planned = plan_encoder(read_config(tmp_path), model, MemoryConfig(), components, 100, 1, ADAMW)
     real = ranks(3).run(allocate_encoder, model, components)
     assert max(weights for weights, _, _ in real) == planned.weights
     # An encoder's last layer may take no part, and has no moments then.

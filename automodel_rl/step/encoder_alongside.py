@@ -1,0 +1,251 @@
+"""The encoder on ranks of its own: it works alongside the language model, like a stage before the first one.
+
+While earlier microbatches are in the pipeline, the images of later ones are encoded. The encoder stays ahead by as many
+microbatches as the first stage has forwards before it has a microbatch's gradient, and one more (`encoded_ahead`). Then
+it waits for the gradient of its oldest microbatch, runs that one's backward, and encodes the next. So it keeps the
+activations of no more images than that. parallel/pipeline/timeline.py plays the same order on paper.
+
+The first stage asks for a microbatch's embeddings in its forward. They are a leaf tensor. Once the backward has left
+the gradient there, it goes back. Both sides go through microbatches in order, so messages need no names.
+
+A step without any image leaves the encoder without gradients, so its optimizer does nothing, as in one process. A rank
+that has no image among the first microbatches encodes a blank one, to join its peers' collectives; it does not count.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from automodel_rl.batch import Image, Microbatch
+from automodel_rl.model.vision import VisionPart
+from automodel_rl.parallel.gradients import sum_partial_gradients
+from automodel_rl.parallel.pipeline.timeline import encoded_ahead
+from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
+from automodel_rl.step.bridge import Bridge, Message
+from automodel_rl.step.image_shares import READING_THREADS, ImageShares, encode
+
+
+class EncoderAlongside:
+    """Embeds images while the language model works. All ranks of the job call every method.
+
+    Args:
+        part: the encoder; None on ranks with the language model.
+        bridge: the bridge to the language model.
+        blank: an image that a rank without images encodes, so that it joins its peers' collectives.
+        like: a tensor [0, E] of the embeddings' dtype, on the device (see `EncoderInTurn`).
+        trains: whether embeddings need gradients; the same on all ranks.
+        partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
+    """
+
+    def __init__(
+        self,
+        part: VisionPart | None,
+        bridge: Bridge,
+        blank: Image,
+        like: Tensor,
+        trains: bool,
+        partial: Sequence[tuple[nn.Module, str]],
+    ):
+        self.bridge, self.trains, self.shares = bridge, trains, ImageShares(bridge)
+        self._encoding = None if part is None else _EncoderEnd(part, bridge, self.shares, blank, like, partial)
+        self._reading = None if bridge.own_lane is None else _LanguageEnd(bridge, self.shares, like, bridge.own_lane)
+
+    def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
+        """Starts a step. On ranks with the encoder it encodes the first microbatches' images, or without `train` all.
+
+        Args:
+            microbatches: this data rank's microbatches.
+            train: whether `backward` follows.
+
+        Returns:
+            Functions that wait for the embeddings [m, E] of every microbatch of this rank; each is called once, in
+            order. None on ranks without a first stage.
+        """
+        self.shares.exchange(microbatches)
+        keeps = train and self.trains
+        if self._encoding is not None:
+            self._encoding.start(keeps)
+        return [] if self._reading is None else self._reading.start(keeps)
+
+    def backward(self) -> None:
+        """Ends a step. On ranks with the encoder it runs the rest of it."""
+        if self._encoding is not None:
+            self._encoding.finish()
+        if self._reading is not None:
+            self._reading.finish()
+        self.shares.clear()
+
+    def abandon_step(self) -> None:
+        """Drops what is kept for a backward that will not come."""
+        for end in (self._encoding, self._reading):
+            if end is not None:
+                end.clear()
+        self.shares.clear()
+
+
+class _EncoderEnd:
+    """The work of a rank with the encoder. The arguments are those of `EncoderAlongside`."""
+
+    def __init__(
+        self,
+        part: VisionPart,
+        bridge: Bridge,
+        shares: ImageShares,
+        blank: Image,
+        like: Tensor,
+        partial: Sequence[tuple[nn.Module, str]],
+    ):
+        self.part, self.bridge, self.shares = part, bridge, shares
+        self.blank, self.like, self.partial = blank, like, partial
+        self._pool = ThreadPoolExecutor(READING_THREADS)
+        self.clear()
+
+    def clear(self) -> None:
+        self._blank_chunk: Tensor | None = None
+        self._chunks: dict[tuple[int, int], Tensor] = {}  # by microbatch and lane, those that wait for their gradient
+        self._pixels: dict[tuple[int, int], list[Future[Tensor]]] = {}
+        self._sent: list[Message] = []
+        self._keeps = self._works = False
+
+    def start(self, keeps: bool) -> None:
+        """Encodes the images of the first microbatches; of all if nothing is kept for a backward."""
+        self.clear()
+        self._keeps, self._works = keeps, self.bridge.any_encoder(self.shares.has_images)
+        if not self._works:
+            return
+        count = self.shares.num_microbatches
+        ahead = min(count, encoded_ahead(self.bridge.language.parallel, count)) if keeps else count
+        if not any(self._images(number, lane) for number in range(ahead) for lane in self.bridge.served_lanes):
+            with torch.set_grad_enabled(keeps):
+                self._blank_chunk = encode(self.part, [self.blank], [self.blank.load()], self.like)
+        for number in range(ahead):
+            self._encode(number)
+        if not keeps:
+            self._wait()
+            release_gathered(self.part)
+
+    def finish(self) -> None:
+        """Runs the backwards of all microbatches as their gradients come, and encodes the images of the others."""
+        if not (self._works and self._keeps):
+            return
+        count = self.shares.num_microbatches
+        ahead = encoded_ahead(self.bridge.language.parallel, count)
+        places = [(number, lane) for number in range(count) for lane in self.bridge.served_lanes]
+        left = [place for place in places if self._images(*place)]
+        if self._blank_chunk is not None:
+            self._run_backward(self._blank_chunk, torch.zeros_like(self._blank_chunk), is_last=not left)
+        for number in range(count):
+            for lane in self.bridge.served_lanes:
+                if (number, lane) in self._chunks:
+                    chunk = self._chunks.pop((number, lane))
+                    gradient = self.bridge.take_gradient(lane, len(chunk), self.like)
+                    self._run_backward(chunk, gradient, is_last=(number, lane) == left[-1])
+            if number + ahead < count:
+                self._encode(number + ahead)
+        if self.bridge.vision.tp_group is not None:
+            parameters = [module.get_parameter(name) for module, name in self.partial]
+            sum_partial_gradients(parameters, self.bridge.vision.tp_group)
+        self._wait()
+        self.clear()
+
+    def _run_backward(self, chunk: Tensor, gradient: Tensor, is_last: bool) -> None:
+        reduce_gradients(self.part, is_last)
+        chunk.backward(gradient)
+
+    def _encode(self, number: int) -> None:
+        """Encodes the images of a microbatch, and sends their embeddings on their way."""
+        for lane in self.bridge.served_lanes:
+            images = self._images(number, lane)
+            if not images:
+                continue
+            self._read(number, lane)
+            pixels = [future.result() for future in self._pixels.pop((number, lane))]
+            for later in (number, number + 1):  # read while the device encodes
+                for other in self.bridge.served_lanes:
+                    if (later, other) > (number, lane) and later < self.shares.num_microbatches:
+                        self._read(later, other)
+            with torch.set_grad_enabled(self._keeps):
+                chunk = encode(self.part, images, pixels, self.like)
+            if self._keeps:
+                self._chunks[number, lane] = chunk
+            self._sent.append(self.bridge.send_embeddings(lane, chunk.detach()))
+
+    def _read(self, number: int, lane: int) -> None:
+        """Starts to read the pixels of a microbatch's images, if that has not begun."""
+        if (number, lane) not in self._pixels:
+            self._pixels[number, lane] = [self._pool.submit(image.load) for image in self._images(number, lane)]
+
+    def _images(self, number: int, lane: int) -> list[Image]:
+        assert self.bridge.own_share is not None
+        return self.shares.images(lane, self.bridge.own_share, number)
+
+    def _wait(self) -> None:
+        for message in self._sent:
+            message.wait()
+
+
+class _LanguageEnd:
+    """The work of a rank with the first stage. The arguments are those of `EncoderAlongside`, and its own lane."""
+
+    def __init__(self, bridge: Bridge, shares: ImageShares, like: Tensor, lane: int):
+        self.bridge, self.shares, self.like, self.lane = bridge, shares, like, lane
+        self.clear()
+
+    def clear(self) -> None:
+        self._arriving: dict[int, list[Message]] = {}
+        self._gradients: dict[int, Tensor] = {}  # those that wait for that of an earlier microbatch
+        self._next_gradient = 0
+        self._sent: list[Message] = []
+        self._keeps = False
+
+    def start(self, keeps: bool) -> list[Callable[[], Tensor]]:
+        self.clear()
+        self._keeps = keeps
+        return [functools.partial(self._embeddings, number) for number in range(self.shares.num_microbatches)]
+
+    def finish(self) -> None:
+        """Sends the gradients that are still missing, of microbatches that took no part in the loss."""
+        for number in range(self._next_gradient, self.shares.num_microbatches if self._keeps else 0):
+            tokens = sum(image.num_tokens for image in self.shares.of_lane(self.lane, number))
+            self._gradients.setdefault(number, self.like.new_zeros(tokens, self.like.shape[1]))
+        self._send()
+        for message in self._sent:
+            message.wait()
+        self.clear()
+
+    def _embeddings(self, number: int) -> Tensor:
+        """Waits for the embeddings of a microbatch, and asks for those of the next."""
+        for asked in (number, number + 1):
+            if asked not in self._arriving and asked < self.shares.num_microbatches:
+                sizes = [self.shares.size(self.lane, share, asked) for share in self._places]
+                self._arriving[asked] = [
+                    self.bridge.receive_embeddings(share, size, self.like) for share, size in enumerate(sizes)
+                ]
+        arrived = [message.wait() for message in self._arriving[number]]
+        self._arriving[number] = []
+        leaf = self.shares.joined(self.lane, number, arrived, self.like).requires_grad_(self._keeps)
+        if self._keeps:
+            leaf.register_post_accumulate_grad_hook(functools.partial(self._take, number))
+        return leaf
+
+    def _take(self, number: int, leaf: Tensor) -> None:
+        """Called by autograd once a microbatch's backward has left its gradient."""
+        assert leaf.grad is not None
+        self._gradients[number], leaf.grad = leaf.grad, None
+        self._send()
+
+    def _send(self) -> None:
+        while self._next_gradient in self._gradients:
+            number = self._next_gradient
+            gradient = self._gradients.pop(number)
+            self.bridge.sum_over_language_lane(gradient)
+            self._next_gradient += 1
+            for share, part in enumerate(self.shares.divided(self.lane, number, gradient)):
+                self._sent.append(self.bridge.return_gradient(share, part))
+
+    @property
+    def _places(self) -> range:
+        return range(len(self.bridge.lanes[self.lane].encoder_leaders))

@@ -1,0 +1,143 @@
+"""The encoder and the language model on the same ranks: they take turns in a step.
+
+The images of all microbatches of a step are encoded before the language model's first forward. The encoder's backward
+runs after the language model's last one. So a pipeline schedule knows nothing of the encoder. The embeddings of each
+microbatch are a leaf tensor, in which the schedule leaves their gradient.
+
+A step without any image leaves the encoder without gradients, so its optimizer does nothing, as in one process. If only
+this rank has no image, it encodes a blank one to join its peers' collectives; that one does not count.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from automodel_rl.batch import Image, Microbatch
+from automodel_rl.model.vision import VisionPart
+from automodel_rl.parallel.gradients import sum_partial_gradients
+from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
+from automodel_rl.step.bridge import Bridge
+from automodel_rl.step.image_shares import READING_THREADS, ImageShares, encode
+
+
+class EncoderInTurn:
+    """Embeds the images of all microbatches at once. Every method is a collective of all ranks of the job.
+
+    Args:
+        part: the encoder.
+        bridge: the bridge to the language model.
+        blank: an image that a rank without images encodes, so that it joins its peers' collectives.
+        like: a tensor [0, E] of the embeddings' dtype, on the device. E is the hidden size of the language model, or a
+            multiple of it if features follow each embedding (batch/images.py).
+        trains: whether embeddings need gradients; the same on all ranks.
+        partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
+    """
+
+    def __init__(
+        self,
+        part: VisionPart,
+        bridge: Bridge,
+        blank: Image,
+        like: Tensor,
+        trains: bool,
+        partial: Sequence[tuple[nn.Module, str]],
+    ):
+        self.part, self.bridge, self.blank, self.like, self.trains = part, bridge, blank, like, trains
+        self.partial, self.shares = partial, ImageShares(bridge)
+        self._encoded: list[tuple[int, Tensor]] = []
+        self._leaves: list[Tensor] = []
+
+    def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
+        """Functions that give the embeddings [m, E] of every microbatch of this rank, m may be 0; none on ranks without
+        a first stage.
+
+        Args:
+            microbatches: this data rank's microbatches.
+            train: whether to keep what `backward` needs.
+        """
+        self.shares.exchange(microbatches)
+        self._encoded, self._leaves = [], []
+        if self.bridge.any_encoder(self.shares.has_images):
+            with torch.set_grad_enabled(train and self.trains):
+                self._encoded = self._encode()
+        flat = {
+            lane: torch.cat([self.like, *(chunk.detach() for number, chunk in self._encoded if number == lane)])
+            for lane in self.bridge.served_lanes
+        }
+        received = self.bridge.to_language(flat, self._sizes(), self.like)
+        lane = self.bridge.own_lane
+        if lane is None:
+            return []
+        split = [
+            list(tensor.split([self.shares.size(lane, share, m) for m in range(self.shares.num_microbatches)]))
+            for share, tensor in enumerate(received)
+        ]
+        for microbatch in range(self.shares.num_microbatches):
+            leaf = self.shares.joined(lane, microbatch, [of_share[microbatch] for of_share in split], self.like)
+            self._leaves.append(leaf.requires_grad_(train and self.trains))
+        return [functools.partial(self._leaves.__getitem__, number) for number in range(len(self._leaves))]
+
+    def backward(self) -> None:
+        """Runs the encoder's backward, from the gradients of the embeddings."""
+        if not self.trains:
+            self.abandon_step()
+            release_gathered(self.part)
+            return
+        gradients: list[Tensor] = []
+        lane = self.bridge.own_lane
+        if lane is not None:
+            of_microbatches = [
+                self.shares.divided(lane, number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+                for number, leaf in enumerate(self._leaves)
+            ]
+            num_shares = len(self.bridge.lanes[lane].encoder_leaders)
+            gradients = [
+                torch.cat([self.like, *(divided[share] for divided in of_microbatches)]) for share in range(num_shares)
+            ]
+        left = self.bridge.to_encoder(gradients, self._sizes(), self.like)
+        for number, (served, chunk) in enumerate(self._encoded):
+            reduce_gradients(self.part, number == len(self._encoded) - 1)
+            gradient = torch.zeros_like(chunk)
+            if served in left:  # a blank image does not count
+                gradient, left[served] = left[served].split([len(chunk), len(left[served]) - len(chunk)])
+            chunk.backward(gradient)
+        if self._encoded and self.bridge.vision.tp_group is not None:
+            parameters = [module.get_parameter(name) for module, name in self.partial]
+            sum_partial_gradients(parameters, self.bridge.vision.tp_group)
+        self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """Drops what is kept for a backward."""
+        self._encoded, self._leaves = [], []
+        self.shares.clear()
+
+    def _encode(self) -> list[tuple[int, Tensor]]:
+        """The lane and the embeddings of each microbatch that has images for this rank, in order."""
+        assert self.bridge.own_share is not None
+        of_microbatches = [
+            (lane, self.shares.images(lane, self.bridge.own_share, number))
+            for lane in self.bridge.served_lanes
+            for number in range(self.shares.num_microbatches)
+        ]
+        found = [(lane, images) for lane, images in of_microbatches if images] or [(-1, [self.blank])]
+        # Pictures of later microbatches are read while the device encodes those of earlier ones.
+        with ThreadPoolExecutor(READING_THREADS) as pool:
+            pixels = pool.map(Image.load, itertools.chain(*(images for _, images in found)))
+            return [
+                (lane, encode(self.part, images, list(itertools.islice(pixels, len(images))), self.like))
+                for lane, images in found
+            ]
+
+    def _sizes(self) -> dict[int, list[int]]:
+        """Number of tokens that each serving encoder lane makes, by language lane."""
+        return {
+            number: [
+                sum(self.shares.size(number, share, m) for m in range(self.shares.num_microbatches))
+                for share in range(len(lane.encoder_leaders))
+            ]
+            for number, lane in self.bridge.lanes.items()
+        }

@@ -1,0 +1,149 @@
+"""An encoder on a rank of its own works while the language model does, in the order and time that paper says."""
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import ImageTokens, Microbatch, TokenSequence, pack_microbatch
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.components import ComponentsConfig
+from automodel_rl.engine import Engine
+from automodel_rl.losses import sft_loss
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.pipeline.timeline import encoded_ahead, simulate
+from automodel_rl.step import encoder_alongside, encoder_in_turn
+from automodel_rl.step.image_shares import encode
+from automodel_rl.tools.verify.comparison import make_sequences
+from automodel_rl.tools.verify.images import with_images
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_vision_model
+
+APART = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": 1}})
+PIPELINE = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": "1-2", "pp": 2}})
+MICROBATCHES = 10
+ENCODER, LANGUAGE = 0.05, 0.08
+"""Seconds of a microbatch's forward; a backward takes twice as long. Long next to what a tiny model computes."""
+
+
+class Sleep(torch.autograd.Function):
+    """The same tensor, after a while."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+def make_engine(folder: Path, components: ComponentsConfig | None) -> Engine:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), components=components)
+    return Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+
+
+def microbatches_of(engine: Engine) -> list[Microbatch]:
+    """As many microbatches with an image each; none for a guest."""
+    handle = engine.handle
+    sequences: list[TokenSequence] = make_sequences(MICROBATCHES, 0, handle.config.vocab_size)
+    return (
+        [] if handle.layout.is_guest else [pack_microbatch([with_images(s, handle.whole_config, 1)]) for s in sequences]
+    )
+
+
+def seconds_of_a_step(folder: Path, components: ComponentsConfig | None) -> float:
+    """The time of a step after the first, with layers that sleep."""
+    engine = make_engine(folder, components)
+    microbatches = microbatches_of(engine)
+    put_into = ImageTokens.put_into
+
+    def slow_put_into(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        hidden, features = put_into(tokens, hidden)
+        return Sleep.apply(hidden, LANGUAGE), features
+
+    def slow_encode(*arguments: Any) -> Tensor:
+        return Sleep.apply(encode(*arguments), ENCODER)
+
+    engine.train_step(microbatches, sft_loss)
+    with (
+        mock.patch.object(ImageTokens, "put_into", slow_put_into),
+        mock.patch.object(encoder_alongside, "encode", slow_encode),
+        mock.patch.object(encoder_in_turn, "encode", slow_encode),
+    ):
+        start = time.perf_counter()
+        engine.train_step(microbatches, sft_loss)
+        return time.perf_counter() - start
+
+
+def test_two_ranks_are_faster_than_one_as_paper_says(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_vision_model(tmp_path)
+    (one,) = ranks(1).run(seconds_of_a_step, tmp_path, None)
+    apart = max(ranks(2).run(seconds_of_a_step, tmp_path, APART))
+    paper = simulate(ParallelConfig(), MICROBATCHES, [LANGUAGE], [1.0], ENCODER).length
+    assert paper <= apart
+    assert one / apart > 1.35
+    assert 3 * MICROBATCHES * (ENCODER + LANGUAGE) / paper > 1.5
+
+
+def events_of_a_step(folder: Path, components: ComponentsConfig) -> list[str]:
+    """What the rank with the encoder does: E of a microbatch's images, and B of their backward."""
+    engine = make_engine(folder, components)
+    events: list[str] = []
+    run_backward = encoder_alongside._EncoderEnd._run_backward
+
+    def noted_encode(*arguments: Any) -> Tensor:
+        events.append("E")
+        return encode(*arguments)
+
+    def noted_backward(*arguments: Any, **keywords: Any) -> None:
+        events.append("B")
+        run_backward(*arguments, **keywords)
+
+    with (
+        mock.patch.object(encoder_alongside, "encode", noted_encode),
+        mock.patch.object(encoder_alongside._EncoderEnd, "_run_backward", noted_backward),
+    ):
+        engine.train_step(microbatches_of(engine), sft_loss)
+    return events
+
+
+@pytest.mark.parametrize("components", [APART, PIPELINE], ids=str)
+def test_no_more_images_are_kept_than_the_pipeline_needs(
+    ranks: RankPool, tmp_path: Path, components: ComponentsConfig
+) -> None:
+    save_tiny_vision_model(tmp_path)
+    events = ranks(components.world_size).run(events_of_a_step, tmp_path, components)[0]
+    ahead = encoded_ahead(components.language.parallel, MICROBATCHES)
+    left = MICROBATCHES - ahead
+    assert ahead == 1 + components.language.pp
+    assert events == ["E"] * ahead + ["B", "E"] * left + ["B"] * ahead
+
+
+def late_image(folder: Path) -> tuple[float, float]:
+    """Of two encoder ranks, the second has an image only in the last microbatch: it joins the first's collectives."""
+    components = ComponentsConfig.model_validate(
+        {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": "2-3", "dp_shard": 2}}
+    )
+    engine = make_engine(folder, components)
+    handle, microbatches = engine.handle, []
+    for number in range(0 if handle.layout.is_guest else 6):
+        (sequence,) = make_sequences(1, number, handle.config.vocab_size)
+        has_image = handle.layout.data_rank == 0 or number == 5
+        microbatches.append(pack_microbatch([with_images(sequence, handle.whole_config, int(has_image))]))
+    output = engine.train_step(microbatches, sft_loss)
+    return output.loss, output.grad_norm
+
+
+def test_a_rank_whose_images_come_late_keeps_nobody_waiting(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_vision_model(tmp_path)
+    found = ranks(4).run(late_image, tmp_path)
+    assert len(set(found)) == 1
+    assert found[0][1] > 0
