@@ -1,10 +1,46 @@
-"""Checks that the groups of an optimizer's config fit the model."""
+"""Settings of the optimizer for components and for groups of parameters, and checks that they fit the model."""
+
+from collections.abc import Mapping
 
 from automodel_rl.config import OptimizerConfig
+from automodel_rl.config.optimizer import ParameterGroupConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import EMBEDDING, TIED_HEAD
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
+
+SHARED = ("max_grad_norm", "warmup_steps", "warmup_ratio", "decay", "min_lr_ratio", "max_skipped_steps")
+"""Settings that all components have in common: one schedule, one gradient norm, one decision to skip a step."""
+
+
+def of_components(configs: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:
+    """The settings of every component's optimizer, with peak learning rates relative to that of the language model.
+
+    Args:
+        configs: the settings of `language`, and of `vision` if they differ.
+
+    Raises:
+        InputError: there are none for the language model, some for something else, or they differ in what all
+            components share.
+    """
+    if "language" not in configs or configs.keys() - {"language", "vision"}:
+        raise InputError(
+            f"optimizer has settings for {[*configs]}: give some for language and, if you want, for vision"
+        )
+    whole = configs["language"]
+    vision = configs.get("vision", whole)
+    for key in SHARED:
+        if getattr(vision, key) != getattr(whole, key):
+            raise InputError(
+                f"optimizer: {key} is {getattr(vision, key)} for vision and {getattr(whole, key)} for language: all "
+                "components share schedule, gradient norm and skipped steps, so give both the same"
+            )
+    groups = [group.model_copy(update={"lr": group.lr or vision.lr}) for group in vision.groups]
+    rest = ParameterGroupConfig(names=("*",), lr=vision.lr)
+    return {
+        "language": whole,
+        "vision": whole if vision is whole else vision.model_copy(update={"lr": whole.lr, "groups": (*groups, rest)}),
+    }
 
 
 def check_groups(handle: ModelHandle, config: OptimizerConfig) -> None:

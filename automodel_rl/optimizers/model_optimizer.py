@@ -1,12 +1,13 @@
 """All optimizers of this rank's parts as one: steps, and the state for checkpoints and for offloading."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from automodel_rl.config import OptimizerConfig
+from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.optimizers.description import COUNT, DECAYS, LR_FACTOR, OptimizerDescription, StateNames
 from automodel_rl.parallel.whole_matrices import GroupOf
 
@@ -32,24 +33,27 @@ class AdamWSettings:
 
 
 class ModelOptimizer:
-    """Trains parts of a model as a description says.
+    """Trains parts of a model as descriptions say.
 
     Args:
-        parts: this rank's parts, each with the groups of its layout; only parameters that are trained count.
-        description: describes the kind of optimizer.
-        config: the optimizer's settings.
+        parts: this rank's parts, each with the groups of its layout and the settings of its optimizer; only parameters
+            that are trained count.
+        descriptions: describe the kinds of optimizers, by name.
 
     Attributes:
         state_names: names of the state of every parameter that it trains.
     """
 
     def __init__(
-        self, parts: Iterable[tuple[nn.Module, GroupOf]], description: OptimizerDescription, config: OptimizerConfig
+        self,
+        parts: Iterable[tuple[nn.Module, GroupOf, OptimizerConfig]],
+        descriptions: Mapping[OptimizerName, OptimizerDescription],
     ):
         self.state_names: dict[nn.Parameter, StateNames] = {}
         self._optimizer_of: dict[nn.Parameter, torch.optim.Optimizer] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
-        for part, group_of in parts:
+        for part, group_of, config in parts:
+            description = descriptions[config.name]
             named = dict(part.named_parameters(remove_duplicate=False))
             self.state_names |= {named[name]: names for name, names in description.state_names(part).items()}
             self._optimizers += description.build(part, config, group_of)

@@ -13,8 +13,9 @@ def _setting_ignored(**settings: Any) -> Any:
     """The optimizer is made without regard to what the config says of something."""
     from automodel_rl.optimizers import ModelOptimizer
 
-    def make(parts: Any, description: Any, config: Any) -> Any:
-        return ModelOptimizer(parts, description, config.model_copy(update=settings))
+    def make(parts: Any, descriptions: Any) -> Any:
+        changed = [(part, group_of, config.model_copy(update=settings)) for part, group_of, config in parts]
+        return ModelOptimizer(changed, descriptions)
 
     return patch("engine.engine.ModelOptimizer", make)
 
@@ -22,10 +23,10 @@ def _setting_ignored(**settings: Any) -> Any:
 def _decay_of_everything() -> Any:
     from automodel_rl.optimizers import ModelOptimizer
 
-    def make(parts: Any, description: Any, config: Any) -> Any:
-        optimizer = ModelOptimizer(parts, description, config)
+    def make(parts: Any, descriptions: Any) -> Any:
+        optimizer = ModelOptimizer(parts, descriptions)
         for group in optimizer.groups:
-            group["weight_decay"] = config.weight_decay
+            group["weight_decay"] = parts[0][2].weight_decay
         return optimizer
 
     return patch("engine.engine.ModelOptimizer", make)

@@ -18,7 +18,7 @@ def make(name: OptimizerName) -> tuple[nn.Module, ModelOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.LayerNorm(3))
     config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.1)
-    return model, ModelOptimizer([(model, no_groups)], OPTIMIZERS[name], config)
+    return model, ModelOptimizer([(model, no_groups, config)], OPTIMIZERS)
 
 
 def train(model: nn.Module, optimizer: ModelOptimizer, step: int) -> None:
@@ -58,14 +58,14 @@ def test_training_goes_on_from_a_state_bit_for_bit(name: OptimizerName) -> None:
 def test_what_is_frozen_is_not_trained_and_has_no_state(name: OptimizerName) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
-    parts = [(model, no_groups), (nn.Sequential(), no_groups)]
-    optimizer = ModelOptimizer(parts, OPTIMIZERS[name], OptimizerConfig(name=name))
+    config = OptimizerConfig(name=name)
+    optimizer = ModelOptimizer([(model, no_groups, config), (nn.Sequential(), no_groups, config)], OPTIMIZERS)
     assert set(optimizer.state_names) == set(model[1].parameters())
 
 
 def test_matrices_follow_the_schedule_at_a_rate_of_their_own() -> None:
     config = OptimizerConfig(name="muon", lr=0.1, muon=MuonConfig(lr=0.4))
-    optimizer = ModelOptimizer([(nn.Sequential(nn.Linear(4, 3)), no_groups)], OPTIMIZERS["muon"], config)
+    optimizer = ModelOptimizer([(nn.Sequential(nn.Linear(4, 3)), no_groups, config)], OPTIMIZERS)
     optimizer.step(0.05)
     assert [group["lr"] for group in optimizer.groups if group["params"]] == [0.2, 0.05]
 
