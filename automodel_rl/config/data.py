@@ -68,8 +68,23 @@ class SourcesConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, e.g. {enable_thinking: false}, in data, rollouts and validation."""
 
+    min_pixels: Positive | None = None
+    """Fewest pixels of an image, for models that take images of any size: smaller ones are enlarged. By default what
+    the checkpoint's image processor says. Training, generators and validation see the same images."""
+
+    max_pixels: Positive | None = None
+    """Most pixels of an image, which decide how many tokens it has: larger ones are made smaller."""
+
     shuffle: bool = True
     """Draw examples in a new random order in every epoch. false keeps the order of the files."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "SourcesConfig":
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}: no image has so many"
+            )
+        return self
 
 
 class ExamplesConfig(SourcesConfig):

@@ -72,7 +72,8 @@ def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
     tokenizer = load_tokenizer(folder, vocab_size, config.data.chat_template, trusts)
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
-    images = ImageReader(files.folder, model) if model.model_type in VISION_FAMILIES else None
+    pixels = (config.data.min_pixels, config.data.max_pixels)
+    images = ImageReader(files.folder, model, pixels) if model.model_type in VISION_FAMILIES else None
     train_on = config.data.train_on if isinstance(config, SFTConfig) else "all"
     return ChatTokenizer(tokenizer, train_on, images, config.data.chat_template_kwargs)
 

@@ -31,12 +31,13 @@ class ImageReader:
     Args:
         folder: the checkpoint's folder, with its image processor.
         config: the config of the whole model.
+        pixels: the fewest and the most pixels of an image of any size; None for what the image processor says.
 
     Raises:
-        InputError: transformers cannot open the image processor.
+        InputError: transformers cannot open the image processor, or the limits leave no room.
     """
 
-    def __init__(self, folder: Path, config: PretrainedConfig):
+    def __init__(self, folder: Path, config: PretrainedConfig, pixels: tuple[int | None, int | None] = (None, None)):
         blank = blank_image(config)
         self.token_id, self.num_tokens, self.grid = config.image_token_id, blank.num_tokens, blank.grid
         self.has_grid = VISION_FAMILIES[config.model_type].has_rotary_grid
@@ -45,6 +46,15 @@ class ImageReader:
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"model.path={folder}: no image processor that transformers opens ({reason})") from None
+        if any(pixels):
+            own = (self.processor.size["shortest_edge"], self.processor.size["longest_edge"])
+            least, most = (given or default for given, default in zip(pixels, own, strict=True))
+            if least > most:
+                raise InputError(
+                    f"data: images of {least} to {most} pixels, of which the image processor says {own[0]} to "
+                    f"{own[1]}: give both min_pixels and max_pixels"
+                )
+            self.processor.size = {"shortest_edge": least, "longest_edge": most}
 
     def __call__(self, source: ImageSource, where: str) -> Image:
         """An image whose pixels are not read yet.

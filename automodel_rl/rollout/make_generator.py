@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config import GRPOConfig, PromptDataConfig
 from automodel_rl.data.images import ImageReader
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
@@ -41,9 +41,11 @@ READS_BUFFERS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
 """Further arguments if these are the GPUs of ranks, whose buffers its processes read."""
 
 
-READS_IMAGES = {"mm_processor_kwargs": {"use_fast": False}, "limit_mm_per_prompt": {"video": 0}}
-"""Further arguments for prompts with images: the image processor that the trainer uses, for the fast one resizes by
-another library, so that pixels differ; and no memory for videos."""
+def reads_images(data: PromptDataConfig) -> dict[str, Any]:
+    """Further arguments of vLLM for prompts with images: the image processor that the trainer uses, for the fast one
+    resizes by another library, so that pixels differ; its limits; and no memory for videos."""
+    limits = {key: value for key, value in data if key in ("min_pixels", "max_pixels") and value is not None}
+    return {"mm_processor_kwargs": {"use_fast": False, **limits}, "limit_mm_per_prompt": {"video": 0}}
 
 
 def make_generator(
@@ -77,13 +79,14 @@ def _transformers(
 ) -> tuple[Generator, Transport]:
     rollout, weights, device = config.rollout, config.weight_sync, handle.layout.device
     lora = handle.model.lora if weights.adapters == "alone" else None
+    pixels = (config.data.min_pixels, config.data.max_pixels)
     copy = ModelCopy(
         handle.whole_config,
         sync_dtype(weights, handle),
         device,
         adapters=None if lora is None else (lora, handle.source),
         capture_routes=config.router_replay.enabled,
-        images=ImageReader(handle.source, handle.whole_config) if handle.has_encoder else None,
+        images=ImageReader(handle.source, handle.whole_config, pixels) if handle.has_encoder else None,
     )
     writing = Writing(tokenizer, rollout.batch_size, rollout.stop_token_ids)
     if not rollout.own_process:
@@ -157,7 +160,7 @@ def _vllm_process(
         "gpu_memory_utilization": rollout.vllm.memory_fraction,
         "skip_tokenizer_init": not rollout.stop and not handle.has_encoder,
         "weight_transfer_config": {"backend": "nccl" if rollout.devices else "same_device"},
-        **(READS_IMAGES if handle.has_encoder else {}),
+        **(reads_images(config.data) if handle.has_encoder else {}),
         **({"enable_sleep_mode": True} if config.sleep_level else {}),
         **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
         **(READS_BUFFERS if ranks.group is not None else {}),

@@ -1,6 +1,6 @@
 """The rule of vision-language models."""
 
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config import GRPOConfig, RunConfig
 from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
 from automodel_rl.support.rule import Combination, Example, Rule
 
@@ -34,6 +34,8 @@ def _vision(asked: Combination) -> str | None:
         return f"rollout: prompts of {name} have images, and conversations have none: leave tools and environment out"
     if isinstance(asked.run, GRPOConfig) and asked.run.rollout.vllm.servers:
         return f"rollout.vllm.servers: servers get no images of {name}: let ranks start vLLM, with rollout.vllm.python"
+    if asked.run is not None and _sets_pixels(asked.run) and not VISION_FAMILIES[vision].has_rotary_grid:
+        return f"data.min_pixels and data.max_pixels: {name} takes images of one size: leave them out"
     if asked.run is not None and asked.run.batch.microbatch_tokens == "auto":
         return f"batch.microbatch_tokens=auto: the memory of {name} depends on its images: give a number"
     if asked.description.family not in SEEING_FAMILIES:
@@ -58,6 +60,10 @@ def _vision(asked: Combination) -> str | None:
     return None
 
 
+def _sets_pixels(run: RunConfig) -> bool:
+    return run.data.min_pixels is not None or run.data.max_pixels is not None
+
+
 def _without_encoder(asked: Combination) -> str | None:
     name = f"a {asked.description.family!r} model"
     if asked.components is not None:
@@ -65,6 +71,8 @@ def _without_encoder(asked: Combination) -> str | None:
     lora = asked.model.lora
     if lora is not None and {"vision", "projector"} & {*lora.targets}:
         return f"model.lora.targets: {name} has no encoder: leave vision and projector out"
+    if asked.run is not None and _sets_pixels(asked.run):
+        return f"data.min_pixels and data.max_pixels: {name} reads no images: leave them out"
     return f"model.frozen: {name} has no encoder: leave it out" if asked.model.frozen else None
 
 
@@ -78,6 +86,15 @@ VISION = Rule(
     (
         Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
         Example("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
+        Example(
+            "data.min_pixels and data.max_pixels: a 'qwen3' model reads no images: leave them out",
+            {"data.max_pixels": 1000},
+        ),
+        Example(
+            "data.min_pixels and data.max_pixels: a 'llava' model takes images of one size",
+            {"data.min_pixels": 1000},
+            LLAVA,
+        ),
         Example(
             "model.lora.targets: a 'qwen3' model has no encoder: leave vision and projector out",
             {"model.lora": {"targets": ["q_proj", "projector"]}},

@@ -51,6 +51,16 @@ def test_sizes_tell_how_many_tokens_the_pixels_make(
         assert len(pixels) == image.grid[1] * image.grid[2] == 4 * image.num_tokens
 
 
+def test_limits_of_pixels_decide_how_many_tokens_an_image_has(tmp_path: Path) -> None:
+    folder = make_vision_workspace(tmp_path, "qwen2_5_vl", num_chats=1) / "model"
+    config = read_config(folder)
+    for limits, tokens in (((None, None), 9), ((None, 256), 4), ((576, None), 9), ((1024, 2048), 16)):
+        image = ImageReader(folder, config, limits)(jpeg(24, 24), "here")
+        assert (image.num_tokens, len(image.load())) == (tokens, 4 * tokens)
+    with pytest.raises(InputError, match="images of 641 to 640 pixels, of which the image processor says 64 to 640"):
+        ImageReader(folder, config, (641, None))
+
+
 def test_an_image_travels_light(readers: dict[str, ImageReader]) -> None:
     for reader in readers.values():
         picture = jpeg(400, 300)
