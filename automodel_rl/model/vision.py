@@ -199,7 +199,8 @@ def blank_image(config: PretrainedConfig) -> Image:
         return Image(0, 1, (1, size, size), torch.zeros(size * size, patch))
     side = vision.image_size
     grid = side // vision.patch_size
-    tokens = grid * grid + (config.vision_feature_select_strategy == "full")
+    has_class_token = vision.model_type == "clip_vision_model"  # "default" leaves out the first token, whatever it is
+    tokens = grid * grid + has_class_token - (config.vision_feature_select_strategy == "default")
     return Image(0, tokens, (1, grid, grid), torch.zeros(vision.num_channels, side, side))
 
 

@@ -7,7 +7,7 @@ from automodel_rl.support.rule import Combination, Example, Rule
 SEEING_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *(name for name, family in FAMILIES.items() if family.is_part))
 """Families of language models that can have an encoder."""
 
-ENCODERS = ("clip_vision_model", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision")
+ENCODERS = ("clip_vision_model", "siglip_vision_model", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision")
 
 LLAVA = {
     "description.family": "llama",
@@ -79,7 +79,7 @@ def _without_encoder(asked: Combination) -> str | None:
 VISION = Rule(
     "vision-language models",
     f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
-    "CLIP's encoder or its own; images; sft, dpo and grpo; every layout of the language model; "
+    "CLIP's or SigLIP's encoder or its own; images; sft, dpo and grpo; every layout of the language model; "
     "encoder: dp_shard, dp_replicate and tp; "
     "LoRA on each part; batch.microbatch_tokens as a number",
     _vision,
@@ -121,8 +121,8 @@ VISION = Rule(
             LLAVA,
         ),
         Example(
-            "model.path: a 'llava' model with a 'siglip_vision_model' encoder is not supported: use clip_vision_model",
-            {"description.encoder": "siglip_vision_model"},
+            "model.path: a 'llava' model with a 'dinov2' encoder is not supported: use clip_vision_model",
+            {"description.encoder": "dinov2"},
             LLAVA,
         ),
         Example(

@@ -141,6 +141,14 @@ def test_features_that_enter_several_layers_equal_one_process(
     assert_equal(ranks, tmp_path, case)
 
 
+@pytest.mark.parametrize("strategy", ["full", "default"])
+def test_another_encoder_equals_one_process(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    save_tiny_vision_model(
+        tmp_path, LLAVA, vision={"model_type": "siglip_vision_model"}, ids={"vision_feature_select_strategy": strategy}
+    )
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=SPLIT_ENCODER))
+
+
 @pytest.mark.parametrize("frozen", [("vision", "projector"), ("language",), ("vision", "language")], ids=" and ".join)
 def test_frozen_parts_leave_the_others_right(ranks: RankPool, tmp_path: Path, frozen: tuple[str, ...]) -> None:
     save_tiny_vision_model(tmp_path, QWEN)
@@ -304,7 +312,7 @@ def test_files_that_name_the_encoder_as_the_hub_does_are_read_and_written(ranks:
     [
         ({"text": {"model_type": "gemma2", "num_hidden_layers": 2}}, "with a 'gemma2' language model is not supported"),
         ({"vision": {"attention_dropout": 0.1}}, "attention_dropout=0.1"),
-        ({"vision": {"model_type": "siglip_vision_model"}}, "with a 'siglip_vision_model' encoder is not supported"),
+        ({"vision": {"model_type": "dinov2"}}, "with a 'dinov2' encoder is not supported"),
     ],
 )
 def test_what_would_be_another_model_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
