@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     LlavaConfig,
+    Mistral3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -72,6 +73,16 @@ _QWEN3_TEXT = {
     **DENSE,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
 }
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "image_size": 64,
+    "patch_size": 4,
+}
 # Features enter after three layers, so that a pipeline of four layers has to carry them over its first boundaries.
 _QWEN3_VISION = {
     "hidden_size": 16,
@@ -116,6 +127,12 @@ VISION_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] = {
             "fullatt_block_indexes": [1],
         },
         _QWEN_IDS,
+    ),
+    "mistral3": (
+        Mistral3Config,
+        {**DENSE, "model_type": "mistral"},
+        _PIXTRAL,
+        {"image_token_id": VOCAB - 1, "spatial_merge_size": 2},
     ),
     "qwen3_vl": (Qwen3VLConfig, _QWEN3_TEXT, _QWEN3_VISION, _QWEN_IDS),
     "qwen3_vl_moe": (

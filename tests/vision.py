@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image as Picture
-from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
+from transformers import CLIPImageProcessorPil, PixtralImageProcessorPil, Qwen2VLImageProcessorPil
 
 from automodel_rl.quickstart.model import train_tokenizer
 from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
@@ -31,7 +31,7 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
             (folder / f"{name}{ending}.jsonl").write_text("".join(json.dumps(form(chat)) + "\n" for chat in part))
     texts = ["What is this? And this? It is red. green. blue. There is nothing to see."] * 20
     tokenizer = train_tokenizer(texts, VOCAB * 2)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "[IMG_BREAK]", "[IMG_END]"]})
     tokenizer.chat_template = TEMPLATE
     image_id = tokenizer.convert_tokens_to_ids("<image>")
     vision = VISION_CONFIGS[family][2]
@@ -43,6 +43,10 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
     if family == "llava":
         size = vision["image_size"]
         CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
+            folder / "model"
+        )
+    elif family == "mistral3":
+        PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 24}).save_pretrained(
             folder / "model"
         )
     else:

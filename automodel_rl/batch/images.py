@@ -3,7 +3,7 @@
 Some models also add features of earlier encoder layers to image tokens, after their first few layers (DeepStack,
 arXiv:2406.04334). These features follow a token's embedding in one row.
 
-Shape letters: T tokens of a microbatch, m tokens of its distinct images, i image tokens of a rank, H hidden size, D
+Shape letters: T tokens of a microbatch, m embeddings of its distinct images, i image tokens of a rank, H hidden size, D
 layers after which features are added.
 """
 
@@ -27,12 +27,14 @@ class Image:
 
     Attributes:
         start: place of its first token in the sequence, or in the microbatch.
-        num_tokens: number of tokens that stand for it.
+        num_tokens: number of tokens that stand for it, breaks included.
         grid: its patches in time, height and width.
         pixels: the output of the model's image processor for one image, or a picklable function that returns it. The
             function is called on the rank that encodes the image, so pixels are not sent between ranks.
         source: what the pixels are read from: the path of a picture's file, or the file's bytes. A microbatch's images
             with the same source and grid are encoded once. None if no other image has these pixels.
+        row: number of tokens with embeddings in a row of the image, after which one token of text breaks the row; 0 if
+            there are no breaks and all tokens have embeddings.
 
     Example:
         >>> import torch
@@ -46,6 +48,18 @@ class Image:
     grid: Grid
     pixels: Tensor | Callable[[], Tensor]
     source: str | bytes | None = None
+    row: int = 0
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of its tokens that an embedding replaces."""
+        return self.num_tokens // (self.row + 1) * self.row if self.row else self.num_tokens
+
+    @property
+    def places(self) -> np.ndarray:
+        """Places of these tokens, counted from its first token, int64 [num_embeddings]."""
+        every = np.arange(self.num_tokens)
+        return every[every % (self.row + 1) < self.row] if self.row else every
 
     def load(self) -> Tensor:
         """The image's pixels, on the host."""
@@ -130,8 +144,8 @@ def image_places(images: Sequence[Image], num_tokens: int) -> np.ndarray:
     seen = 0
     for number, image in enumerate(images):
         start = first.setdefault(_identity(number, image), seen)
-        seen += image.num_tokens if start == seen else 0
-        rows[image.start : image.start + image.num_tokens] = np.arange(start, start + image.num_tokens)
+        seen += image.num_embeddings if start == seen else 0
+        rows[image.start + image.places] = np.arange(start, start + image.num_embeddings)
     return rows
 
 

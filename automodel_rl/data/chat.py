@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
@@ -19,7 +19,7 @@ from automodel_rl.data.turns import MARKS_REMEDY, Span, find_turns
 from automodel_rl.errors import InputError
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.read import read_config
-from automodel_rl.support.description import language_config
+from automodel_rl.support.description import ImageForm, image_form, language_config
 from automodel_rl.support.families import VISION_FAMILIES
 
 OF_PROCESSOR = "chat_template.json"
@@ -73,9 +73,28 @@ def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
     pixels = (config.data.min_pixels, config.data.max_pixels)
-    images = ImageReader(files.folder, model, pixels) if model.model_type in VISION_FAMILIES else None
+    images = None
+    if model.model_type in VISION_FAMILIES:
+        images = ImageReader(files.folder, model, pixels, _breaks(tokenizer, model, folder))
     train_on = config.data.train_on if isinstance(config, SFTConfig) else "all"
     return ChatTokenizer(tokenizer, train_on, images, config.data.chat_template_kwargs)
+
+
+BREAKS = ("[IMG_BREAK]", "[IMG_END]")
+"""Tokens that end a row of an image, and an image, where images have rows."""
+
+
+def _breaks(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, folder: Path) -> tuple[int, int] | None:
+    """The ids of `BREAKS`, for a model whose images have rows."""
+    if image_form(model) is not ImageForm.ANY_SIZE:
+        return None
+    known = tokenizer.get_vocab()
+    if not known.keys() >= {*BREAKS}:
+        raise InputError(
+            f"model.path={folder}: the tokenizer has no {' or '.join(BREAKS)}, which end the rows of images: use the "
+            "tokenizer that belongs to the model"
+        )
+    return known[BREAKS[0]], known[BREAKS[1]]
 
 
 def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> None:

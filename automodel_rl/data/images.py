@@ -2,6 +2,8 @@
 
 import functools
 import io
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.errors import InputError
-from automodel_rl.model.vision import blank_image
-from automodel_rl.support.families import VISION_FAMILIES
+from automodel_rl.model.vision import blank_image, token_patches
+from automodel_rl.support.description import ImageForm, image_form
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """EXIF's orientation tag, and the values with which a picture is shown with height and width exchanged."""
@@ -32,15 +34,23 @@ class ImageReader:
         folder: the checkpoint's folder, with its image processor.
         config: the config of the whole model.
         pixels: the fewest and the most pixels of an image of any size; None for what the image processor says.
+        breaks: ids of the tokens that end a row of an image, and an image, for a model whose images have rows.
 
     Raises:
         InputError: transformers cannot open the image processor, or the limits leave no room.
     """
 
-    def __init__(self, folder: Path, config: PretrainedConfig, pixels: tuple[int | None, int | None] = (None, None)):
+    def __init__(
+        self,
+        folder: Path,
+        config: PretrainedConfig,
+        pixels: tuple[int | None, int | None] = (None, None),
+        breaks: tuple[int, int] | None = None,
+    ):
         blank = blank_image(config)
         self.token_id, self.num_tokens, self.grid = config.image_token_id, blank.num_tokens, blank.grid
-        self.has_grid = VISION_FAMILIES[config.model_type].has_rotary_grid
+        self.form, self.breaks = image_form(config), breaks
+        self.merge, self.side = token_patches(config), token_patches(config) * config.vision_config.patch_size
         try:
             self.processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         except (OSError, ValueError) as error:
@@ -73,8 +83,10 @@ class ImageReader:
         except (OSError, ValueError) as error:
             raise _unreadable(source, where, error) from None
         pixels = functools.partial(self.pixels, source, where)
-        if not self.has_grid:
+        if self.form is ImageForm.ONE_SIZE:
             return Image(0, self.num_tokens, self.grid, pixels, source)
+        if self.form is ImageForm.ANY_SIZE:
+            return self._with_rows(height, width, pixels, source)
         patch, merge, limits = self.processor.patch_size, self.processor.merge_size, self.processor.size
         try:
             height, width = smart_resize(height, width, patch * merge, limits["shortest_edge"], limits["longest_edge"])
@@ -82,6 +94,16 @@ class ImageReader:
             raise InputError(f"{where}: the model's image processor refuses an image ({error})") from None
         grid = (1, height // patch, width // patch)
         return Image(0, grid[1] * grid[2] // merge**2, grid, pixels, source)
+
+    def _with_rows(self, height: int, width: int, pixels: Callable[[], Tensor], source: str | bytes) -> Image:
+        """An image of which each row of tokens ends with a break. Larger ones are made smaller, as by Pixtral's image
+        processor, and what is left is a whole number of tokens."""
+        longest = self.processor.size["longest_edge"]
+        ratio = max(height / longest, width / longest)
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        rows, columns = ((size - 1) // self.side + 1 for size in (height, width))
+        return Image(0, rows * (columns + 1), (1, rows * self.merge, columns * self.merge), pixels, source, row=columns)
 
     def pixels(self, source: str | bytes, where: str) -> Tensor:
         """The pixels of a picture, from the model's image processor.
@@ -98,8 +120,9 @@ class ImageReader:
             picture = load_image(Picture.open(io.BytesIO(content)))
         except (OSError, ValueError) as error:
             raise _unreadable(source, where, error) from None
-        found = torch.as_tensor(self.processor(images=[picture], return_tensors="pt")["pixel_values"])
-        return found if self.has_grid else found[0]
+        options = {"patch_size": self.side} if self.form is ImageForm.ANY_SIZE else {}
+        found = torch.as_tensor(self.processor(images=[picture], return_tensors="pt", **options)["pixel_values"])
+        return found if self.form is ImageForm.PATCHES else found[0]
 
     def expand(self, sequence: TokenSequence, images: list[Image], where: str) -> TokenSequence:
         """A sequence in which each image has all of its tokens. The chat template writes only one for each image.
@@ -122,11 +145,14 @@ class ImageReader:
         counts[found] = torch.tensor([image.num_tokens for image in images], dtype=counts.dtype)
         starts = (counts.cumsum(0) - counts)[found].tolist()
         mask = sequence.loss_mask & (sequence.input_ids != self.token_id)
-        return TokenSequence(
-            sequence.input_ids.repeat_interleave(counts),
-            mask.repeat_interleave(counts),
-            images=tuple(image.moved(start) for image, start in zip(images, starts, strict=True)),
-        )
+        ids = sequence.input_ids.repeat_interleave(counts)
+        moved = tuple(image.moved(start) for image, start in zip(images, starts, strict=True))
+        for image in moved:
+            if image.row:
+                assert self.breaks is not None  # a chat tokenizer has found them
+                last = image.start + image.num_tokens - 1
+                ids[image.start + image.row : last : image.row + 1], ids[last] = self.breaks
+        return TokenSequence(ids, mask.repeat_interleave(counts), images=moved)
 
 
 def cut(sequence: TokenSequence, limit: int) -> TokenSequence:

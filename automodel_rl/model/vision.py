@@ -24,7 +24,7 @@ from automodel_rl.model.parallelise import dtypes_of, mixed_precision
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_linears
-from automodel_rl.support.description import language_config, num_deepstack
+from automodel_rl.support.description import ImageForm, image_form, language_config, num_deepstack
 from automodel_rl.support.families import VISION_FAMILIES
 
 
@@ -63,12 +63,22 @@ class VisionPart(nn.Module):
         Returns:
             [m, H] in the compute dtype, or [m, (1 + D) * H] if features follow each embedding (batch/images.py).
         """
-        if VISION_FAMILIES[self.config.model_type].has_rotary_grid:
+        form = image_form(self.config)
+        if form is ImageForm.PATCHES:
             grid = torch.tensor(grids, device=pixels[0].device)
             output = self.model.get_image_features(torch.cat(list(pixels)), grid)
             features = output.deepstack_features if num_deepstack(self.config) else []
             return torch.cat([torch.cat(list(of_images)) for of_images in (output.pooler_output, *features)], dim=1)
+        if form is ImageForm.ANY_SIZE:
+            return torch.cat([self._alone(image) for image in pixels])
         return torch.cat(list(self.model.get_image_features(torch.stack(list(pixels))).pooler_output))
+
+    def _alone(self, image: Tensor) -> Tensor:
+        """The embeddings of one image [C, H, W]."""
+        side = token_patches(self.config) * self.config.vision_config.patch_size
+        copies = 2 if image.shape[-2:] == (side, side) else 1  # transformers 5.18 loses a dim of a single token
+        sizes = torch.tensor([image.shape[-2:]] * copies)
+        return self.model.get_image_features(torch.stack([image] * copies), image_sizes=sizes).pooler_output[0]
 
 
 def language_model(whole: Any) -> Any:
@@ -96,7 +106,7 @@ sizes in one call, not one by one."""
 
 def choose_attention(part: VisionPart, device: torch.device, dtype: torch.dtype) -> None:
     """Makes an encoder of images of different sizes compute attention in one call for all, in bfloat16 on CUDA."""
-    is_ragged = VISION_FAMILIES[part.config.model_type].has_rotary_grid  # others see images of one size, as a batch
+    is_ragged = image_form(part.config) is ImageForm.PATCHES  # others see images as a batch, or one by one
     if is_ragged and device.type == "cuda" and dtype == torch.bfloat16:
         AttentionInterface.register(VARLEN, varlen_attention)
         # Set only now: while the model is built, transformers takes the name for that of a kernel on the hub.
@@ -193,15 +203,29 @@ def blank_image(config: PretrainedConfig) -> Image:
         config: the config of the whole model.
     """
     vision = config.vision_config
-    if VISION_FAMILIES[config.model_type].has_rotary_grid:
-        size = vision.spatial_merge_size
+    if image_form(config) is ImageForm.PATCHES:
+        size = token_patches(config)
         patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return Image(0, 1, (1, size, size), torch.zeros(size * size, patch))
+    if image_form(config) is ImageForm.ANY_SIZE:
+        merge = token_patches(config)
+        side = merge * vision.patch_size
+        return Image(0, 2, (1, merge, merge), torch.zeros(vision.num_channels, side, side), row=1)
     side = vision.image_size
     grid = side // vision.patch_size
     has_class_token = vision.model_type == "clip_vision_model"  # "default" leaves out the first token, whatever it is
     tokens = grid * grid + has_class_token - (config.vision_feature_select_strategy == "default")
     return Image(0, tokens, (1, grid, grid), torch.zeros(vision.num_channels, side, side))
+
+
+def token_patches(config: PretrainedConfig) -> int:
+    """Patches in a token along height, and along width.
+
+    Args:
+        config: the config of the whole model.
+    """
+    values = config.to_dict()
+    return values["vision_config"].get("spatial_merge_size") or values.get("spatial_merge_size") or 1
 
 
 def rotary_merge(config: PretrainedConfig) -> int | None:

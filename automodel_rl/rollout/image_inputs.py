@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
 from automodel_rl.batch import Image, multimodal_positions
 from automodel_rl.data.images import ImageReader
 from automodel_rl.generator_messages import PromptImage, Request
 from automodel_rl.model.vision import rotary_merge
+from automodel_rl.support.description import ImageForm, image_form
 
 IN_A_PROMPT = "a prompt"
 """Place of an image in the data, for error messages. The trainer has opened it before."""
@@ -26,6 +28,7 @@ class ImageInputs:
 
     def __init__(self, config: PretrainedConfig, reader: ImageReader | None):
         self.reader, self.merge = reader, rotary_merge(config)
+        self.form = None if reader is None else image_form(config)
 
     def of(self, requests: Sequence[Request], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arguments for the images of a batch, for the forward of its prompts.
@@ -39,7 +42,12 @@ class ImageInputs:
             return {}
         assert self.reader is not None  # only such models have prompts with images
         pixels = [self.reader.pixels(image.source, IN_A_PROMPT).to(device, dtype) for image in images]
-        if self.merge is None:
+        if self.form is ImageForm.ANY_SIZE:
+            sizes = torch.tensor([picture.shape[-2:] for picture in pixels], device=device)
+            height, width = sizes.amax(0).tolist()
+            padded = [pad(picture, (0, width - picture.shape[2], 0, height - picture.shape[1])) for picture in pixels]
+            return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+        if self.form is ImageForm.ONE_SIZE:
             return {"pixel_values": torch.stack(pixels)}
         grids = torch.tensor([image.grid for image in images], device=device)
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}

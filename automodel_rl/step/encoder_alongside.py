@@ -209,7 +209,7 @@ class _LanguageEnd:
     def finish(self) -> None:
         """Sends the gradients that are still missing, of microbatches that took no part in the loss."""
         for number in range(self._next_gradient, self.shares.num_microbatches if self._keeps else 0):
-            tokens = sum(image.num_tokens for image in self.shares.of_lane(self.lane, number))
+            tokens = sum(image.num_embeddings for image in self.shares.of_lane(self.lane, number))
             self._gradients.setdefault(number, self.like.new_zeros(tokens, self.like.shape[1]))
         self._send()
         for message in self._sent:

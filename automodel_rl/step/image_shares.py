@@ -73,8 +73,8 @@ class ImageShares:
         return [self._images[lane][microbatch][number] for number in self.numbers(lane, share, microbatch)]
 
     def size(self, lane: int, share: int, microbatch: int) -> int:
-        """Number of tokens of these images. The arguments are those of `numbers`."""
-        return sum(image.num_tokens for image in self.images(lane, share, microbatch))
+        """Number of embeddings of these images. The arguments are those of `numbers`."""
+        return sum(image.num_embeddings for image in self.images(lane, share, microbatch))
 
     def joined(self, lane: int, microbatch: int, of_shares: Sequence[Tensor], like: Tensor) -> Tensor:
         """The embeddings [m, E] of a microbatch's images in order, from those that each encoder lane has made."""
@@ -82,14 +82,14 @@ class ImageShares:
         pieces: dict[int, Tensor] = {}
         for share, tensor in enumerate(of_shares):
             numbers = self.numbers(lane, share, microbatch)
-            split = tensor.split([images[number].num_tokens for number in numbers]) if numbers else ()
+            split = tensor.split([images[number].num_embeddings for number in numbers]) if numbers else ()
             pieces |= dict(zip(numbers, split, strict=True))
         return torch.cat([like, *(pieces[number] for number in range(len(images)))])
 
     def divided(self, lane: int, microbatch: int, joined: Tensor) -> list[Tensor]:
         """The parts of what `joined` returned, or of its gradient, for each encoder lane."""
         images = self.of_lane(lane, microbatch)
-        pieces = joined.split([image.num_tokens for image in images]) if images else ()
+        pieces = joined.split([image.num_embeddings for image in images]) if images else ()
         return [
             torch.cat([joined[:0], *(pieces[number] for number in numbers)])
             for numbers in self._shares[lane][microbatch]
@@ -119,13 +119,13 @@ def encode(part: VisionPart, images: Sequence[Image], loaded: Sequence[Tensor], 
         like: a tensor [0, E] with the dtype and device of the result.
 
     Raises:
-        ValueError: the encoder makes another number of embeddings than the images have tokens.
+        ValueError: the encoder makes another number of embeddings than the images' tokens need.
     """
     embeddings = part([pixels.to(like) for pixels in loaded], [image.grid for image in images])
-    expected = sum(image.num_tokens for image in images)
+    expected = sum(image.num_embeddings for image in images)
     if embeddings.shape != (expected, like.shape[1]):
         raise ValueError(
-            f"{len(images)} images with grids {[image.grid for image in images]} have {expected} tokens in their "
+            f"{len(images)} images with grids {[image.grid for image in images]} need {expected} embeddings in their "
             f"sequences, but the encoder makes {len(embeddings)} embeddings of them: use the model's own image "
             "processor, and as many tokens as it says"
         )

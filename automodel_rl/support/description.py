@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -123,6 +124,30 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     language = copy.deepcopy(config.text_config)
     language.tie_word_embeddings = config.tie_word_embeddings
     return language
+
+
+class ImageForm(Enum):
+    """The form in which an encoder takes images."""
+
+    PATCHES = "patches"
+    """Flattened patches of images of any size, one after the other, and the grid of each: Qwen."""
+
+    ONE_SIZE = "one size"
+    """A batch of images of one size: CLIP and SigLIP."""
+
+    ANY_SIZE = "any size"
+    """Images of any size, one by one. Each row of an image's tokens ends with a token of text: Pixtral."""
+
+
+def image_form(config: PretrainedConfig) -> ImageForm:
+    """The form in which the encoder of a vision-language model takes images.
+
+    Args:
+        config: the config of the whole model.
+    """
+    if VISION_FAMILIES[config.model_type].has_rotary_grid:
+        return ImageForm.PATCHES
+    return ImageForm.ANY_SIZE if config.vision_config.model_type == "pixtral" else ImageForm.ONE_SIZE
 
 
 def num_deepstack(config: PretrainedConfig) -> int:

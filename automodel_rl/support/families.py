@@ -194,6 +194,11 @@ _DELTA_NET_PLAN = (
     ("linear_attn.norm", REPLICATED),
     ("linear_attn.out_proj", ROWS),
 )
+_PARTS_APART = (
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("", "language_model."),
+)
 _QWEN_ATTENTION = (("attn.qkv", FUSED_THREE), ("attn.proj", ROWS))
 _QWEN3_VISION = VisionNames(
     projectors=("visual.merger", "visual.deepstack_merger_list"),
@@ -310,11 +315,7 @@ FAMILIES = {
     "llava": Family(
         vision=VisionNames(
             projectors=("multi_modal_projector",),
-            in_files=(
-                ("model.vision_tower.", "vision_tower."),
-                ("model.multi_modal_projector.", "multi_modal_projector."),
-                ("", "language_model."),
-            ),
+            in_files=_PARTS_APART,
             tp_plan=(
                 *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
                 ("self_attn.out_proj", ROWS),
@@ -323,6 +324,7 @@ FAMILIES = {
             ),
         )
     ),
+    "mistral3": Family(vision=VisionNames(projectors=("multi_modal_projector",), in_files=_PARTS_APART)),
     "qwen2_5_vl": Family(
         vision=VisionNames(
             projectors=("visual.merger",),

@@ -4,10 +4,24 @@ from automodel_rl.config import GRPOConfig, RunConfig
 from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES, VISION_FAMILIES
 from automodel_rl.support.rule import Combination, Example, Rule
 
-SEEING_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *(name for name, family in FAMILIES.items() if family.is_part))
+SEEING_FAMILIES = (
+    "llama",
+    "mistral",
+    "ministral3",
+    "qwen2",
+    "qwen3",
+    *(name for name, family in FAMILIES.items() if family.is_part),
+)
 """Families of language models that can have an encoder."""
 
-ENCODERS = ("clip_vision_model", "siglip_vision_model", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision")
+ENCODERS = (
+    "clip_vision_model",
+    "siglip_vision_model",
+    "pixtral",
+    "qwen2_5_vl_vision",
+    "qwen3_vl_vision",
+    "qwen3_vl_moe_vision",
+)
 
 LLAVA = {
     "description.family": "llama",
@@ -35,7 +49,7 @@ def _vision(asked: Combination) -> str | None:
     if isinstance(asked.run, GRPOConfig) and asked.run.rollout.vllm.servers:
         return f"rollout.vllm.servers: servers get no images of {name}: let ranks start vLLM, with rollout.vllm.python"
     if asked.run is not None and _sets_pixels(asked.run) and not VISION_FAMILIES[vision].has_rotary_grid:
-        return f"data.min_pixels and data.max_pixels: {name} takes images of one size: leave them out"
+        return f"data.min_pixels and data.max_pixels: the image processor of {name} has none: leave them out"
     if asked.run is not None and asked.run.batch.microbatch_tokens == "auto":
         return f"batch.microbatch_tokens=auto: the memory of {name} depends on its images: give a number"
     if asked.description.family not in SEEING_FAMILIES:
@@ -55,6 +69,8 @@ def _vision(asked: Combination) -> str | None:
     tp = 1 if asked.components is None else asked.components.vision.tp
     if tp > 1 and model.lora is not None:
         return f"components.vision.tp={tp}: adapters need tp=1: use dp_shard"
+    if tp > 1 and encoder == "pixtral":
+        return f"components.vision.tp={tp}: Pixtral's encoder is not split over tp: use dp_shard"
     if asked.description.vision_heads % tp:
         return f"components.vision.tp={tp} must divide the encoder's {asked.description.vision_heads} attention heads"
     return None
@@ -79,8 +95,8 @@ def _without_encoder(asked: Combination) -> str | None:
 VISION = Rule(
     "vision-language models",
     f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
-    "CLIP's or SigLIP's encoder or its own; images; sft, dpo and grpo; every layout of the language model; "
-    "encoder: dp_shard, dp_replicate and tp; "
+    "encoders of CLIP, SigLIP, Pixtral or their own; images; sft, dpo and grpo; every layout of the language model; "
+    "encoder: dp_shard, dp_replicate and, but for Pixtral, tp; "
     "LoRA on each part; batch.microbatch_tokens as a number",
     _vision,
     (
@@ -91,7 +107,7 @@ VISION = Rule(
             {"data.max_pixels": 1000},
         ),
         Example(
-            "data.min_pixels and data.max_pixels: a 'llava' model takes images of one size",
+            "data.min_pixels and data.max_pixels: the image processor of a 'llava' model has none",
             {"data.min_pixels": 1000},
             LLAVA,
         ),
@@ -144,6 +160,11 @@ VISION = Rule(
             "model.frozen: all parts are frozen and nothing is left to train: leave one out",
             {"model.frozen": ["vision", "projector", "language"]},
             {**LLAVA, "model.frozen": ["vision", "projector"]},
+        ),
+        Example(
+            "components.vision.tp=2: Pixtral's encoder is not split over tp: use dp_shard",
+            _SPLIT_ENCODER,
+            {**LLAVA, "description.encoder": "pixtral", **_DATA_RANKS},
         ),
         Example(
             "components.vision.tp=2 must divide the encoder's 3 attention heads",

@@ -24,6 +24,7 @@ from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.model.vision import VisionPart, encoder_layers
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
+from automodel_rl.support.description import ImageForm, image_form
 from automodel_rl.support.families import VISION_FAMILIES
 
 STAND_IN = "automodel_rl_plan_flash"
@@ -124,10 +125,13 @@ def _kept(part: VisionPart, patches: int, memory: MemoryConfig, dtype: torch.dty
     checkpoint_layers([layer], memory.activation_checkpointing)
     hidden = torch.empty(patches, width, dtype=dtype, device=META, requires_grad=True)
     with LiveBytes() as live:
-        if VISION_FAMILIES[part.config.model_type].has_rotary_grid:
-            turns = torch.empty(patches, width // heads, device=META)
+        form = image_form(part.config)
+        turns = torch.empty(patches, width // heads, device=META)
+        if form is ImageForm.PATCHES:
             bounds = torch.empty(2, dtype=torch.int32, device=META)
             output = layer(hidden, cu_seqlens=bounds, max_seqlen=patches, position_embeddings=(turns, turns))
+        elif form is ImageForm.ANY_SIZE:
+            output = layer(hidden[None], attention_mask=None, position_embeddings=(turns, turns))
         else:
             output = layer(hidden[None], attention_mask=None)
         kept = live.now

@@ -254,8 +254,13 @@ class OneProcess:
         if not sequence.images:
             return {}
         pixels = [image.load().to(self.device, next(self.model.parameters()).dtype) for image in sequence.images]
-        if not self.takes_grids:
+        if not self.takes_grids and len({image.shape for image in pixels}) == 1 and not sequence.images[0].row:
             return {"pixel_values": torch.stack(pixels)}
+        if not self.takes_grids:  # padded to one size, as transformers' image processor does
+            sizes = torch.tensor([image.shape[-2:] for image in pixels], device=self.device)
+            height, width = sizes.amax(0).tolist()
+            padded = [torch.nn.functional.pad(i, (0, width - i.shape[2], 0, height - i.shape[1])) for i in pixels]
+            return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
         kinds = (sequence.input_ids == self.model.config.image_token_id).int()[None]
         grids = torch.tensor([image.grid for image in sequence.images], device=self.device)
         return {

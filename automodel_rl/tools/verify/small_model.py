@@ -116,6 +116,7 @@ def shrink_vision(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -
         "num_heads": heads,
         "intermediate_size": 16 * heads,
         "projection_dim": heads * HEAD_DIM,
+        "head_dim": HEAD_DIM,
         "out_hidden_size": language.hidden_size,
         "patch_size": PATCH,
         "image_size": 3 * PATCH,

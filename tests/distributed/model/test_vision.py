@@ -29,7 +29,7 @@ from automodel_rl.tools.verify.images import with_images
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_vision_model
+from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
 from tests.tiny_families import VOCAB
 
 LLAVA, QWEN, QWEN3, QWEN3_MOE = "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
@@ -80,6 +80,7 @@ EVERYTHING = components_of(
 )
 REPLICATED = components_of({"ranks": "0-3", "dp_replicate": 2, "tp": 2}, {"ranks": "4-5", "pp": 2})
 CUT_PIPELINE = components_of({"ranks": 0}, {"ranks": "1-4", "pp": 2, "cp": 2})
+ONE_TO_CUT = components_of({"ranks": 0}, {"ranks": "1-2", "cp": 2})
 ONE_TO_EXPERTS = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2, "ep": 2})
 V_PLACED = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2})
 
@@ -139,6 +140,14 @@ def test_features_that_enter_several_layers_equal_one_process(
 ) -> None:
     save_tiny_vision_model(tmp_path, family)
     assert_equal(ranks, tmp_path, case)
+
+
+@pytest.mark.parametrize("family", ["mistral3", LLAVA])
+def test_rows_of_images_with_breaks_equal_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    pixtral = VISION_CONFIGS["mistral3"][2]
+    ids = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    save_tiny_vision_model(tmp_path, family, vision=pixtral, ids=ids if family == LLAVA else {})
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=ONE_TO_CUT))
 
 
 @pytest.mark.parametrize("strategy", ["full", "default"])

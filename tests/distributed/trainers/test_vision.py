@@ -79,8 +79,8 @@ def test_pairs_with_pictures_train_alike_on_any_placement(ranks: RankPool, tmp_p
 
 @pytest.mark.parametrize(
     ("family", "changed"),
-    [("qwen2_5_vl", {}), ("llava", {}), ("qwen3_vl_moe", {"router_replay": {"enabled": True}})],
-    ids=["qwen2_5_vl", "llava", "qwen3_vl_moe and routes"],
+    [("qwen2_5_vl", {}), ("mistral3", {}), ("llava", {}), ("qwen3_vl_moe", {"router_replay": {"enabled": True}})],
+    ids=["qwen2_5_vl", "mistral3", "llava", "qwen3_vl_moe and routes"],
 )
 def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
     ranks: RankPool, tmp_path: Path, family: str, changed: dict

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image as Picture
-from transformers import AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.config import SourceConfig
@@ -23,7 +23,7 @@ from tests.vision import make_vision_workspace
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageReader]:
     found = {}
-    for family in ("llava", "qwen2_5_vl"):
+    for family in ("llava", "qwen2_5_vl", "mistral3"):
         folder = make_vision_workspace(tmp_path_factory.mktemp(family), family, num_chats=1)
         found[family] = ImageReader(folder / "model", read_config(folder / "model"))
     return found
@@ -37,7 +37,7 @@ def jpeg(width: int, height: int, turned: bool = False) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "mistral3"])
 @pytest.mark.parametrize("size", [(40, 20), (13, 31), (9, 9)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_sizes_tell_how_many_tokens_the_pixels_make(
@@ -47,6 +47,9 @@ def test_sizes_tell_how_many_tokens_the_pixels_make(
     pixels = image.load()
     if family == "llava":
         assert (pixels.shape, image.num_tokens) == ((3, 12, 12), 9)
+    elif family == "mistral3":
+        rows, columns = (side // 8 for side in pixels.shape[1:])
+        assert (image.num_tokens, image.row, image.num_embeddings) == (rows * (columns + 1), columns, rows * columns)
     else:
         assert len(pixels) == image.grid[1] * image.grid[2] == 4 * image.num_tokens
 
@@ -76,6 +79,27 @@ def test_damaged_pictures_are_named(readers: dict[str, ImageReader], tmp_path: P
     image = reader(str(tmp_path / "half.jpg"), "chats.jsonl:4")
     with pytest.raises(InputError, match=r"chats.jsonl:4: cannot read the image .*half.jpg"):
         image.load()
+
+
+def test_rows_of_an_image_end_with_breaks(tmp_path: Path) -> None:
+    """As Mistral's processor writes them, which needs torchvision: its pattern, with sizes by its image processor."""
+    folder = make_vision_workspace(tmp_path, "mistral3", num_chats=1) / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    breaks = (tokenizer.convert_tokens_to_ids("[IMG_BREAK]"), tokenizer.convert_tokens_to_ids("[IMG_END]"))
+    reader = ImageReader(folder, read_config(folder), breaks=breaks)
+    pictures = [jpeg(40, 20), jpeg(9, 17)]
+    opened = [Picture.open(io.BytesIO(picture)) for picture in pictures]
+    made = AutoImageProcessor.from_pretrained(folder, backend="pil")(opened, patch_size={"height": 8, "width": 8})
+    written = []
+    for height, width in made["image_sizes"]:
+        rows = ["<image>" * (width // 8) + "[IMG_BREAK]"] * (height // 8)
+        written.append("".join(rows).removesuffix("[IMG_BREAK]") + "[IMG_END]")
+    text = "What is{} this? And this{}"
+    plain = torch.tensor(tokenizer(text.format("<image>", "<image>")).input_ids)
+    images = [reader(picture, "here") for picture in pictures]
+    sequence = reader.expand(TokenSequence(plain, torch.ones(len(plain), dtype=torch.bool)), images, "here")
+    assert sequence.input_ids.tolist() == tokenizer(text.format(*written)).input_ids
+    assert [image.load().shape[1:] for image in images] == [tuple(size) for size in made["image_sizes"]]
 
 
 def test_a_cut_keeps_no_part_of_an_image() -> None:

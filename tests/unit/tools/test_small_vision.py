@@ -1,0 +1,49 @@
+"""Small models of vision-language families: `verify` can train and `plan` can measure them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Mistral3Config, PretrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
+
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.components import one_layout
+from automodel_rl.config.model import MemoryConfig
+from automodel_rl.hf.read import read_config
+from automodel_rl.tools.plan.encoder import plan_encoder
+from automodel_rl.tools.verify.comparison import make_sequences
+from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.one_process import OneProcess, Training
+from automodel_rl.tools.verify.small_model import save_random_model, shrink_vision
+
+CONFIGS = [Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig, Mistral3Config]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_family_shrinks_to_a_model_that_sees(tmp_path: Path, kind: type[PretrainedConfig]) -> None:
+    config = kind()
+    config.text_config.num_hidden_layers = 4
+    if "layer_types" in config.text_config.to_dict():
+        config.text_config.layer_types = config.text_config.layer_types[:4]
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    config.text_config.rope_parameters = rope | ({"mrope_section": [16, 24, 24]} if kind is Qwen2_5_VLConfig else {})
+    setattr(config.vision_config, "num_hidden_layers" if kind is Mistral3Config else "depth", 4)
+    if "deepstack_visual_indexes" in config.vision_config.to_dict():
+        config.vision_config.deepstack_visual_indexes = [0, 1, 2]
+    save_random_model(shrink_vision(config, ParallelConfig(), tp=2), tmp_path, torch.float64)
+    small = read_config(tmp_path)
+    model = OneProcess(tmp_path, torch.float64, Training(), torch.device("cpu"))
+    (sequence,) = make_sequences(1, 0, small.text_config.vocab_size)
+    assert model.logprobs(with_images(sequence, small, 2)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_activations_of_an_encoder_grow_with_its_images(kind: type[PretrainedConfig]) -> None:
+    components = one_layout(ParallelConfig())
+    found = [
+        plan_encoder(kind(), ModelConfig(path="x"), MemoryConfig(), components, patches, 1, OptimizerConfig())
+        for patches in (1000, 2000)
+    ]
+    assert found[1].activations == pytest.approx(2 * found[0].activations, rel=1e-3)
+    assert found[0].activations > 10**8
+    assert found[0].parameters > 10**8
