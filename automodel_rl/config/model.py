@@ -37,8 +37,8 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter, or ends of their full names, such as 0.self_attn.q_proj.
     all-linear: all but the head. experts: each expert of a mixture, which the other names do not mean. vision and
-    projector: all linear layers of a vision-language model's encoder, and of the projector after it; the other names
-    mean the language model."""
+    projector: all linear layers of a vision-language model's encoder, and of the projector after it; all-linear and
+    names that are not whole mean the language model alone."""
 
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole beside the adapters and saved with them, such as embed_tokens and

@@ -102,8 +102,8 @@ class Engine:
             for component in handle.components
             for part in component.parts
         ]
-        self.optimizer = ModelOptimizer(parts, OPTIMIZERS)
-        check_groups(handle, self.config)
+        self.optimizer = ModelOptimizer(parts, OPTIMIZERS, self.config.lr)
+        check_groups(handle, configs)
         self._moments = Offload(self.optimizer.moments)
         self.step = 0
         self.skipped_in_a_row = 0

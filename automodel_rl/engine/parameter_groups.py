@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.config.optimizer import ParameterGroupConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import EMBEDDING, TIED_HEAD
 from automodel_rl.model.handle import ModelHandle
@@ -14,7 +13,7 @@ SHARED = ("max_grad_norm", "warmup_steps", "warmup_ratio", "decay", "min_lr_rati
 
 
 def of_components(configs: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:
-    """The settings of every component's optimizer, with peak learning rates relative to that of the language model.
+    """The settings of every component's optimizer.
 
     Args:
         configs: the settings of `language`, and of `vision` if they differ.
@@ -35,22 +34,19 @@ def of_components(configs: Mapping[str, OptimizerConfig]) -> dict[str, Optimizer
                 f"optimizer: {key} is {getattr(vision, key)} for vision and {getattr(whole, key)} for language: all "
                 "components share schedule, gradient norm and skipped steps, so give both the same"
             )
-    groups = [group.model_copy(update={"lr": group.lr or vision.lr}) for group in vision.groups]
-    rest = ParameterGroupConfig(names=("*",), lr=vision.lr)
-    return {
-        "language": whole,
-        "vision": whole if vision is whole else vision.model_copy(update={"lr": whole.lr, "groups": (*groups, rest)}),
-    }
+    return {"language": whole, "vision": vision}
 
 
-def check_groups(handle: ModelHandle, config: OptimizerConfig) -> None:
+def check_groups(handle: ModelHandle, configs: Mapping[str, OptimizerConfig]) -> None:
     """Raises InputError on all ranks if a group of the optimizer names no trained parameter, or one of two tied. A
     collective.
 
     Args:
         handle: the model.
-        config: the optimizer's settings.
+        configs: the settings of every component's optimizer. Groups mean the component's parameters, or those of all
+            components if all have the same settings.
     """
+    config = configs["language"]
     is_cut = handle.whole_config.tie_word_embeddings and handle.layout.parallel.pp > 1
     embedding, head = (config.of_parameter(name, 1.0) for name in (EMBEDDING, TIED_HEAD))
     if is_cut and embedding != head:
@@ -58,11 +54,21 @@ def check_groups(handle: ModelHandle, config: OptimizerConfig) -> None:
             "optimizer.groups: the model's head is tied to its embedding, and a pipeline holds two copies: name "
             "both embed_tokens and lm_head in one group"
         )
-    names = [name for name, parameter in handle.named_parameters() if parameter.requires_grad]
-    own = [any(group.covers(name) for name in names) for group in config.groups]
-    for place, found in enumerate(zip(*gather_objects(own, handle.layout.world_control), strict=True)):
-        if not any(found):
-            raise InputError(
-                f"optimizer.groups.{place}.names={[*config.groups[place].names]}: no trained parameter has "
-                "one of these names: name modules or parameters of the model"
-            )
+    has_one = configs["vision"] is config
+    for which in ("language",) if has_one else ("language", "vision"):
+        names = [
+            name
+            for component in handle.components
+            if has_one or component.name == which
+            for name, parameter in handle.named_parameters(component)
+            if parameter.requires_grad
+        ]
+        groups = configs[which].groups
+        own = [any(group.covers(name) for name in names) for group in groups]
+        for place, found in enumerate(zip(*gather_objects(own, handle.layout.world_control), strict=True)):
+            if not any(found):
+                where = "" if has_one else f" of {which}"
+                raise InputError(
+                    f"optimizer.groups.{place}.names={[*groups[place].names]}{where}: no trained parameter has "
+                    "one of these names: name modules or parameters of the model"
+                )

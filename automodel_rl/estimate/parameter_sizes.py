@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.lora.add import add_adapters
+from automodel_rl.mixture.experts import transpose_experts
 from automodel_rl.model.vision import encoder_of, freeze, split_modules
 from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
 from automodel_rl.support.description import language_config
@@ -81,6 +82,7 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
         return [model]
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=dtype)
+        transpose_experts(whole, FAMILIES[language_config(config).model_type])
         language, vision = split_modules(whole, language_config(config))
         if config.tie_word_embeddings:
             language.lm_head.weight = language.model.embed_tokens.weight

@@ -31,9 +31,10 @@ class Encoder:
     projectors: tuple[str, ...]
 
     def target_of(self, layer: str, targets: Sequence[str]) -> str | None:
-        """The target that means a layer, by its full name; None if none does. Short names mean the language model."""
+        """The target that means a layer, by its full name; None if none does. Names that are not whole mean the
+        language model."""
         whole = "projector" if layer.startswith(tuple(f"{name}." for name in self.projectors)) else "vision"
-        by_name = (target for target in targets if "." in target and is_named(layer, target))
+        by_name = (target for target in targets if layer in (target, f"model.{target}"))
         return whole if whole in targets else next(by_name, None)
 
 

@@ -151,8 +151,12 @@ class AdapterFolder:
     @cached_property
     def _is_seeing(self) -> bool:
         """Whether they belong to a vision-language model. Short names may then also mean layers of the encoder."""
-        with safe_open(self.folder / WEIGHTS, "pt") as file:
-            return any(name.startswith(f"{PEFT_PREFIX}model.language_model.") for name in file.keys())  # noqa: SIM118
+        try:
+            with safe_open(self.folder / WEIGHTS, "pt") as file:
+                names = [*file.keys()]
+        except (OSError, SafetensorError):
+            return False  # the first who reads the tensors says so
+        return any(name.startswith(f"{PEFT_PREFIX}model.language_model.") for name in names)
 
     @cached_property
     def _adapted(self) -> dict[str, str]:

@@ -39,6 +39,7 @@ class ModelOptimizer:
         parts: this rank's parts, each with the groups of its layout and the settings of its optimizer; only parameters
             that are trained count.
         descriptions: describe the kinds of optimizers, by name.
+        peak: the peak of the learning rate that `step` gets. Optimizers with another peak follow it in proportion.
 
     Attributes:
         state_names: names of the state of every parameter that it trains.
@@ -48,6 +49,7 @@ class ModelOptimizer:
         self,
         parts: Iterable[tuple[nn.Module, GroupOf, OptimizerConfig]],
         descriptions: Mapping[OptimizerName, OptimizerDescription],
+        peak: float,
     ):
         self.state_names: dict[nn.Parameter, StateNames] = {}
         self._optimizer_of: dict[nn.Parameter, torch.optim.Optimizer] = {}
@@ -56,7 +58,10 @@ class ModelOptimizer:
             description = descriptions[config.name]
             named = dict(part.named_parameters(remove_duplicate=False))
             self.state_names |= {named[name]: names for name, names in description.state_names(part).items()}
-            self._optimizers += description.build(part, config, group_of)
+            built = description.build(part, config, group_of)
+            for group in (group for optimizer in built for group in optimizer.param_groups):
+                group[LR_FACTOR] *= 1.0 if config.lr == peak else config.lr / peak
+            self._optimizers += built
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 self._optimizer_of |= dict.fromkeys(group["params"], optimizer)

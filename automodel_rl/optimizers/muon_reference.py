@@ -10,7 +10,16 @@ from automodel_rl.config import OptimizerConfig
 from automodel_rl.optimizers.adamw import plain_adamw
 from automodel_rl.optimizers.description import LR_FACTOR
 
-NO_MATRICES = ("embed_tokens", "position_embedding", "lm_head", "gate", "shared_expert_gate", "router", "conv1d")
+NO_MATRICES = (
+    "embed_tokens",
+    "position_embedding",
+    "pos_embed",
+    "lm_head",
+    "gate",
+    "shared_expert_gate",
+    "router",
+    "conv1d",
+)
 """Modules whose weights have two dims but are trained by AdamW, by name: embeddings, the head, routers."""
 
 

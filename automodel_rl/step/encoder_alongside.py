@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.batch import Image, Microbatch
+from automodel_rl.errors import InputError
 from automodel_rl.model.vision import VisionPart
 from automodel_rl.parallel.gradients import sum_partial_gradients
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
 from automodel_rl.step.bridge import Bridge, Message
-from automodel_rl.step.image_shares import READING_THREADS, ImageShares, encode
+from automodel_rl.step.image_shares import READING_THREADS, ImageShares, encode, stand_in
 
 
 class EncoderAlongside:
@@ -52,6 +53,11 @@ class EncoderAlongside:
         self.bridge, self.trains, self.shares = bridge, trains, ImageShares(bridge)
         self._encoding = None if part is None else _EncoderEnd(part, bridge, self.shares, blank, like, partial)
         self._reading = None if bridge.own_lane is None else _LanguageEnd(bridge, self.shares, like, bridge.own_lane)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why images of the last step have no embeddings but zeros; None if all have, or another rank encodes."""
+        return None if self._encoding is None else self._encoding.failure
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
         """Starts a step. On ranks with the encoder it encodes the first microbatches' images, or without `train` all.
@@ -100,10 +106,14 @@ class _EncoderEnd:
     ):
         self.part, self.bridge, self.shares = part, bridge, shares
         self.blank, self.like, self.partial = blank, like, partial
-        self._pool = ThreadPoolExecutor(READING_THREADS)
+        self.failure: Exception | None = None
+        self._pool: ThreadPoolExecutor | None = None
         self.clear()
 
     def clear(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool = None
         self._blank_chunk: Tensor | None = None
         self._chunks: dict[tuple[int, int], Tensor] = {}  # by microbatch and lane, those that wait for their gradient
         self._pixels: dict[tuple[int, int], list[Future[Tensor]]] = {}
@@ -113,6 +123,7 @@ class _EncoderEnd:
     def start(self, keeps: bool) -> None:
         """Encodes the images of the first microbatches; of all if nothing is kept for a backward."""
         self.clear()
+        self.failure, self._pool = None, ThreadPoolExecutor(READING_THREADS)
         self._keeps, self._works = keeps, self.bridge.any_encoder(self.shares.has_images)
         if not self._works:
             return
@@ -125,6 +136,7 @@ class _EncoderEnd:
             self._encode(number)
         if not keeps:
             self._wait()
+            self.clear()
             release_gathered(self.part)
 
     def finish(self) -> None:
@@ -162,19 +174,27 @@ class _EncoderEnd:
             if not images:
                 continue
             self._read(number, lane)
-            pixels = [future.result() for future in self._pixels.pop((number, lane))]
+            pixels = self._pixels.pop((number, lane))
             for later in (number, number + 1):  # read while the device encodes
                 for other in self.bridge.served_lanes:
                     if (later, other) > (number, lane) and later < self.shares.num_microbatches:
                         self._read(later, other)
             with torch.set_grad_enabled(self._keeps):
-                chunk = encode(self.part, images, pixels, self.like)
+                chunk = self._chunk(images, pixels)
             if self._keeps:
                 self._chunks[number, lane] = chunk
             self._sent.append(self.bridge.send_embeddings(lane, chunk.detach()))
 
+    def _chunk(self, images: Sequence[Image], pixels: Sequence[Future[Tensor]]) -> Tensor:
+        try:
+            return encode(self.part, images, [future.result() for future in pixels], self.like)
+        except (InputError, ValueError) as error:  # peers would wait for these embeddings
+            self.failure = self.failure or error
+            return stand_in(self.part, self.blank, sum(image.num_embeddings for image in images), self.like)
+
     def _read(self, number: int, lane: int) -> None:
         """Starts to read the pixels of a microbatch's images, if that has not begun."""
+        assert self._pool is not None
         if (number, lane) not in self._pixels:
             self._pixels[number, lane] = [self._pool.submit(image.load) for image in self._images(number, lane)]
 

@@ -9,19 +9,19 @@ this rank has no image, it encodes a blank one to join its peers' collectives; t
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from automodel_rl.batch import Image, Microbatch
+from automodel_rl.errors import InputError
 from automodel_rl.model.vision import VisionPart
 from automodel_rl.parallel.gradients import sum_partial_gradients
 from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
 from automodel_rl.step.bridge import Bridge
-from automodel_rl.step.image_shares import READING_THREADS, ImageShares, encode
+from automodel_rl.step.image_shares import READING_THREADS, ImageShares, encode, stand_in
 
 
 class EncoderInTurn:
@@ -35,6 +35,9 @@ class EncoderInTurn:
             multiple of it if features follow each embedding (batch/images.py).
         trains: whether embeddings need gradients; the same on all ranks.
         partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
+
+    Attributes:
+        failure: why images of the last step have no embeddings but zeros; None if all have.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class EncoderInTurn:
     ):
         self.part, self.bridge, self.blank, self.like, self.trains = part, bridge, blank, like, trains
         self.partial, self.shares = partial, ImageShares(bridge)
+        self.failure: Exception | None = None
         self._encoded: list[tuple[int, Tensor]] = []
         self._leaves: list[Tensor] = []
 
@@ -60,7 +64,7 @@ class EncoderInTurn:
             train: whether to keep what `backward` needs.
         """
         self.shares.exchange(microbatches)
-        self._encoded, self._leaves = [], []
+        self._encoded, self._leaves, self.failure = [], [], None
         if self.bridge.any_encoder(self.shares.has_images):
             with torch.set_grad_enabled(train and self.trains):
                 self._encoded = self._encode()
@@ -126,11 +130,15 @@ class EncoderInTurn:
         found = [(lane, images) for lane, images in of_microbatches if images] or [(-1, [self.blank])]
         # Pictures of later microbatches are read while the device encodes those of earlier ones.
         with ThreadPoolExecutor(READING_THREADS) as pool:
-            pixels = pool.map(Image.load, itertools.chain(*(images for _, images in found)))
-            return [
-                (lane, encode(self.part, images, list(itertools.islice(pixels, len(images))), self.like))
-                for lane, images in found
-            ]
+            pixels = [[pool.submit(image.load) for image in images] for _, images in found]
+            return [(lane, self._chunk(images, futures)) for (lane, images), futures in zip(found, pixels, strict=True)]
+
+    def _chunk(self, images: Sequence[Image], pixels: Sequence[Future[Tensor]]) -> Tensor:
+        try:
+            return encode(self.part, images, [future.result() for future in pixels], self.like)
+        except (InputError, ValueError) as error:  # peers would wait for these embeddings
+            self.failure = self.failure or error
+            return stand_in(self.part, self.blank, sum(image.num_embeddings for image in images), self.like)
 
     def _sizes(self) -> dict[int, list[int]]:
         """Number of tokens that each serving encoder lane makes, by language lane."""

@@ -20,6 +20,11 @@ class ImageEncoder(Protocol):
     All ranks of the job call every method.
     """
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why images of the last step, on this rank, have no embeddings but zeros; None if all have."""
+        ...
+
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
         """Functions that give the embeddings [m, E] of every microbatch of this rank; none on ranks without a first
         stage. Each is called once, in order."""

@@ -1,4 +1,4 @@
-"""Which images of a step each encoder lane encodes. `bridge.py` says what lanes are.
+"""Shares of encoder lanes in the images of a step. `bridge.py` says what lanes are.
 
 Images of a microbatch that have the same pixels, as in a pair of completions or a group of them, are encoded once.
 """
@@ -107,6 +107,13 @@ class ImageShares:
                 load[least] += work[number]
             dealt.append([sorted(share) for share in shares])
         return dealt
+
+
+def stand_in(part: VisionPart, blank: Image, num_embeddings: int, like: Tensor) -> Tensor:
+    """Embeddings [m, E] of 0 in place of images that could not be read, so that no other rank waits in vain. They have
+    the graph of a blank image, for the collectives of the backward."""
+    nothing = encode(part, [blank], [blank.load()], like).sum() * 0
+    return nothing + like.new_zeros(num_embeddings, like.shape[1])
 
 
 def encode(part: VisionPart, images: Sequence[Image], loaded: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch, empty_microbatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.compat.fsdp import reset_fsdp
+from automodel_rl.errors import MicrobatchError, innermost
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.mixture.router_replay import replay_metrics
 from automodel_rl.mixture.routers import global_loads, load_metric
@@ -104,6 +105,7 @@ class StepRunner:
             self._complete_gradients()
             if self._encoder is not None:
                 self._encoder.backward()
+                self._raise_for_images()
             raise_everywhere(adapter.failure, self.layout)
             return adapter.totals
 
@@ -235,13 +237,28 @@ class StepRunner:
         capturer = LogitsCapturer(self._whole_microbatches(output_fn))
         filled = self._filled_up(microbatches)
         embeddings = [] if self._encoder is None else self._encoder.forward(filled, train=False)
+        if self._driver is not None:
+            with self._microbatches_let_go():
+                self._driver.forward(self._local(filled, embeddings), capturer)
+        if self._encoder is not None:
+            self._raise_for_images()
         if self._driver is None:
             return []
-        with self._microbatches_let_go():
-            self._driver.forward(self._local(filled, embeddings), capturer)
         whole = torch.cat(capturer.outputs) if self.layout.has_last_stage else None
         results = tensor_from_last_stage(whole, self.layout).split([microbatch.num_tokens for microbatch in filled])
         return list(results[: len(microbatches)])
+
+    def _raise_for_images(self) -> None:
+        """Raises on every rank if the encoder of any could not read or encode an image. A collective."""
+        assert self._encoder is not None
+        failure = self._encoder.failure
+        problem = None if failure is None else MicrobatchError("encoding of images", innermost(failure))
+        try:
+            raise_everywhere(problem, self.layout)
+        except MicrobatchError:
+            if failure is not None:
+                raise failure from None
+            raise
 
     def _filled_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """The microbatches, and empty ones if the driver needs more."""

@@ -21,7 +21,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.files import publish_folder
 from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
-from automodel_rl.hf.find import find_model
+from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config, read_whole_config
 from automodel_rl.hf.write import write_description, write_weights
@@ -76,7 +76,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     if TEMPLATE in marker.files:
         tokenizer.chat_template = (checkpoint / TEMPLATE).read_text()
     reader = SafetensorsReader(checkpoint / TENSORS)
-    weights = Checkpoint(files, whole_config.model_type, model.pickled_weights)
+    weights = open_weights(files, whole_config, model.pickled_weights)
     if adapters != "peft" and model.lora is None:
         raise InputError(f"{checkpoint}: has no adapters: leave {FLAGS[adapters]} out")
     if adapters == "per-expert":
@@ -98,6 +98,21 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
 
     _publish(out, write)
     print(f"{out}: the model after step {marker.step}{', with its adapters merged in' if merge else ''}")
+
+
+def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[str] = ()) -> Checkpoint:
+    """The tensors of a checkpoint, with stacks of experts as the model has them.
+
+    Args:
+        files: the checkpoint's folder, and adapters.
+        config: the config of the whole model.
+        pickled: names of pickled weight files that may be read.
+    """
+    weights = Checkpoint(files, config.model_type, pickled)
+    if FAMILIES[language_config(config).model_type].files_turn_experts:
+        for part in empty_parts(config, torch.bfloat16, ModelConfig(path=str(files.folder))):
+            weights.check(part)
+    return weights
 
 
 def _write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin, adapters: Adapters) -> None:
@@ -133,7 +148,7 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
     adapters, dtype = files.adapters, config.dtype or torch.bfloat16
     assert adapters is not None  # merge_adapters needs some
     adapters.check(empty_parts(config, dtype, ModelConfig(path=str(files.folder))))
-    weights = Checkpoint(files, config.model_type)
+    weights = open_weights(files, config)
     if kind == "per-expert":
         _check_single(weights)
 

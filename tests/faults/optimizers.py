@@ -13,9 +13,9 @@ def _setting_ignored(**settings: Any) -> Any:
     """The optimizer is made without regard to what the config says of something."""
     from automodel_rl.optimizers import ModelOptimizer
 
-    def make(parts: Any, descriptions: Any) -> Any:
+    def make(parts: Any, descriptions: Any, peak: float) -> Any:
         changed = [(part, group_of, config.model_copy(update=settings)) for part, group_of, config in parts]
-        return ModelOptimizer(changed, descriptions)
+        return ModelOptimizer(changed, descriptions, peak)
 
     return patch("engine.engine.ModelOptimizer", make)
 
@@ -23,8 +23,8 @@ def _setting_ignored(**settings: Any) -> Any:
 def _decay_of_everything() -> Any:
     from automodel_rl.optimizers import ModelOptimizer
 
-    def make(parts: Any, descriptions: Any) -> Any:
-        optimizer = ModelOptimizer(parts, descriptions)
+    def make(parts: Any, descriptions: Any, peak: float) -> Any:
+        optimizer = ModelOptimizer(parts, descriptions, peak)
         for group in optimizer.groups:
             group["weight_decay"] = parts[0][2].weight_decay
         return optimizer

@@ -23,6 +23,7 @@ from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.model.vision import VisionPart, encoder_layers
 from automodel_rl.optimizers import OPTIMIZERS
+from automodel_rl.parallel.pipeline.schedules import fill_up_to
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.support.description import ImageForm, image_form
 from automodel_rl.support.families import VISION_FAMILIES
@@ -87,7 +88,9 @@ def plan_encoder(
     moments = sum(size.largest_shard * len(states[size.name].moments) for size in trained)
     ahead = num_microbatches
     if not components.is_colocated:
-        ahead = min(ahead, encoded_ahead(components.language.parallel, num_microbatches))
+        language = components.language.parallel
+        run = fill_up_to(num_microbatches, language) if language.pp > 1 else num_microbatches
+        ahead = min(ahead, encoded_ahead(language, run))
     own_patches = math.ceil(patches * ahead / num_microbatches / vision.parallel.num_data_ranks)
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),

@@ -80,6 +80,8 @@ EVERYTHING = components_of(
 )
 REPLICATED = components_of({"ranks": "0-3", "dp_replicate": 2, "tp": 2}, {"ranks": "4-5", "pp": 2})
 CUT_PIPELINE = components_of({"ranks": 0}, {"ranks": "1-4", "pp": 2, "cp": 2})
+TWO_TO_FOUR = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-5", "dp_shard": 4})
+FOUR_TO_ONE = components_of({"ranks": "0-3", "dp_shard": 4}, {"ranks": 4})
 ONE_TO_CUT = components_of({"ranks": 0}, {"ranks": "1-2", "cp": 2})
 ONE_TO_EXPERTS = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2, "ep": 2})
 V_PLACED = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2})
@@ -132,8 +134,19 @@ def test_both_modules_on_all_ranks_equal_one_process(
         pytest.param(QWEN3, Case(microbatches=(3, 2), components=V_PLACED), marks=SPLIT),
         (QWEN3_MOE, Case(microbatches=(3, 1), components=ONE_TO_EXPERTS, replay=True)),
         (QWEN3_MOE, Case(ParallelConfig(pp=2), microbatches=(3, 2), aux_loss=0.1)),
+        (QWEN3, Case(microbatches=(3, 1), components=TWO_TO_FOUR)),
+        (QWEN3_MOE, Case(microbatches=(3, 1), components=FOUR_TO_ONE)),
     ],
-    ids=["pp 4", "pp, tp and sequence parallel", "pp and cp", "V placement", "ep and routes", "mixture over pp"],
+    ids=[
+        "pp 4",
+        "pp, tp and sequence parallel",
+        "pp and cp",
+        "V placement",
+        "ep and routes",
+        "mixture over pp",
+        "2 to 4",
+        "4 to 1",
+    ],
 )
 def test_features_that_enter_several_layers_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, case: Case
@@ -290,7 +303,7 @@ def train_on_a_wrong_count(folder: Path) -> str:
 def test_an_image_with_another_number_of_tokens_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_vision_model(tmp_path)
     (message,) = ranks(1).run(train_on_a_wrong_count, tmp_path)
-    assert "have 3 tokens in their sequences, but the encoder makes 9 embeddings" in message
+    assert "need 3 embeddings in their sequences, but the encoder makes 9 embeddings" in message
 
 
 def train_and_export(folder: Path) -> float:

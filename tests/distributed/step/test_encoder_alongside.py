@@ -1,5 +1,6 @@
 """An encoder on a rank of its own works while the language model does, in the order and time that paper says."""
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from automodel_rl.batch import ImageTokens, Microbatch, TokenSequence, pack_microbatch
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.components import ComponentsConfig
+from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.engine import Engine
+from automodel_rl.errors import InputError, PeerError
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead, simulate
@@ -147,3 +149,34 @@ def test_a_rank_whose_images_come_late_keeps_nobody_waiting(ranks: RankPool, tmp
     found = ranks(4).run(late_image, tmp_path)
     assert len(set(found)) == 1
     assert found[0][1] > 0
+
+
+def damaged() -> Tensor:
+    raise InputError("chats.jsonl:7: cannot read the image half.jpg")
+
+
+def train_on_a_damaged_image(folder: Path, components: ComponentsConfig) -> tuple[str, str, float]:
+    """What a step with a damaged image raises, what log-probabilities raise, and the loss of a whole one after them."""
+    engine, found = make_engine(folder, components), []
+    whole = microbatches_of(engine)
+    broken = [
+        dataclasses.replace(microbatch, images=(dataclasses.replace(microbatch.images[0], pixels=damaged),))
+        for microbatch in whole
+    ]
+    for work in (lambda: engine.train_step(broken, sft_loss), lambda: engine.logprobs(broken)):
+        try:
+            work()
+        except (InputError, PeerError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found[0], found[1], engine.train_step(whole, sft_loss).loss
+
+
+@pytest.mark.parametrize("place", ["alongside", "in turn"])
+def test_a_damaged_image_keeps_nobody_waiting(ranks: RankPool, tmp_path: Path, place: str) -> None:
+    save_tiny_vision_model(tmp_path)
+    layouts = {"alongside": APART, "in turn": one_layout(ParallelConfig(pp=2))}
+    found = ranks(2).run(train_on_a_damaged_image, tmp_path, layouts[place])
+    errors = {message for trained, evaluated, _ in found for message in (trained, evaluated)}
+    assert "InputError: chats.jsonl:7: cannot read the image half.jpg" in errors
+    assert all("half.jpg" in message for message in errors)
+    assert len({loss for *_, loss in found}) == 1

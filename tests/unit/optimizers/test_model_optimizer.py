@@ -18,7 +18,7 @@ def make(name: OptimizerName) -> tuple[nn.Module, ModelOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.LayerNorm(3))
     config = OptimizerConfig(name=name, lr=0.1, weight_decay=0.1)
-    return model, ModelOptimizer([(model, no_groups, config)], OPTIMIZERS)
+    return model, ModelOptimizer([(model, no_groups, config)], OPTIMIZERS, 0.1)
 
 
 def train(model: nn.Module, optimizer: ModelOptimizer, step: int) -> None:
@@ -59,15 +59,23 @@ def test_what_is_frozen_is_not_trained_and_has_no_state(name: OptimizerName) -> 
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
     config = OptimizerConfig(name=name)
-    optimizer = ModelOptimizer([(model, no_groups, config), (nn.Sequential(), no_groups, config)], OPTIMIZERS)
+    parts = [(model, no_groups, config), (nn.Sequential(), no_groups, config)]
+    optimizer = ModelOptimizer(parts, OPTIMIZERS, config.lr)
     assert set(optimizer.state_names) == set(model[1].parameters())
 
 
 def test_matrices_follow_the_schedule_at_a_rate_of_their_own() -> None:
     config = OptimizerConfig(name="muon", lr=0.1, muon=MuonConfig(lr=0.4))
-    optimizer = ModelOptimizer([(nn.Sequential(nn.Linear(4, 3)), no_groups, config)], OPTIMIZERS)
+    optimizer = ModelOptimizer([(nn.Sequential(nn.Linear(4, 3)), no_groups, config)], OPTIMIZERS, config.lr)
     optimizer.step(0.05)
     assert [group["lr"] for group in optimizer.groups if group["params"]] == [0.2, 0.05]
+
+
+def test_another_peak_follows_the_schedule_in_proportion() -> None:
+    config = OptimizerConfig(name="muon", lr=0.2, muon=MuonConfig(lr=0.8))
+    optimizer = ModelOptimizer([(nn.Sequential(nn.Linear(4, 3)), no_groups, config)], OPTIMIZERS, peak=0.1)
+    optimizer.step(0.05)
+    assert [group["lr"] for group in optimizer.groups if group["params"]] == pytest.approx([0.4, 0.1])
 
 
 def test_settings_of_another_optimizer_are_refused_in_one_line() -> None:
