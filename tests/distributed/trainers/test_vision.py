@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, rollouts_of, settings_of, train
@@ -107,6 +108,29 @@ def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
     same = ("prompt", "images", "completion", "reward", "advantage")
     for record, other in zip(records, rollouts_of(tmp_path / "one", 1), strict=False):
         assert [record.get(key) for key in same] == [other.get(key) for key in same]
+
+
+def test_adapters_learn_from_rewards_of_pictures_and_go_on_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
+    workspace = make_vision_workspace(tmp_path, "qwen2_5_vl")
+    lora = {"rank": 4, "targets": ["q_proj", "projector"]}
+
+    def run(name: str, steps: int, **layout: Any) -> Settings:
+        settings = settings_of(
+            "grpo", workspace, tmp_path / name, length={"steps": steps}, batch={"microbatch_tokens": 250},
+            rewards=[{"function": "tests.light_rewards:vowels_and_pictures"}], checkpoint={"every_steps": 2}, **layout
+        )  # fmt: skip
+        return {**settings, "model": {**settings["model"], "lora": lora}}
+
+    ranks(3).run(train, run("moved", 2, components=FAN_OUT))
+    ranks(2).run(train, run("moved", 4, parallel={"pp": 2}), "auto")
+    ranks(1).run(train, run("one", 4))
+    for row, other in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "moved"), strict=True):
+        assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
+        for key in ("train/loss", "train/grad_norm", "rollout/reward_mean", "train/kl_ref"):
+            assert other[key] == pytest.approx(row[key], rel=1e-7, abs=1e-11)
+    names = load_file(tmp_path / "moved" / "final" / "adapter_model.safetensors").keys()
+    assert any("visual.merger" in name for name in names)
+    assert not any("visual.blocks" in name for name in names)
 
 
 def _without_a_picture(record: dict) -> None:
