@@ -191,10 +191,24 @@ def change(folder: Path, **values: object) -> dict:
     return {}
 
 
+def cut(folder: Path) -> dict:
+    """Only the first half of the weights is left."""
+    file = folder / "adapters" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return {}
+
+
+def remove(folder: Path) -> dict:
+    (folder / "adapters" / "adapter_model.safetensors").unlink()
+    return {}
+
+
 REFUSED: list[tuple[Callable[[Path], dict], str]] = [
     (lambda folder: change(folder, use_dora=True), "adapters with use_dora=True cannot be trained or merged"),
     (lambda folder: change(folder, bias="all"), "adapters with bias=all cannot be trained or merged"),
     (lambda folder: change(folder, peft_type="IA3"), "adapters with peft_type=IA3 cannot be trained"),
+    (cut, "adapter_model.safetensors: damaged or not there"),
+    (remove, "adapter_model.safetensors: damaged or not there"),
     (lambda folder: change(folder, r="x"), "is not the config of LoRA adapters"),
     (lambda folder: change(folder, r=0), "is not the config of LoRA adapters"),
     (lambda folder: change(folder, r=8), "lora_A.weight with shape .* fits nothing in the model"),

@@ -395,3 +395,24 @@ def test_components_share_schedule_and_norm() -> None:
         of_components(configs)
     with pytest.raises(InputError, match=r"settings for \['audio'\]: give some for language"):
         of_components({"audio": OptimizerConfig()})
+
+
+def settings_refused(folder: Path, vision: OptimizerConfig, language: OptimizerConfig) -> str:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), components=ONE_TO_TWO)
+    try:
+        Engine(handle, {"vision": vision, "language": language})
+    except InputError as error:
+        return str(error)
+    return "made"
+
+
+@pytest.mark.parametrize("misnamed", ["vision", "language"])
+def test_a_group_of_a_component_names_its_own_parameters(ranks: RankPool, tmp_path: Path, misnamed: str) -> None:
+    """One of the language model that names the encoder would do nothing, for the encoder has settings of its own."""
+    save_tiny_vision_model(tmp_path)
+    whole = OptimizerConfig(decay="constant")
+    named = {"vision": "lm_head", "language": "vision_tower"}[misnamed]
+    groups = OptimizerConfig(decay="constant", groups=({"names": [named], "lr": 1e-6},))
+    both = (groups, whole) if misnamed == "vision" else (whole.model_copy(update={"lr": 2e-5}), groups)
+    (message,) = set(ranks(3).run(settings_refused, tmp_path, *both))
+    assert f"names=['{named}'] of {misnamed}: no trained parameter has one of these names" in message

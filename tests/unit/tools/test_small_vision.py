@@ -7,7 +7,7 @@ import torch
 from transformers import Mistral3Config, PretrainedConfig, Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.components import one_layout
+from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.hf.read import read_config
 from automodel_rl.tools.plan.encoder import plan_encoder
@@ -47,3 +47,17 @@ def test_the_activations_of_an_encoder_grow_with_its_images(kind: type[Pretraine
     assert found[1].activations == pytest.approx(2 * found[0].activations, rel=1e-3)
     assert found[0].activations > 10**8
     assert found[0].parameters > 10**8
+
+
+def test_an_encoder_on_ranks_of_its_own_keeps_what_it_is_ahead() -> None:
+    """Also where the schedule runs more microbatches than there are."""
+    interleaved = {"ranks": "1-2", "pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
+    apart = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": interleaved})
+    together = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": 0}})
+    planned = [
+        plan_encoder(
+            Qwen3VLConfig(), ModelConfig(path="x"), MemoryConfig(), components, 6000, count, OptimizerConfig()
+        ).activations
+        for components, count in ((together, 5), (apart, 5), (apart, 60))
+    ]
+    assert planned[0] >= planned[1] > 4 * planned[2] > 0
