@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch, set_values, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.kept_microbatches import keep_microbatches
-from automodel_rl.engine.parameter_groups import check_groups, of_components
+from automodel_rl.engine.parameter_groups import Settings, check_groups, of_components
 from automodel_rl.engine.trained_state import TrainedState, take_state
 from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import Denominator, LossFn, Readout
@@ -60,9 +60,7 @@ class Engine:
 
     Args:
         handle: the model.
-        optimizer: the optimizer's kind and settings, and the schedule of its learning rate; or the settings of each
-            component of a vision-language model, e.g. {"vision": ..., "language": ...}. They may differ in all but the
-            schedule and the largest gradient norm, for all components share one norm and one decision to skip a step.
+        optimizer: the optimizer's settings with the schedule of its rate, or those of components, {"vision": ..., ...}.
         total_steps: number of optimizer steps of the run; needed if the learning rate decays.
 
     Attributes:
@@ -84,24 +82,14 @@ class Engine:
         (torch.Size([4]), torch.float32, 0.0)
     """
 
-    def __init__(
-        self,
-        handle: ModelHandle,
-        optimizer: OptimizerConfig | Mapping[str, OptimizerConfig] | None = None,
-        total_steps: int | None = None,
-    ):
+    def __init__(self, handle: ModelHandle, optimizer: Settings | None = None, total_steps: int | None = None):
         self.handle, self.runner = handle, StepRunner(handle)
-        optimizer = optimizer or OptimizerConfig(decay="constant")
-        configs = of_components({"language": optimizer} if isinstance(optimizer, OptimizerConfig) else optimizer)
+        configs = of_components(optimizer or OptimizerConfig(decay="constant"))
         self.config = configs["language"]
         # Raises if the rate decays without an end.
         learning_rate(self.config, warmup_steps(self.config, total_steps), total_steps)
         self.total_steps = total_steps
-        parts = [
-            (part, component.layout.group_of, configs[component.name])
-            for component in handle.components
-            for part in component.parts
-        ]
+        parts = [(p, c.layout.group_of, configs[c.name]) for c in handle.components for p in c.parts]
         self.optimizer = ModelOptimizer(parts, OPTIMIZERS, self.config.lr)
         check_groups(handle, configs)
         self._moments = Offload(self.optimizer.moments)

@@ -12,16 +12,22 @@ SHARED = ("max_grad_norm", "warmup_steps", "warmup_ratio", "decay", "min_lr_rati
 """Settings that all components have in common: one schedule, one gradient norm, one decision to skip a step."""
 
 
-def of_components(configs: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:
+Settings = OptimizerConfig | Mapping[str, OptimizerConfig]
+"""Settings of the optimizer for all components, or for each by its name."""
+
+
+def of_components(settings: Settings) -> dict[str, OptimizerConfig]:
     """The settings of every component's optimizer.
 
     Args:
-        configs: the settings of `language`, and of `vision` if they differ.
+        settings: those of all components; or those of `language`, and of `vision` if they differ. They may differ in
+            all but `SHARED`.
 
     Raises:
         InputError: there are none for the language model, some for something else, or they differ in what all
             components share.
     """
+    configs = {"language": settings} if isinstance(settings, OptimizerConfig) else settings
     if "language" not in configs or configs.keys() - {"language", "vision"}:
         raise InputError(
             f"optimizer has settings for {[*configs]}: give some for language and, if you want, for vision"

@@ -53,9 +53,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
     components = (config.components or one_layout(parallel)) if description.vision else None
     encoder = None
     if components is not None:
-        count = microbatches(packing, parallel)
-        patches = packing.patches or 0
-        encoder = plan_encoder(full, config.model, config.memory, components, patches, count, config.optimizer)
+        encoder = plan_encoder(full, config.model, config.memory, components, packing, config.optimizer)
     peak = _peak(step, encoder, components)
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
     model_bytes = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize

@@ -27,6 +27,7 @@ from automodel_rl.parallel.pipeline.schedules import fill_up_to
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.support.description import ImageForm, image_form
 from automodel_rl.support.families import VISION_FAMILIES
+from automodel_rl.tools.plan.packing import Packing, microbatches
 
 STAND_IN = "automodel_rl_plan_flash"
 """Name of the attention stand-in. It contains "flash", so encoders pass all images in one call (model/vision.py)."""
@@ -63,8 +64,7 @@ def plan_encoder(
     model: ModelConfig,
     memory: MemoryConfig,
     components: ComponentsConfig,
-    patches: int,
-    num_microbatches: int,
+    packing: Packing,
     optimizer: OptimizerConfig,
 ) -> EncoderMemory:
     """The memory that an encoder rank needs.
@@ -74,8 +74,7 @@ def plan_encoder(
         model: the config section with its precision and what is frozen.
         memory: the config section on recomputation and offloading.
         components: the layout.
-        patches: number of patches of all images of a step.
-        num_microbatches: number of microbatches of a data rank.
+        packing: the microbatches of a step, and the patches of their images.
         optimizer: the optimizer's config.
     """
     compute, master = dtypes_of(model)
@@ -86,12 +85,12 @@ def plan_encoder(
     trained = [size for size in sizes if size.is_trained]
     states = OPTIMIZERS[optimizer.name].state_names(part)
     moments = sum(size.largest_shard * len(states[size.name].moments) for size in trained)
-    ahead = num_microbatches
+    language = components.language.parallel
+    patches, count = packing.patches or 0, microbatches(packing, language)
+    ahead = count
     if not components.is_colocated:
-        language = components.language.parallel
-        run = fill_up_to(num_microbatches, language) if language.pp > 1 else num_microbatches
-        ahead = min(ahead, encoded_ahead(language, run))
-    own_patches = math.ceil(patches * ahead / num_microbatches / vision.parallel.num_data_ranks)
+        ahead = min(count, encoded_ahead(language, fill_up_to(count, language) if language.pp > 1 else count))
+    own_patches = math.ceil(patches * ahead / count / vision.parallel.num_data_ranks)
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),
         weights=sum(size.largest_shard for size in sizes) * master.itemsize,

@@ -27,6 +27,7 @@ from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.tools.plan.command import plan
 from automodel_rl.tools.plan.devices import find_device
 from automodel_rl.tools.plan.encoder import plan_encoder
+from automodel_rl.tools.plan.packing import Packing
 from automodel_rl.tools.verify.images import with_images
 from tests.distributed.tools.test_verify import config_of
 from tests.processes import run_command
@@ -198,7 +199,7 @@ def test_bytes_of_an_encoder_are_those_of_a_run(
     save_tiny_vision_model(tmp_path, family)
     components = ComponentsConfig.model_validate({"vision": vision, "language": {"ranks": 2}})
     model = ModelConfig(path=str(tmp_path), dtype="float32", frozen=frozen)
-    planned = plan_encoder(read_config(tmp_path), model, MemoryConfig(), components, 100, 1, ADAMW)
+    planned = plan_encoder(read_config(tmp_path), model, MemoryConfig(), components, Packing(1, None, 100), ADAMW)
     real = ranks(3).run(allocate_encoder, model, components)
     assert max(weights for weights, _, _ in real) == planned.weights
     # An encoder's last layer may take no part, and has no moments then.

@@ -11,12 +11,14 @@ from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.hf.read import read_config
 from automodel_rl.tools.plan.encoder import plan_encoder
+from automodel_rl.tools.plan.packing import Packing
 from automodel_rl.tools.verify.comparison import make_sequences
 from automodel_rl.tools.verify.images import with_images
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from automodel_rl.tools.verify.small_model import save_random_model, shrink_vision
 
 CONFIGS = [Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig, Mistral3Config]
+MODEL = ModelConfig(path="x")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -41,7 +43,9 @@ def test_a_family_shrinks_to_a_model_that_sees(tmp_path: Path, kind: type[Pretra
 def test_the_activations_of_an_encoder_grow_with_its_images(kind: type[PretrainedConfig]) -> None:
     components = one_layout(ParallelConfig())
     found = [
-        plan_encoder(kind(), ModelConfig(path="x"), MemoryConfig(), components, patches, 1, OptimizerConfig())
+        plan_encoder(
+            kind(), ModelConfig(path="x"), MemoryConfig(), components, Packing(1, None, patches), OptimizerConfig()
+        )
         for patches in (1000, 2000)
     ]
     assert found[1].activations == pytest.approx(2 * found[0].activations, rel=1e-3)
@@ -56,7 +60,12 @@ def test_an_encoder_on_ranks_of_its_own_keeps_what_it_is_ahead() -> None:
     together = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": 0}})
     planned = [
         plan_encoder(
-            Qwen3VLConfig(), ModelConfig(path="x"), MemoryConfig(), components, 6000, count, OptimizerConfig()
+            Qwen3VLConfig(),
+            ModelConfig(path="x"),
+            MemoryConfig(),
+            components,
+            Packing(count, None, 6000),
+            OptimizerConfig(),
         ).activations
         for components, count in ((together, 5), (apart, 5), (apart, 60))
     ]
