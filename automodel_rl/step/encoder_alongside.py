@@ -17,47 +17,35 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from automodel_rl.batch import Image, Microbatch
-from automodel_rl.errors import InputError
-from automodel_rl.model.vision import VisionPart
-from automodel_rl.parallel.gradients import sum_partial_gradients
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
-from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
+from automodel_rl.parallel.sharding import release_gathered
 from automodel_rl.step.bridge import Bridge, Message
-from automodel_rl.step.image_shares import READING_THREADS, ImageShares, encode, stand_in
+from automodel_rl.step.encoding import READING_THREADS, Encoding
+from automodel_rl.step.image_shares import ImageShares
 
 
 class EncoderAlongside:
     """Embeds images while the language model works. All ranks of the job call every method.
 
     Args:
-        part: the encoder; None on ranks with the language model.
+        encoding: the encoder; None on ranks with the language model.
         bridge: the bridge to the language model.
-        blank: an image that a rank without images encodes, so that it joins its peers' collectives.
-        like: a tensor [0, E] of the embeddings' dtype, on the device (see `EncoderInTurn`).
+        like: a tensor [0, E] like the embeddings (see `Encoding`).
         trains: whether embeddings need gradients; the same on all ranks.
-        partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
     """
 
-    def __init__(
-        self,
-        part: VisionPart | None,
-        bridge: Bridge,
-        blank: Image,
-        like: Tensor,
-        trains: bool,
-        partial: Sequence[tuple[nn.Module, str]],
-    ):
+    def __init__(self, encoding: Encoding | None, bridge: Bridge, like: Tensor, trains: bool):
         self.bridge, self.trains, self.shares = bridge, trains, ImageShares(bridge)
-        self._encoding = None if part is None else _EncoderEnd(part, bridge, self.shares, blank, like, partial)
+        self._encoding = None if encoding is None else _EncoderEnd(encoding, bridge, self.shares)
         self._reading = None if bridge.own_lane is None else _LanguageEnd(bridge, self.shares, like, bridge.own_lane)
 
     @property
     def failure(self) -> Exception | None:
         """Why images of the last step have no embeddings but zeros; None if all have, or another rank encodes."""
-        return None if self._encoding is None else self._encoding.failure
+        return None if self._encoding is None else self._encoding.encoding.failure
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
         """Starts a step. On ranks with the encoder it encodes the first microbatches' images, or without `train` all.
@@ -93,20 +81,10 @@ class EncoderAlongside:
 
 
 class _EncoderEnd:
-    """The work of a rank with the encoder. The arguments are those of `EncoderAlongside`."""
+    """The work of a rank with the encoder."""
 
-    def __init__(
-        self,
-        part: VisionPart,
-        bridge: Bridge,
-        shares: ImageShares,
-        blank: Image,
-        like: Tensor,
-        partial: Sequence[tuple[nn.Module, str]],
-    ):
-        self.part, self.bridge, self.shares = part, bridge, shares
-        self.blank, self.like, self.partial = blank, like, partial
-        self.failure: Exception | None = None
+    def __init__(self, encoding: Encoding, bridge: Bridge, shares: ImageShares):
+        self.encoding, self.bridge, self.shares = encoding, bridge, shares
         self._pool: ThreadPoolExecutor | None = None
         self.clear()
 
@@ -123,7 +101,7 @@ class _EncoderEnd:
     def start(self, keeps: bool) -> None:
         """Encodes the images of the first microbatches; of all if nothing is kept for a backward."""
         self.clear()
-        self.failure, self._pool = None, ThreadPoolExecutor(READING_THREADS)
+        self.encoding.failure, self._pool = None, ThreadPoolExecutor(READING_THREADS)
         self._keeps, self._works = keeps, self.bridge.any_encoder(self.shares.has_images)
         if not self._works:
             return
@@ -131,13 +109,13 @@ class _EncoderEnd:
         ahead = min(count, encoded_ahead(self.bridge.language.parallel, count)) if keeps else count
         if not any(self._images(number, lane) for number in range(ahead) for lane in self.bridge.served_lanes):
             with torch.set_grad_enabled(keeps):
-                self._blank_chunk = encode(self.part, [self.blank], [self.blank.load()], self.like)
+                self._blank_chunk = self.encoding.forward_blank()
         for number in range(ahead):
             self._encode(number)
         if not keeps:
             self._wait()
             self.clear()
-            release_gathered(self.part)
+            release_gathered(self.encoding.part)
 
     def finish(self) -> None:
         """Runs the backwards of all microbatches as their gradients come, and encodes the images of the others."""
@@ -148,24 +126,17 @@ class _EncoderEnd:
         places = [(number, lane) for number in range(count) for lane in self.bridge.served_lanes]
         left = [place for place in places if self._images(*place)]
         if self._blank_chunk is not None:
-            self._run_backward(self._blank_chunk, torch.zeros_like(self._blank_chunk), is_last=not left)
+            self.encoding.backward(self._blank_chunk, torch.zeros_like(self._blank_chunk), is_last=not left)
         for number in range(count):
             for lane in self.bridge.served_lanes:
                 if (number, lane) in self._chunks:
                     chunk = self._chunks.pop((number, lane))
-                    gradient = self.bridge.take_gradient(lane, len(chunk), self.like)
-                    self._run_backward(chunk, gradient, is_last=(number, lane) == left[-1])
+                    gradient = self.bridge.take_gradient(lane, len(chunk), self.encoding.like)
+                    self.encoding.backward(chunk, gradient, is_last=(number, lane) == left[-1])
             if number + ahead < count:
                 self._encode(number + ahead)
-        if self.bridge.vision.tp_group is not None:
-            parameters = [module.get_parameter(name) for module, name in self.partial]
-            sum_partial_gradients(parameters, self.bridge.vision.tp_group)
         self._wait()
         self.clear()
-
-    def _run_backward(self, chunk: Tensor, gradient: Tensor, is_last: bool) -> None:
-        reduce_gradients(self.part, is_last)
-        chunk.backward(gradient)
 
     def _encode(self, number: int) -> None:
         """Encodes the images of a microbatch, and sends their embeddings on their way."""
@@ -180,17 +151,10 @@ class _EncoderEnd:
                     if (later, other) > (number, lane) and later < self.shares.num_microbatches:
                         self._read(later, other)
             with torch.set_grad_enabled(self._keeps):
-                chunk = self._chunk(images, pixels)
+                chunk = self.encoding.forward(images, pixels)
             if self._keeps:
                 self._chunks[number, lane] = chunk
             self._sent.append(self.bridge.send_embeddings(lane, chunk.detach()))
-
-    def _chunk(self, images: Sequence[Image], pixels: Sequence[Future[Tensor]]) -> Tensor:
-        try:
-            return encode(self.part, images, [future.result() for future in pixels], self.like)
-        except (InputError, ValueError) as error:  # peers would wait for these embeddings
-            self.failure = self.failure or error
-            return stand_in(self.part, self.blank, sum(image.num_embeddings for image in images), self.like)
 
     def _read(self, number: int, lane: int) -> None:
         """Starts to read the pixels of a microbatch's images, if that has not begun."""

@@ -10,50 +10,37 @@ this rank has no image, it encodes a blank one to join its peers' collectives; t
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from automodel_rl.batch import Image, Microbatch
-from automodel_rl.errors import InputError
-from automodel_rl.model.vision import VisionPart
-from automodel_rl.parallel.gradients import sum_partial_gradients
-from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
+from automodel_rl.batch import Microbatch
+from automodel_rl.parallel.sharding import release_gathered
 from automodel_rl.step.bridge import Bridge
-from automodel_rl.step.image_shares import READING_THREADS, ImageShares, encode, stand_in
+from automodel_rl.step.encoding import READING_THREADS, Encoding
+from automodel_rl.step.image_shares import ImageShares
 
 
 class EncoderInTurn:
     """Embeds the images of all microbatches at once. Every method is a collective of all ranks of the job.
 
     Args:
-        part: the encoder.
+        encoding: the encoder.
         bridge: the bridge to the language model.
-        blank: an image that a rank without images encodes, so that it joins its peers' collectives.
-        like: a tensor [0, E] of the embeddings' dtype, on the device. E is the hidden size of the language model, or a
-            multiple of it if features follow each embedding (batch/images.py).
         trains: whether embeddings need gradients; the same on all ranks.
-        partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
-
-    Attributes:
-        failure: why images of the last step have no embeddings but zeros; None if all have.
     """
 
-    def __init__(
-        self,
-        part: VisionPart,
-        bridge: Bridge,
-        blank: Image,
-        like: Tensor,
-        trains: bool,
-        partial: Sequence[tuple[nn.Module, str]],
-    ):
-        self.part, self.bridge, self.blank, self.like, self.trains = part, bridge, blank, like, trains
-        self.partial, self.shares = partial, ImageShares(bridge)
-        self.failure: Exception | None = None
+    def __init__(self, encoding: Encoding, bridge: Bridge, trains: bool):
+        self.encoding, self.bridge, self.trains = encoding, bridge, trains
+        self.like, self.shares = encoding.like, ImageShares(bridge)
         self._encoded: list[tuple[int, Tensor]] = []
         self._leaves: list[Tensor] = []
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why images of the last step have no embeddings but zeros; None if all have."""
+        return self.encoding.failure
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
         """Functions that give the embeddings [m, E] of every microbatch of this rank, m may be 0; none on ranks without
@@ -64,7 +51,7 @@ class EncoderInTurn:
             train: whether to keep what `backward` needs.
         """
         self.shares.exchange(microbatches)
-        self._encoded, self._leaves, self.failure = [], [], None
+        self._encoded, self._leaves, self.encoding.failure = [], [], None
         if self.bridge.any_encoder(self.shares.has_images):
             with torch.set_grad_enabled(train and self.trains):
                 self._encoded = self._encode()
@@ -89,7 +76,7 @@ class EncoderInTurn:
         """Runs the encoder's backward, from the gradients of the embeddings."""
         if not self.trains:
             self.abandon_step()
-            release_gathered(self.part)
+            release_gathered(self.encoding.part)
             return
         gradients: list[Tensor] = []
         lane = self.bridge.own_lane
@@ -104,14 +91,10 @@ class EncoderInTurn:
             ]
         left = self.bridge.to_encoder(gradients, self._sizes(), self.like)
         for number, (served, chunk) in enumerate(self._encoded):
-            reduce_gradients(self.part, number == len(self._encoded) - 1)
             gradient = torch.zeros_like(chunk)
             if served in left:  # a blank image does not count
                 gradient, left[served] = left[served].split([len(chunk), len(left[served]) - len(chunk)])
-            chunk.backward(gradient)
-        if self._encoded and self.bridge.vision.tp_group is not None:
-            parameters = [module.get_parameter(name) for module, name in self.partial]
-            sum_partial_gradients(parameters, self.bridge.vision.tp_group)
+            self.encoding.backward(chunk, gradient, is_last=number == len(self._encoded) - 1)
         self.abandon_step()
 
     def abandon_step(self) -> None:
@@ -127,18 +110,16 @@ class EncoderInTurn:
             for lane in self.bridge.served_lanes
             for number in range(self.shares.num_microbatches)
         ]
-        found = [(lane, images) for lane, images in of_microbatches if images] or [(-1, [self.blank])]
+        found = [(lane, images) for lane, images in of_microbatches if images]
+        if not found:
+            return [(-1, self.encoding.forward_blank())]
         # Pictures of later microbatches are read while the device encodes those of earlier ones.
         with ThreadPoolExecutor(READING_THREADS) as pool:
             pixels = [[pool.submit(image.load) for image in images] for _, images in found]
-            return [(lane, self._chunk(images, futures)) for (lane, images), futures in zip(found, pixels, strict=True)]
-
-    def _chunk(self, images: Sequence[Image], pixels: Sequence[Future[Tensor]]) -> Tensor:
-        try:
-            return encode(self.part, images, [future.result() for future in pixels], self.like)
-        except (InputError, ValueError) as error:  # peers would wait for these embeddings
-            self.failure = self.failure or error
-            return stand_in(self.part, self.blank, sum(image.num_embeddings for image in images), self.like)
+            return [
+                (lane, self.encoding.forward(images, futures))
+                for (lane, images), futures in zip(found, pixels, strict=True)
+            ]
 
     def _sizes(self) -> dict[int, list[int]]:
         """Number of tokens that each serving encoder lane makes, by language lane."""

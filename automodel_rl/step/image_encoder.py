@@ -12,6 +12,7 @@ from automodel_rl.model.vision import blank_image
 from automodel_rl.step.bridge import Bridge
 from automodel_rl.step.encoder_alongside import EncoderAlongside
 from automodel_rl.step.encoder_in_turn import EncoderInTurn
+from automodel_rl.step.encoding import Encoding
 
 
 class ImageEncoder(Protocol):
@@ -46,10 +47,13 @@ def make_image_encoder(handle: ModelHandle) -> ImageEncoder | None:
         return None
     part = next((component.parts[0] for component in handle.components if component.name == "vision"), None)
     bridge = Bridge(vision, handle.layout, components.vision.ranks, components.language.ranks)
-    blank = blank_image(handle.whole_config)
     width = handle.config.hidden_size * (1 + handle.num_deepstack)
     like = torch.empty(0, width, dtype=handle.dtype, device=handle.layout.device)
+    encoding = None
+    if part is not None:
+        blank = blank_image(handle.whole_config)
+        encoding = Encoding(part, blank, like, handle.partial_in_encoder, vision.tp_group)
     if components.is_colocated:
-        assert part is not None
-        return EncoderInTurn(part, bridge, blank, like, handle.trains_encoder, handle.partial_in_encoder)
-    return EncoderAlongside(part, bridge, blank, like, handle.trains_encoder, handle.partial_in_encoder)
+        assert encoding is not None
+        return EncoderInTurn(encoding, bridge, handle.trains_encoder)
+    return EncoderAlongside(encoding, bridge, like, handle.trains_encoder)

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import Image, Microbatch, distinct_images
-from automodel_rl.model.vision import VisionPart
 from automodel_rl.step.bridge import Bridge
-
-READING_THREADS = 8
-"""Number of threads that read pictures on each rank with the encoder."""
 
 
 class ImageShares:
@@ -107,33 +103,3 @@ class ImageShares:
                 load[least] += work[number]
             dealt.append([sorted(share) for share in shares])
         return dealt
-
-
-def stand_in(part: VisionPart, blank: Image, num_embeddings: int, like: Tensor) -> Tensor:
-    """Embeddings [m, E] of 0 in place of images that could not be read, so that no other rank waits in vain. They have
-    the graph of a blank image, for the collectives of the backward."""
-    nothing = encode(part, [blank], [blank.load()], like).sum() * 0
-    return nothing + like.new_zeros(num_embeddings, like.shape[1])
-
-
-def encode(part: VisionPart, images: Sequence[Image], loaded: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Embeddings of images, [m, E].
-
-    Args:
-        part: the encoder.
-        images: the images.
-        loaded: their pixels.
-        like: a tensor [0, E] with the dtype and device of the result.
-
-    Raises:
-        ValueError: the encoder makes another number of embeddings than the images' tokens need.
-    """
-    embeddings = part([pixels.to(like) for pixels in loaded], [image.grid for image in images])
-    expected = sum(image.num_embeddings for image in images)
-    if embeddings.shape != (expected, like.shape[1]):
-        raise ValueError(
-            f"{len(images)} images with grids {[image.grid for image in images]} need {expected} embeddings in their "
-            f"sequences, but the encoder makes {len(embeddings)} embeddings of them: use the model's own image "
-            "processor, and as many tokens as it says"
-        )
-    return embeddings

@@ -18,8 +18,7 @@ from automodel_rl.errors import InputError, PeerError
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead, simulate
-from automodel_rl.step import encoder_alongside, encoder_in_turn
-from automodel_rl.step.image_shares import encode
+from automodel_rl.step.encoding import Encoding
 from automodel_rl.tools.verify.comparison import make_sequences
 from automodel_rl.tools.verify.images import with_images
 from tests.rank_pool import RankPool
@@ -65,20 +64,19 @@ def seconds_of_a_step(folder: Path, components: ComponentsConfig | None) -> floa
     """The time of a step after the first, with layers that sleep."""
     engine = make_engine(folder, components)
     microbatches = microbatches_of(engine)
-    put_into = ImageTokens.put_into
+    put_into, forward = ImageTokens.put_into, Encoding.forward
 
     def slow_put_into(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         hidden, features = put_into(tokens, hidden)
         return Sleep.apply(hidden, LANGUAGE), features
 
-    def slow_encode(*arguments: Any) -> Tensor:
-        return Sleep.apply(encode(*arguments), ENCODER)
+    def slow_forward(*arguments: Any) -> Tensor:
+        return Sleep.apply(forward(*arguments), ENCODER)
 
     engine.train_step(microbatches, sft_loss)
     with (
         mock.patch.object(ImageTokens, "put_into", slow_put_into),
-        mock.patch.object(encoder_alongside, "encode", slow_encode),
-        mock.patch.object(encoder_in_turn, "encode", slow_encode),
+        mock.patch.object(Encoding, "forward", slow_forward),
     ):
         start = time.perf_counter()
         engine.train_step(microbatches, sft_loss)
@@ -99,19 +97,19 @@ def events_of_a_step(folder: Path, components: ComponentsConfig) -> list[str]:
     """What the rank with the encoder does: E of a microbatch's images, and B of their backward."""
     engine = make_engine(folder, components)
     events: list[str] = []
-    run_backward = encoder_alongside._EncoderEnd._run_backward
+    forward, backward = Encoding.forward, Encoding.backward
 
-    def noted_encode(*arguments: Any) -> Tensor:
+    def noted_forward(*arguments: Any) -> Tensor:
         events.append("E")
-        return encode(*arguments)
+        return forward(*arguments)
 
     def noted_backward(*arguments: Any, **keywords: Any) -> None:
         events.append("B")
-        run_backward(*arguments, **keywords)
+        backward(*arguments, **keywords)
 
     with (
-        mock.patch.object(encoder_alongside, "encode", noted_encode),
-        mock.patch.object(encoder_alongside._EncoderEnd, "_run_backward", noted_backward),
+        mock.patch.object(Encoding, "forward", noted_forward),
+        mock.patch.object(Encoding, "backward", noted_backward),
     ):
         engine.train_step(microbatches_of(engine), sft_loss)
     return events
