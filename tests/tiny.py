@@ -8,6 +8,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Gemma3Config,
     LlavaConfig,
     Mistral3Config,
     PretrainedConfig,
@@ -73,6 +74,16 @@ _QWEN3_TEXT = {
     **DENSE,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
 }
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "image_size": 24,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
 _PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 16,
@@ -128,6 +139,12 @@ VISION_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] = {
         },
         _QWEN_IDS,
     ),
+    "gemma3": (
+        Gemma3Config,
+        SIZES["gemma3_text"],  # its window is shorter than an image
+        _SIGLIP,
+        {"image_token_index": VOCAB - 1, "mm_tokens_per_image": 9},
+    ),
     "mistral3": (
         Mistral3Config,
         {**DENSE, "model_type": "mistral"},
@@ -164,4 +181,4 @@ def save_tiny_vision_model(
         **{**special, **(ids or {})},
     )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
-    save_lively(model, folder, dtype, plain_norms=True)
+    save_lively(model, folder, dtype, plain_norms=family != "gemma3")

@@ -6,7 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image as Picture
-from transformers import CLIPImageProcessorPil, PixtralImageProcessorPil, Qwen2VLImageProcessorPil
+from transformers import (
+    CLIPImageProcessorPil,
+    Gemma3ImageProcessorPil,
+    PixtralImageProcessorPil,
+    Qwen2VLImageProcessorPil,
+)
 
 from automodel_rl.quickstart.model import train_tokenizer
 from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
@@ -20,6 +25,10 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+MARKS = ["<image>", "[IMG_BREAK]", "[IMG_END]"]
+IMAGE_TOKENS = {"gemma3": "image_token_index"}
+"""The config's key for the id of an image's tokens, where it has another name."""
+
 
 def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Path:
     """A checkpoint in `model/`, and `train.jsonl` and `held_out.jsonl` with pictures of one colour and many sizes
@@ -31,13 +40,16 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
             (folder / f"{name}{ending}.jsonl").write_text("".join(json.dumps(form(chat)) + "\n" for chat in part))
     texts = ["What is this? And this? It is red. green. blue. There is nothing to see."] * 20
     tokenizer = train_tokenizer(texts, VOCAB * 2)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "[IMG_BREAK]", "[IMG_END]"]})
-    tokenizer.chat_template = TEMPLATE
-    image_id = tokenizer.convert_tokens_to_ids("<image>")
+    marks = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"] if family == "gemma3" else MARKS
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = TEMPLATE.replace(
+        "<image>", "{{ '<start_of_image>' }}" if family == "gemma3" else marks[0]
+    )
+    image_id = tokenizer.convert_tokens_to_ids(marks[0])
     vision = VISION_CONFIGS[family][2]
     save_tiny_vision_model(
         folder / "model", family, num_layers=2, dtype=torch.float32,
-        text={"vocab_size": len(tokenizer)}, ids={"image_token_id": image_id},
+        text={"vocab_size": len(tokenizer)}, ids={IMAGE_TOKENS.get(family, "image_token_id"): image_id},
     )  # fmt: skip
     tokenizer.save_pretrained(folder / "model")
     if family == "llava":
@@ -45,6 +57,9 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
         CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
             folder / "model"
         )
+    elif family == "gemma3":
+        size = vision["image_size"]
+        Gemma3ImageProcessorPil(size={"height": size, "width": size}).save_pretrained(folder / "model")
     elif family == "mistral3":
         PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 24}).save_pretrained(
             folder / "model"

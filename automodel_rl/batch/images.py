@@ -35,6 +35,8 @@ class Image:
             with the same source and grid are encoded once. None if no other image has these pixels.
         row: number of tokens with embeddings in a row of the image, after which one token of text breaks the row; 0 if
             there are no breaks and all tokens have embeddings.
+        is_bidirectional: whether its tokens see each other both ways in attention, as Gemma 3's do. They still see
+            nothing after the image.
 
     Example:
         >>> import torch
@@ -49,6 +51,7 @@ class Image:
     pixels: Tensor | Callable[[], Tensor]
     source: str | bytes | None = None
     row: int = 0
+    is_bidirectional: bool = False
 
     @property
     def num_embeddings(self) -> int:

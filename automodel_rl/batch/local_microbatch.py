@@ -5,6 +5,8 @@ Context parallelism cuts every sequence into 2 * cp chunks, padded to equal leng
 section 3.3.2). The keys of all ranks are gathered, and a rank calls attention twice: queries of its front chunks see
 the chunks up to r, queries of its back chunks see the chunks up to 2 * cp - 1 - r.
 
+Tokens of some models' images see each other both ways. They have a further call, in which a segment is an image.
+
 Shape letters: T tokens of the microbatch, t tokens of one rank, N sequences.
 """
 
@@ -26,10 +28,11 @@ LEAST_TOKENS = 2
 
 @dataclass(eq=False)  # not frozen: torch.compile would make graphs for the values of all fields of a frozen dataclass
 class AttentionCall:
-    """The arguments of one causal attention: segments of queries and of keys, aligned at the bottom right.
+    """The arguments of one attention: segments of queries and of keys, aligned at the bottom right.
 
-    The last query of a segment sees all keys of the segment, the query before it all but the last key, and so on. It is
-    never changed. Compiled layers read tensors and the two longest lengths, and never the tuples, whose number of
+    In causal attention the last query of a segment sees all keys of the segment, the query before it all but the last
+    key, and so on. Otherwise every query sees all keys, or those from the beginning of its window on. It is never
+    changed. Compiled layers read tensors and the two longest lengths, and never the tuples, whose number of
     elements differs between microbatches.
 
     Attributes:
@@ -37,6 +40,9 @@ class AttentionCall:
         keys: places of the keys in the tokens of all ranks, rank 0's first, int64; None for all of this rank's tokens.
         cu_queries, cu_keys: the starts of the segments, and the total at the end, int32 [N + 1].
         query_lengths, key_lengths: tokens of every segment; on the host.
+        is_causal: whether a query sees no later keys.
+        counted: places, among the queries, of those whose outputs count, int64; None for all. The others only keep a
+            segment's last query beside its last key.
         longest_query, longest_key: the largest of them.
     """
 
@@ -46,6 +52,8 @@ class AttentionCall:
     cu_keys: Tensor
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
+    is_causal: bool = True
+    counted: Tensor | None = None
     longest_query: int = field(init=False)
     longest_key: int = field(init=False)
 
@@ -59,6 +67,7 @@ class AttentionCall:
             keys=None if self.keys is None else move(self.keys, device),
             cu_queries=move(self.cu_queries, device),
             cu_keys=move(self.cu_keys, device),
+            counted=None if self.counted is None else move(self.counted, device),
         )
 
 
@@ -73,7 +82,9 @@ class LocalMicrobatch:
         is_real: False for pads and for the tokens of an empty microbatch, bool [t].
         is_routed: `is_real` of the tokens that the rank's routers see: of all or, under sequence parallelism, of the
             rank's share, bool [t] or [t / tp].
-        calls: the arguments of each attention call.
+        calls: the arguments of each causal attention call.
+        image_call: the arguments for the tokens of images that see each other both ways, whose outputs take the place
+            of those of `calls`; None if there are none.
         restore: the place of every token of the microbatch in the tokens of all ranks, rank 0's first, int64 [T]; None
             if this rank has the microbatch's tokens in their order, without pads.
         num_tokens: t.
@@ -99,6 +110,7 @@ class LocalMicrobatch:
     num_tokens: int
     lengths: tuple[int, ...]
     offsets: Tensor
+    image_call: AttentionCall | None = None
     routes: Routes | None = None
     images: ImageTokens = NO_IMAGES
     rotary_positions: Tensor | None = None
@@ -123,6 +135,7 @@ class LocalMicrobatch:
             is_real=move(self.is_real, device),
             is_routed=move(self.is_routed, device),
             calls=tuple(call.to(device) for call in self.calls),
+            image_call=None if self.image_call is None else self.image_call.to(device),
             restore=None if self.restore is None else move(self.restore, device),
             offsets=move(self.offsets, device),
             routes=None if self.routes is None else replace(self.routes, experts=move(self.routes.experts, device)),
@@ -181,6 +194,7 @@ def local_microbatch(
         is_real=counted,
         is_routed=counted,
         calls=_calls(padded, chunk, own, gathered, cp, cp_rank),
+        image_call=_image_call(microbatch, np.flatnonzero(is_token), own, gathered),
         restore=None if cp == 1 and not missing else torch.from_numpy(gathered[is_token]),
         num_tokens=len(own),
         lengths=tuple(microbatch.lengths),
@@ -217,6 +231,47 @@ def _calls(
         )
         for last in (cp_rank, 2 * cp - 1 - cp_rank)
     )
+
+
+def _image_call(
+    microbatch: Microbatch, padded_place: np.ndarray, own: np.ndarray, gathered: np.ndarray
+) -> AttentionCall | None:
+    """The call for this rank's tokens of images that see each other both ways. Each segment has an image's tokens, and
+    as keys its sequence up to the end of the image.
+
+    A window reaches back from a query's own place. If the image's last tokens are another rank's, queries that do not
+    count stand for them.
+
+    Args:
+        microbatch: the microbatch.
+        padded_place: for every token, its place among all tokens with pads, int64 [T].
+        own: the places of this rank's tokens there.
+        gathered: for every padded token, its place in the tokens of all ranks.
+    """
+    local = np.full(len(gathered), -1)
+    local[own] = np.arange(len(own))
+    starts = np.cumsum([0, *microbatch.lengths])
+    queries, keys, counted = [], [], []
+    query_lengths: list[int] = []
+    key_lengths: list[int] = []
+    for image in microbatch.images:
+        stop = image.start + image.num_tokens
+        places = local[padded_place[image.start : stop]]
+        mine = np.flatnonzero(places >= 0)
+        if not image.is_bidirectional or not len(mine):
+            continue
+        places = places[mine[0] :]
+        start = starts[np.searchsorted(starts, image.start, side="right") - 1]
+        counted.append(sum(query_lengths) + np.flatnonzero(places >= 0))
+        queries.append(np.where(places >= 0, places, places[0]))
+        keys.append(gathered[padded_place[start:stop]])
+        query_lengths.append(len(places))
+        key_lengths.append(stop - start)
+    if not queries:
+        return None
+    places, seen, outputs = (torch.from_numpy(np.concatenate(found)) for found in (queries, keys, counted))
+    call = _call(places, seen, query_lengths, key_lengths)
+    return replace(call, is_causal=False, counted=None if len(outputs) == len(places) else outputs)
 
 
 def _call(

@@ -135,7 +135,8 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
     ):
         self.tokenizer, self.train_on, self.images = tokenizer, train_on, images
-        self.template = ChatTemplate(tokenizer, images is not None, variables)
+        writer = tokenizer if images is None else images.writer(tokenizer)
+        self.template = ChatTemplate(writer, images is not None, variables)
 
     def __call__(self, chat: Chat, where: str) -> TokenSequence:
         """Tokenises a chat.

@@ -1,5 +1,7 @@
 """Images of chats. Their size decides their number of tokens; their pixels are read on the rank that encodes them."""
 
+import copy
+import dataclasses
 import functools
 import io
 import math
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from PIL import Image as Picture
 from torch import Tensor
-from transformers import AutoImageProcessor, PretrainedConfig
+from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -18,6 +20,7 @@ from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.errors import InputError
 from automodel_rl.model.vision import blank_image, token_patches
 from automodel_rl.support.description import ImageForm, image_form
+from automodel_rl.support.families import VISION_FAMILIES
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """EXIF's orientation tag, and the values with which a picture is shown with height and width exchanged."""
@@ -47,8 +50,8 @@ class ImageReader:
         pixels: tuple[int | None, int | None] = (None, None),
         breaks: tuple[int, int] | None = None,
     ):
-        blank = blank_image(config)
-        self.token_id, self.num_tokens, self.grid = config.image_token_id, blank.num_tokens, blank.grid
+        self.blank, self.token_id = blank_image(config), config.image_token_id
+        self.text = VISION_FAMILIES[config.model_type].image_text
         self.form, self.breaks = image_form(config), breaks
         self.merge, self.side = token_patches(config), token_patches(config) * config.vision_config.patch_size
         try:
@@ -84,7 +87,7 @@ class ImageReader:
             raise _unreadable(source, where, error) from None
         pixels = functools.partial(self.pixels, source, where)
         if self.form is ImageForm.ONE_SIZE:
-            return Image(0, self.num_tokens, self.grid, pixels, source)
+            return dataclasses.replace(self.blank, pixels=pixels, source=source)
         if self.form is ImageForm.ANY_SIZE:
             return self._with_rows(height, width, pixels, source)
         patch, merge, limits = self.processor.patch_size, self.processor.merge_size, self.processor.size
@@ -122,7 +125,34 @@ class ImageReader:
             raise _unreadable(source, where, error) from None
         options = {"patch_size": self.side} if self.form is ImageForm.ANY_SIZE else {}
         found = torch.as_tensor(self.processor(images=[picture], return_tensors="pt", **options)["pixel_values"])
-        return found if self.form is ImageForm.PATCHES else found[0]
+        if self.form is ImageForm.PATCHES:
+            return found
+        if len(found) > 1:
+            raise InputError(
+                f"{where}: the image processor cuts an image in {len(found)}: set do_pan_and_scan to false"
+            )
+        return found[0]
+
+    def writer(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        """The tokenizer with a chat template that writes the image's token, as the model's processor does.
+
+        The text is in the template, and not put in afterwards, because marks of the assistant's texts count characters.
+
+        Raises:
+            InputError: the template writes images otherwise.
+        """
+        if self.text is None or tokenizer.chat_template is None:
+            return tokenizer
+        written, wanted = self.text
+        writer = copy.copy(tokenizer)
+        writer.chat_template = str(tokenizer.chat_template).replace(written, wanted)
+        chat = [{"role": "user", "content": [{"type": "image"}]}]
+        if wanted not in str(writer.apply_chat_template(chat, tokenize=False)):
+            raise InputError(
+                f"the chat template does not write {written} in quotes for an image, as the model's own does: give "
+                "another one in data.chat_template"
+            )
+        return writer
 
     def expand(self, sequence: TokenSequence, images: list[Image], where: str) -> TokenSequence:
         """A sequence in which each image has all of its tokens. The chat template writes only one for each image.

@@ -1,4 +1,5 @@
-"""Attention over microbatches: every sequence sees itself, causally, and nothing else.
+"""Attention over microbatches: every sequence sees itself, causally, and nothing else. Only the tokens of some models'
+images see each other both ways.
 
 Each backend is a function that is registered with transformers' AttentionInterface. Layers of transformers' and of
 nemo_automodel's models call it alike. The microbatch comes as the keyword `microbatch` of every layer.
@@ -37,7 +38,7 @@ _GQA: dict[str, Any] = {"enable_gqa": True} if TORCH >= (2, 12) else {}
 
 @dataclass(frozen=True)
 class AttentionParameters:
-    """How scores become weights, besides the causal mask.
+    """How scores become weights, besides what an `AttentionCall` says.
 
     Attributes:
         scale: the factor of query-key products.
@@ -100,6 +101,8 @@ def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: 
         return "computes no sinks"
     if asked.parallel.cp > 1 and description.has_windows and not limits.has_windows_over_cp:
         return "has no sliding windows with context parallelism"
+    if description.is_bidirectional_in_images and not limits.has_bidirectional_images:
+        return "computes causal attention only, and tokens of an image see each other both ways"
     if name == "te" and importlib.util.find_spec("transformer_engine") is None:
         return "needs TransformerEngine, which is not installed (pip install 'automodel-rl[te]')"
     dims = (description.head_dim, description.value_dim)
@@ -150,20 +153,46 @@ def packed_attention(
     """
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     parameters = AttentionParameters(scaling, sliding_window, softcap, None if s_aux is None else local_tensor(s_aux))
-    if cp_group is None:
+    if cp_group is None and microbatch.image_call is None:
         (call,) = microbatch.calls
         return backend(q, k, v, call, parameters).unsqueeze(0), None
-    # Each rank's queries use the keys differently, so their gradients add up.
-    gathered = AllGatherCP.apply(torch.cat([k, v], dim=-1), cp_group, "sum")
-    outputs = []
-    for call in microbatch.calls:
-        assert call.queries is not None
-        assert call.keys is not None
-        keys, values = gathered.index_select(0, call.keys).split([k.shape[-1], v.shape[-1]], dim=-1)
-        outputs.append(backend(q.index_select(0, call.queries), keys, values, call, parameters))
-    places = torch.cat([call.queries for call in microbatch.calls if call.queries is not None])
-    output = torch.cat(outputs)
-    return torch.zeros_like(output).index_copy(0, places, output).unsqueeze(0), None
+    gathered = torch.cat([k, v], dim=-1)
+    if cp_group is None:
+        (call,) = microbatch.calls
+        output = backend(q, k, v, call, parameters)
+    else:
+        # Each rank's queries use the keys differently, so their gradients add up.
+        gathered = AllGatherCP.apply(gathered, cp_group, "sum")
+        parts = [_call(backend, q, gathered, call, parameters) for call in microbatch.calls]
+        places, outputs = (torch.cat(found) for found in zip(*parts, strict=True))
+        output = torch.zeros_like(outputs).index_copy(0, places, outputs)
+    if microbatch.image_call is not None:
+        places, outputs = _call(backend, q, gathered, microbatch.image_call, parameters)
+        output = output.index_copy(0, places, outputs)
+    return output.unsqueeze(0), None
+
+
+def _call(
+    backend: Backend, q: Tensor, gathered: Tensor, call: AttentionCall, parameters: AttentionParameters
+) -> tuple[Tensor, Tensor]:
+    """One call for some of this rank's queries.
+
+    Args:
+        q: all queries of this rank, [t, heads, D].
+        gathered: keys, and values beside them, of all ranks, [t * cp, KV heads, D + Dv].
+
+    Returns:
+        Places among this rank's tokens, int64 [m], and their outputs, [m, heads, Dv].
+    """
+    places = call.queries
+    assert places is not None
+    assert call.keys is not None
+    head_dim = q.shape[-1]
+    keys, values = gathered.index_select(0, call.keys).split([head_dim, gathered.shape[-1] - head_dim], dim=-1)
+    output = backend(q.index_select(0, places), keys, values, call, parameters)
+    if call.counted is None:
+        return places, output
+    return places.index_select(0, call.counted), output.index_select(0, call.counted)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
@@ -172,7 +201,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Atten
     for queries, keys in _segments(call):
         sq, sk, sv = (t[part].transpose(0, 1)[None] for t, part in ((q, queries), (k, keys), (v, keys)))
         plain = sq.shape[2] == sk.shape[2] and (parameters.window is None or parameters.window >= sk.shape[2])
-        mask = None if plain else _mask(sq.shape[2], sk.shape[2], parameters.window, q.device)
+        plain = plain and call.is_causal
+        mask = None if plain else _mask(sq.shape[2], sk.shape[2], call.is_causal, parameters.window, q.device)
         outputs.append(
             F.scaled_dot_product_attention(sq, sk, sv, mask, is_causal=plain, scale=parameters.scale, enable_gqa=True)
         )
@@ -190,7 +220,8 @@ def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Atte
         scores = (sq @ sk.transpose(1, 2)).to(accurate) * parameters.scale  # [heads, q, k]
         if parameters.softcap is not None:
             scores = parameters.softcap * torch.tanh(scores / parameters.softcap)
-        scores = scores.masked_fill(~_mask(sq.shape[1], sk.shape[1], parameters.window, q.device), -torch.inf)
+        seen = _mask(sq.shape[1], sk.shape[1], call.is_causal, parameters.window, q.device)
+        scores = scores.masked_fill(~seen, -torch.inf)
         if parameters.sinks is not None:
             sinks = parameters.sinks.to(accurate)[:, None, None].expand(-1, sq.shape[1], 1)
             weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
@@ -216,7 +247,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Att
         call.longest_query,
         call.longest_key,
         scale=parameters.scale,
-        window_size=(-1 if parameters.window is None else parameters.window - 1, 0),
+        window_size=_window(call, parameters),
         **_GQA,
     )
     assert isinstance(output, Tensor)  # a tuple only when auxiliary outputs are asked for
@@ -236,8 +267,8 @@ def fa3(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Attent
         call.longest_query,
         call.longest_key,
         softmax_scale=parameters.scale,
-        causal=True,
-        window_size=(-1 if parameters.window is None else parameters.window - 1, 0),
+        causal=call.is_causal,
+        window_size=_window(call, parameters),
     )
 
 
@@ -263,7 +294,7 @@ def te(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Attenti
         max_seqlen_q=call.longest_query,
         max_seqlen_kv=call.longest_key,
         attn_mask_type="padding_causal_bottom_right",
-        window_size=(-1 if parameters.window is None else parameters.window - 1, 0),
+        window_size=_window(call, parameters),
     )
     return output.view(len(q), q.shape[1], v.shape[-1])
 
@@ -293,7 +324,13 @@ def _segments(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
         last_q, last_k = end_q, end_k
 
 
-def _mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+def _window(call: AttentionCall, parameters: AttentionParameters) -> tuple[int, int]:
+    """Number of keys before and after a query's own place that it sees; -1 for all."""
+    return -1 if parameters.window is None else parameters.window - 1, 0 if call.is_causal else -1
+
+
+def _mask(num_queries: int, num_keys: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor:
     """True where a query sees a key, bool [q, k]: aligned at the bottom right."""
-    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    seen = seen.tril(num_keys - num_queries) if is_causal else seen
     return seen if window is None else seen.triu(num_keys - num_queries - window + 1)

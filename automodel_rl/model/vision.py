@@ -213,9 +213,14 @@ def blank_image(config: PretrainedConfig) -> Image:
         return Image(0, 2, (1, merge, merge), torch.zeros(vision.num_channels, side, side), row=1)
     side = vision.image_size
     grid = side // vision.patch_size
+    pixels = torch.zeros(vision.num_channels, side, side)
+    pooled = config.to_dict().get("mm_tokens_per_image")
+    if pooled is not None:
+        is_bidirectional = VISION_FAMILIES[config.model_type].is_bidirectional
+        return Image(0, pooled, (1, grid, grid), pixels, is_bidirectional=is_bidirectional)
     has_class_token = vision.model_type == "clip_vision_model"  # "default" leaves out the first token, whatever it is
     tokens = grid * grid + has_class_token - (config.vision_feature_select_strategy == "default")
-    return Image(0, tokens, (1, grid, grid), torch.zeros(vision.num_channels, side, side))
+    return Image(0, tokens, (1, grid, grid), pixels)
 
 
 def token_patches(config: PretrainedConfig) -> int:

@@ -29,24 +29,30 @@ class ImageInputs:
     def __init__(self, config: PretrainedConfig, reader: ImageReader | None):
         self.reader, self.merge = reader, rotary_merge(config)
         self.form = None if reader is None else image_form(config)
+        self.is_bidirectional = reader is not None and reader.blank.is_bidirectional
 
-    def of(self, requests: Sequence[Request], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    def of(self, requests: Sequence[Request], ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arguments for the images of a batch, for the forward of its prompts.
 
         Args:
             requests: the batch, row by row.
-            device, dtype: those of the pixels.
+            ids: token ids of the prompts, padded on the left to one length, on the device of the pixels.
+            dtype: that of the pixels.
         """
         images = [image for request in requests for image in request.images]
         if not images:
             return {}
         assert self.reader is not None  # only such models have prompts with images
+        device = ids.device
         pixels = [self.reader.pixels(image.source, IN_A_PROMPT).to(device, dtype) for image in images]
         if self.form is ImageForm.ANY_SIZE:
             sizes = torch.tensor([picture.shape[-2:] for picture in pixels], device=device)
             height, width = sizes.amax(0).tolist()
             padded = [pad(picture, (0, width - picture.shape[2], 0, height - picture.shape[1])) for picture in pixels]
             return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+        if self.is_bidirectional:
+            kinds = (ids == self.reader.token_id).long()
+            return {"pixel_values": torch.stack(pixels), "token_type_ids": kinds}
         if self.form is ImageForm.ONE_SIZE:
             return {"pixel_values": torch.stack(pixels)}
         grids = torch.tensor([image.grid for image in images], device=device)

@@ -165,7 +165,7 @@ class TransformersGenerator:
         positions = self.images.positions(requests, longest)
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inputs = {name: tensor.to(self.copy.device) for name, tensor in inputs.items()}
-        return inputs | self.images.of(requests, self.copy.device, self.copy.dtype)
+        return inputs | self.images.of(requests, inputs["input_ids"], self.copy.dtype)
 
     def _uniforms(self, requests: list[Request]) -> Tensor:
         """Random numbers in [0, 1), one for every token of every request: float64 [requests, most tokens]."""

@@ -17,6 +17,8 @@ class AttentionLimits:
         has_sinks: whether it computes sinks.
         has_windows_over_cp: whether it computes sliding windows with fewer queries than keys, which context parallelism
             needs.
+        has_bidirectional_images: whether it computes attention that is not causal, for images whose tokens see each
+            other both ways.
     """
 
     needs_cuda: bool = False
@@ -24,6 +26,7 @@ class AttentionLimits:
     has_softcap: bool = False
     has_sinks: bool = False
     has_windows_over_cp: bool = True
+    has_bidirectional_images: bool = True
 
 
 ATTENTION: dict[Attention, AttentionLimits] = {
@@ -32,7 +35,7 @@ ATTENTION: dict[Attention, AttentionLimits] = {
     "varlen": AttentionLimits(needs_cuda=True, is_traceable=True, has_sinks=True),
     "fa3": AttentionLimits(needs_cuda=True, is_traceable=True, has_sinks=True),
     # Measured with TransformerEngine 2.19 on cuDNN 9.14: no kernel for windows with fewer queries than keys.
-    "te": AttentionLimits(needs_cuda=True, has_windows_over_cp=False),
+    "te": AttentionLimits(needs_cuda=True, has_windows_over_cp=False, has_bidirectional_images=False),
 }
 """Limits by name; `auto` chooses among them."""
 

@@ -36,6 +36,7 @@ class ModelDescription:
         has_softcap: whether attention scores go through a soft cap.
         has_windows: whether some layers have sliding windows.
         is_bidirectional: whether attention is not causal.
+        is_bidirectional_in_images: whether only tokens of an image see each other both ways.
         quantization: the method by which the checkpoint's weights are quantized; empty if they are plain.
         context: length of the longest sequence in tokens; None if the config does not say.
         vision: the `model_type` of the whole model, if it is a vision-language model; else None.
@@ -59,6 +60,7 @@ class ModelDescription:
     has_softcap: bool = False
     has_windows: bool = False
     is_bidirectional: bool = False
+    is_bidirectional_in_images: bool = False
     quantization: str = ""
     context: int | None = None
     vision: str | None = None
@@ -79,6 +81,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         return dataclasses.replace(
             described,
             noise=described.noise | {f"vision_config.{name}": size for name, size in _noise(encoder).items()},
+            is_bidirectional_in_images=VISION_FAMILIES[vision].is_bidirectional,
             vision=vision,
             encoder=encoder["model_type"],
             vision_heads=encoder.get("num_attention_heads") or encoder.get("num_heads") or 1,

@@ -45,12 +45,17 @@ class VisionNames:
             fits counts.
         has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
             arXiv:2409.12191).
+        is_bidirectional: whether tokens of an image see each other both ways in the language model.
+        image_text: what chat templates write for an image, and what the model's processor puts in its place, with a
+            single image token; None if templates write that token.
         tp_plan: how the encoder's linear layers split over tp, by the last two parts of their name.
     """
 
     projectors: tuple[str, ...]
     in_files: tuple[tuple[str, str], ...]
     has_rotary_grid: bool = False
+    is_bidirectional: bool = False
+    image_text: tuple[str, str] | None = None
     tp_plan: TPPlan = ()
 
     def tp_style(self, layer: str) -> str | None:
@@ -206,6 +211,12 @@ _QWEN3_VISION = VisionNames(
     has_rotary_grid=True,
     tp_plan=(*_QWEN_ATTENTION, ("mlp.linear_fc1", COLUMNS), ("mlp.linear_fc2", ROWS)),
 )
+_CLIP_PLAN = (
+    *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
+    ("self_attn.out_proj", ROWS),
+    ("mlp.fc1", COLUMNS),
+    ("mlp.fc2", ROWS),
+)
 _MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
 FAMILIES = {
@@ -316,13 +327,18 @@ FAMILIES = {
         vision=VisionNames(
             projectors=("multi_modal_projector",),
             in_files=_PARTS_APART,
-            tp_plan=(
-                *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
-                ("self_attn.out_proj", ROWS),
-                ("mlp.fc1", COLUMNS),
-                ("mlp.fc2", ROWS),
-            ),
+            tp_plan=_CLIP_PLAN,
         )
+    ),
+    "gemma3": Family(
+        computes_in_fp32=True,
+        vision=VisionNames(
+            projectors=("multi_modal_projector",),
+            in_files=_PARTS_APART,
+            is_bidirectional=True,
+            image_text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
+            tp_plan=_CLIP_PLAN,
+        ),
     ),
     "mistral3": Family(vision=VisionNames(projectors=("multi_modal_projector",), in_files=_PARTS_APART)),
     "qwen2_5_vl": Family(
@@ -337,14 +353,15 @@ FAMILIES = {
     "qwen3_vl_moe": Family(vision=_QWEN3_VISION, transposes_experts=True),
 }
 
-_LLAVA = FAMILIES["llava"].vision
-assert _LLAVA is not None
 # Names in files that transformers 4 wrote, which are on the hub.
-FAMILIES["llava of transformers 4"] = Family(
-    vision=replace(_LLAVA, in_files=(("model.vision_tower.", "vision_tower.vision_model."), *_LLAVA.in_files)),
-    names_in_files_of="llava",
-    tell_tale=r"^vision_tower\.vision_model\.",
-)
+for _name in ("llava", "gemma3"):
+    _names = FAMILIES[_name].vision
+    assert _names is not None
+    FAMILIES[f"{_name} of transformers 4"] = Family(
+        vision=replace(_names, in_files=(("model.vision_tower.", "vision_tower.vision_model."), *_names.in_files)),
+        names_in_files_of=_name,
+        tell_tale=r"^vision_tower\.vision_model\.",
+    )
 
 COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Vision-language models of which only the language model is trained, by the model_type of the whole and of that part.

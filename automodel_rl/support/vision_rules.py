@@ -10,6 +10,7 @@ SEEING_FAMILIES = (
     "ministral3",
     "qwen2",
     "qwen3",
+    "gemma3_text",
     *(name for name, family in FAMILIES.items() if family.is_part),
 )
 """Families of language models that can have an encoder."""
@@ -48,6 +49,8 @@ def _vision(asked: Combination) -> str | None:
         return f"rollout: prompts of {name} have images, and conversations have none: leave tools and environment out"
     if isinstance(asked.run, GRPOConfig) and asked.run.rollout.vllm.servers:
         return f"rollout.vllm.servers: servers get no images of {name}: let ranks start vLLM, with rollout.vllm.python"
+    if isinstance(asked.run, GRPOConfig) and asked.run.rollout.generator == "vllm" and _is_bidirectional(vision):
+        return f"rollout.generator=vllm: vLLM computes causal attention in images of {name}: use transformers"
     if asked.run is not None and _sets_pixels(asked.run) and not VISION_FAMILIES[vision].has_rotary_grid:
         return f"data.min_pixels and data.max_pixels: the image processor of {name} has none: leave them out"
     if asked.run is not None and asked.run.batch.microbatch_tokens == "auto":
@@ -80,6 +83,10 @@ def _sets_pixels(run: RunConfig) -> bool:
     return run.data.min_pixels is not None or run.data.max_pixels is not None
 
 
+def _is_bidirectional(vision: str) -> bool:
+    return VISION_FAMILIES[vision].is_bidirectional
+
+
 def _without_encoder(asked: Combination) -> str | None:
     name = f"a {asked.description.family!r} model"
     if asked.components is not None:
@@ -97,7 +104,7 @@ VISION = Rule(
     f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
     "encoders of CLIP, SigLIP, Pixtral or their own; images; sft, dpo and grpo; every layout of the language model; "
     "encoder: dp_shard, dp_replicate and, but for Pixtral, tp; "
-    "LoRA on each part; batch.microbatch_tokens as a number",
+    "LoRA on each part; batch.microbatch_tokens as a number; gemma3 without vLLM",
     _vision,
     (
         Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
@@ -125,6 +132,11 @@ VISION = Rule(
             "rollout.vllm.servers: servers get no images of a 'qwen2_5_vl' model: let ranks start vLLM",
             {"rollout.generator": "vllm", "rollout.vllm.servers": ["http://127.0.0.1:1"]},
             {**_QWEN, "algorithm": "grpo"},
+        ),
+        Example(
+            "rollout.generator=vllm: vLLM computes causal attention in images of a 'gemma3' model: use transformers",
+            {"rollout.generator": "vllm"},
+            {**LLAVA, "description.family": "gemma3_text", "description.vision": "gemma3", "algorithm": "grpo"},
         ),
         Example(
             "batch.microbatch_tokens=auto: the memory of a 'llava' model depends on its images: give a number",

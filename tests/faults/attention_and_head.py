@@ -14,8 +14,8 @@ from tests.faults.fault import Fault, Verified, patch
 def _window_too_wide() -> Any:
     from automodel_rl.model.attention import _mask
 
-    def wider(num_queries: int, num_keys: int, window: int | None, device: Any) -> Tensor:
-        return _mask(num_queries, num_keys, None if window is None else window + 1, device)
+    def wider(num_queries: int, num_keys: int, is_causal: bool, window: int | None, device: Any) -> Tensor:
+        return _mask(num_queries, num_keys, is_causal, None if window is None else window + 1, device)
 
     return patch("model.attention._mask", wider)
 

@@ -106,10 +106,37 @@ def _shared_image_twice() -> Any:
     return mock.patch.object(ImageTokens, "put_into", twice)
 
 
+def _images_seen_one_way() -> Any:
+
+    return patch("batch.local_microbatch._image_call", lambda *_: None)
+
+
+def _window_from_the_last_own_token() -> Any:
+    """Queries of an image that ends on another rank see as if their last one were the image's last."""
+    from automodel_rl.batch.local_microbatch import _image_call
+
+    def without_the_rest(*arguments: Any) -> Any:
+        call = _image_call(*arguments)
+        if call is None or call.counted is None:
+            return call
+        ends = torch.tensor(call.query_lengths).cumsum(0)
+        own = [
+            int(((call.counted < end) & (call.counted >= end - n)).sum())
+            for end, n in zip(ends, call.query_lengths, strict=True)
+        ]
+        starts = torch.tensor([0, *own]).cumsum(0).int()
+        return dataclasses.replace(
+            call, queries=call.queries[call.counted], counted=None, cu_queries=starts, query_lengths=tuple(own)
+        )
+
+    return patch("batch.local_microbatch._image_call", without_the_rest)
+
+
 INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
 ENCODERS = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
 PIPELINED_READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "pp": 2}}
 READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
+CUT_READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "cp": 2}}
 
 FAULTS: dict[str, Fault] = {
     "receive buffers shared by equal shapes (interleaved)": Fault(_buffers_by_shape, Verified("qwen3", INTERLEAVED)),
@@ -126,6 +153,10 @@ FAULTS: dict[str, Fault] = {
     "embeddings off by one": Fault(_embeddings_off_by_one, Verified("llava", components=READERS)),
     "features of images at another layer": Fault(
         _features_at_another_layer, Verified("qwen3_vl", components=PIPELINED_READERS)
+    ),
+    "images seen one way": Fault(_images_seen_one_way, Verified("gemma3", components=READERS)),
+    "windows of an image from its last token on a rank": Fault(
+        _window_from_the_last_own_token, Verified("gemma3", components=CUT_READERS)
     ),
     "gradient of a shared image counted twice": Fault(_shared_image_twice, Verified("llava", components=READERS)),
 }

@@ -46,7 +46,7 @@ def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> lis
     from automodel_rl.tools.verify.comparison import Case, compare
 
     parallel = ParallelConfig(**caught_by.sizes)
-    in_fp32 = caught_by.components is None and not FAMILIES[caught_by.family].is_exact(parallel.tp)
+    in_fp32 = not FAMILIES[caught_by.family].is_exact(parallel.tp)
     components = None if caught_by.components is None else ComponentsConfig.model_validate(caught_by.components)
     case = Case(parallel, components=components, **caught_by.case)
     with planted(fault):

@@ -209,6 +209,7 @@ class OneProcess:
             if name.endswith(".linear_attn"):
                 compute_rule_in_float64(module)
         self.takes_grids = "image_grid_thw" in signature(model.forward).parameters
+        self.takes_kinds = "token_type_ids" in signature(model.forward).parameters
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
         self.optimizers = OPTIMIZERS[training.optimizer].reference(self.model, training.config)
@@ -254,6 +255,9 @@ class OneProcess:
         if not sequence.images:
             return {}
         pixels = [image.load().to(self.device, next(self.model.parameters()).dtype) for image in sequence.images]
+        kinds = (sequence.input_ids == self.model.config.image_token_id).int()[None].to(self.device)
+        if self.takes_kinds:
+            return {"pixel_values": torch.stack(pixels), "token_type_ids": kinds}
         if not self.takes_grids and len({image.shape for image in pixels}) == 1 and not sequence.images[0].row:
             return {"pixel_values": torch.stack(pixels)}
         if not self.takes_grids:  # padded to one size, as transformers' image processor does
@@ -261,11 +265,8 @@ class OneProcess:
             height, width = sizes.amax(0).tolist()
             padded = [torch.nn.functional.pad(i, (0, width - i.shape[2], 0, height - i.shape[1])) for i in pixels]
             return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
-        kinds = (sequence.input_ids == self.model.config.image_token_id).int()[None]
         grids = torch.tensor([image.grid for image in sequence.images], device=self.device)
-        return {
-            "pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": kinds.to(self.device)
-        }  # fmt: skip
+        return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": kinds}
 
     def backward(self, microbatches: list[list[TokenSequence]]) -> float:
         """Computes gradients, and returns the loss: the mean over all trained tokens of all microbatches."""

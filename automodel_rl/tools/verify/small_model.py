@@ -128,6 +128,8 @@ def shrink_vision(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -
     names = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids = {name: last - number for number, name in enumerate(name for name in names if name in values)}
     kept = {key: value for key, value in values.items() if key not in ("architectures", "dtype")}
+    if "mm_tokens_per_image" in values:
+        kept["mm_tokens_per_image"] = (small["image_size"] // PATCH) ** 2
     changed = {
         "text_config": language.to_dict(),
         "vision_config": {**encoder, **{key: size for key, size in small.items() if encoder.get(key) is not None}},

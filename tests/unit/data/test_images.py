@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image as Picture
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer, Gemma3Processor
 
 from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.config import SourceConfig
@@ -100,6 +100,30 @@ def test_rows_of_an_image_end_with_breaks(tmp_path: Path) -> None:
     sequence = reader.expand(TokenSequence(plain, torch.ones(len(plain), dtype=torch.bool)), images, "here")
     assert sequence.input_ids.tolist() == tokenizer(text.format(*written)).input_ids
     assert [image.load().shape[1:] for image in images] == [tuple(size) for size in made["image_sizes"]]
+
+
+def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None:
+    """Also where the line breaks around an image meet others."""
+    folder = make_vision_workspace(tmp_path, "gemma3", num_chats=1) / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for name, token in (("boi", "<start_of_image>"), ("image", "<image_soft_token>"), ("eoi", "<end_of_image>")):
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor = Gemma3Processor(image_processor, tokenizer, tokenizer.chat_template, image_seq_length=9)
+    reader = ImageReader(folder, read_config(folder))
+    picture = jpeg(40, 20)
+    parts = [{"type": "image"}, {"type": "text", "text": "\nWhat is this?\n"}, {"type": "image"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "It is red."}]
+    text = processor.apply_chat_template(chat)
+    opened = [Picture.open(io.BytesIO(picture))] * 2
+    expected = processor(images=opened, text=text, return_tensors="pt")
+    named = [{**part, "path": picture} if part["type"] == "image" else part for part in parts]
+    sequence = ChatTokenizer(tokenizer, "all", reader)(Chat([{"role": "user", "content": named}, chat[1]]), "here")
+    assert sequence.input_ids.tolist() == expected["input_ids"][0].tolist()
+    assert torch.equal(sequence.images[1].load(), expected["pixel_values"][1])
+    assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]).startswith("It is red.")
+    assert all(image.is_bidirectional and image.num_tokens == 9 for image in sequence.images)
 
 
 def test_a_cut_keeps_no_part_of_an_image() -> None:

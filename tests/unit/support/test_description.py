@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import Gemma3Config, GPT2Config, MambaConfig, PretrainedConfig, Qwen3Config
+from transformers import Gemma3nConfig, GPT2Config, MambaConfig, PretrainedConfig, Qwen3Config
 
 from automodel_rl.config import MemoryConfig, ModelConfig, ParallelConfig
 from automodel_rl.errors import InputError
@@ -24,7 +24,7 @@ def test_the_description_counts_experts(tmp_path: Path, family: str, num_experts
     assert describe_model(read_config(tmp_path)).num_experts == num_experts
 
 
-@pytest.mark.parametrize("config", [GPT2Config(), MambaConfig(), Gemma3Config()], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", [GPT2Config(), MambaConfig(), Gemma3nConfig()], ids=lambda c: c.model_type)
 def test_models_of_other_families_are_refused_and_not_looked_into(config: PretrainedConfig) -> None:
     with pytest.raises(InputError, match=f"a '{config.model_type}' model .* is not supported: use one of llama"):
         check(config)
