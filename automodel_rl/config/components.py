@@ -43,10 +43,13 @@ class VisionComponent(Section):
     tp: Positive = 1
     """Number of ranks that every layer is split over (tensor parallel)."""
 
+    pp: Positive = 1
+    """Number of pipeline stages; the projector is on the last."""
+
     @property
     def parallel(self) -> ParallelConfig:
         """Its layout, without the ranks."""
-        return ParallelConfig(dp_shard=self.dp_shard, dp_replicate=self.dp_replicate, tp=self.tp)
+        return ParallelConfig(dp_shard=self.dp_shard, dp_replicate=self.dp_replicate, tp=self.tp, pp=self.pp)
 
 
 class LanguageComponent(ParallelConfig):

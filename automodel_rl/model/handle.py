@@ -111,13 +111,13 @@ class ModelHandle:
         self.num_deepstack = num_deepstack(self.whole_config)
         self.extras = [parallelise(part, self.layout, model, memory, self.num_deepstack) for part in language]
         self.components = [Component("language", language, self.layout)] if language else []
+        self.trains_encoder = empty.vision is not None and any(p.requires_grad for p in empty.vision.parameters())
         self.partial_in_encoder: list[tuple[nn.Module, str]] = []
         if empty.vision is not None and meshes.vision is not None and not meshes.vision.is_guest:
             self.partial_in_encoder = parallelise_encoder(empty.vision, meshes.vision, model, memory)
             self.components.append(Component("vision", [empty.vision], meshes.vision))
         self.parts = [part for component in self.components for part in component.parts]
         is_cut = self.whole_config.tie_word_embeddings and self.layout.parallel.pp > 1
-        self.trains_encoder = empty.vision is not None and any(p.requires_grad for p in empty.vision.parameters())
         self.tied = tied_embedding(language, self.layout) if is_cut else None
         self._readers: list[Callable[[], None]] = []
         self._weights = Offload(lambda: (t for p in self.parts for t in (*p.parameters(), *p.buffers())))

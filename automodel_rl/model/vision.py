@@ -4,6 +4,7 @@ Both parts consist of transformers' own modules. `LanguagePart` has the names of
 the package treats it as one. `VisionPart` is what is left of the inner model without its language model.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.lora.add import Encoder
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
+from automodel_rl.model.encoder_stages import OtherLayer, StageLink, split_encoder
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.parallelise import dtypes_of, mixed_precision
 from automodel_rl.parallel.layout import Layout
@@ -52,8 +54,9 @@ class VisionPart(nn.Module):
         super().__init__()
         self.config, self.model = whole.config, whole.model
         self.model.language_model = None
+        self.link: StageLink | None = None
 
-    def forward(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, int, int]]) -> Tensor:
+    def forward(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, int, int]]) -> Tensor | list[Tensor]:
         """Embeddings of the tokens of all images, in order.
 
         Args:
@@ -61,8 +64,16 @@ class VisionPart(nn.Module):
             grids: number of patches of each image in time, height and width.
 
         Returns:
-            [m, H] in the compute dtype, or [m, (1 + D) * H] if features follow each embedding (batch/images.py).
+            [m, H] in the compute dtype, or [m, (1 + D) * H] if features follow each embedding (batch/images.py). On
+            pipeline stages before the last, what they give to the next.
         """
+        if self.link is None:
+            return self._embeddings(pixels, grids)
+        embeddings = self._embeddings(pixels, grids)
+        given, self.link.given = self.link.given, []
+        return given or embeddings
+
+    def _embeddings(self, pixels: Sequence[Tensor], grids: Sequence[tuple[int, int, int]]) -> Tensor:
         form = image_form(self.config)
         if form is ImageForm.PATCHES:
             grid = torch.tensor(grids, device=pixels[0].device)
@@ -168,13 +179,14 @@ def parallelise_encoder(
 
     Args:
         part: the encoder, on the meta device except for its buffers.
-        layout: the encoder's layout.
+        layout: the encoder's layout; on a stage of a pipeline the part keeps that stage's layers only.
         model: the model's config, for its precision.
         memory: what is recomputed.
 
     Returns:
         Parameters, as (module, name), for which each tp rank's gradient is only a summand.
     """
+    split_part(part, dtypes_of(model)[0], layout.pp_rank, layout.parallel.pp)
     partial: list[tuple[nn.Module, str]] = []
     if layout.parallel.tp > 1:
         names = VISION_FAMILIES[part.config.model_type]
@@ -191,9 +203,28 @@ def parallelise_encoder(
 
 
 def encoder_layers(part: VisionPart) -> list[Any]:
-    """The layers of the encoder: its longest list of modules."""
-    lists = [list(module) for module in part.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len)
+    """This rank's layers of the encoder."""
+    return [layer for layer in _longest_list(part) if not isinstance(layer, OtherLayer)]
+
+
+def _longest_list(part: VisionPart) -> nn.ModuleList:
+    return max((module for module in part.modules() if isinstance(module, nn.ModuleList)), key=len)
+
+
+def split_part(part: VisionPart, dtype: torch.dtype, stage: int, stages: int) -> None:
+    """Leaves one pipeline stage of the encoder in its part, in place. A single stage changes nothing.
+
+    Args:
+        part: the encoder, on the meta device except for its buffers.
+        dtype: the dtype in which it computes.
+        stage, stages: number of the stage, and of all stages.
+    """
+    if stages == 1:
+        return
+    features = None
+    if num_deepstack(part.config):
+        features = part.model.visual.deepstack_merger_list, part.config.vision_config.deepstack_visual_indexes
+    part.link = split_encoder(part.model, _longest_list(part), features, dtype, stage, stages)
 
 
 def blank_image(config: PretrainedConfig) -> Image:
@@ -221,6 +252,21 @@ def blank_image(config: PretrainedConfig) -> Image:
     has_class_token = vision.model_type == "clip_vision_model"  # "default" leaves out the first token, whatever it is
     tokens = grid * grid + has_class_token - (config.vision_feature_select_strategy == "default")
     return Image(0, tokens, (1, grid, grid), pixels)
+
+
+def pixel_shape(config: PretrainedConfig, grid: tuple[int, int, int]) -> tuple[int, ...]:
+    """The shape of an image's pixels by its grid.
+
+    Args:
+        config: the config of the whole model.
+        grid: its patches in time, height and width.
+    """
+    shape = blank_image(config).load().shape
+    if image_form(config) is ImageForm.PATCHES:
+        return math.prod(grid), shape[1]
+    if image_form(config) is ImageForm.ANY_SIZE:
+        return shape[0], *(patches * config.vision_config.patch_size for patches in grid[1:])
+    return tuple(shape)
 
 
 def token_patches(config: PretrainedConfig) -> int:

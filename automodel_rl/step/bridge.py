@@ -4,8 +4,9 @@ The encoder's embeddings of images go over the bridge to the language model, and
 whole step at once where ranks have both components, microbatch by microbatch where they have one. How many there are
 may differ from microbatch to microbatch.
 
-A lane is a data rank. An encoder lane has the ranks that split the encoder's layers. A language lane has those ranks of
-the first stage that share its microbatches. The first rank of a lane is its leader and sends for it.
+A lane is a data rank. An encoder lane has the ranks of all stages that share the encoder's work on an image. A language
+lane has those ranks of the first stage that share its microbatches. The leader of a lane sends for it: the first rank
+of the encoder's last stage, or of the language model's first.
 
 The numbers of lanes decide which serve which. With fewer encoder lanes than language lanes, an encoder lane serves
 several language lanes (fan out). With more, several encoder lanes serve one language lane and divide its images
@@ -65,7 +66,9 @@ class Bridge:
 
     def __init__(self, vision: Layout, language: Layout, vision_ranks: Sequence[int], language_ranks: Sequence[int]):
         self.vision, self.language = vision, language
-        encoder_lanes = torch.tensor(vision_ranks).reshape(vision.parallel.num_data_ranks, vision.parallel.tp).tolist()
+        sizes = vision.parallel
+        encoders = torch.tensor(vision_ranks).reshape(sizes.pp, sizes.num_data_ranks, sizes.tp)
+        encoder_lanes, last_stages = encoders.transpose(0, 1).flatten(1).tolist(), encoders[-1].tolist()
         sizes = language.parallel
         stages = torch.tensor(language_ranks).reshape(sizes.pp, sizes.num_data_ranks, sizes.cp * sizes.tp)
         language_lanes = stages[0].tolist()
@@ -77,7 +80,7 @@ class Bridge:
         for number, of_lane in enumerate(language_lanes):
             first = number * fan_in if fan_in > 1 else number // fan_out
             serving = encoder_lanes[first : first + fan_in]
-            leaders = [ranks[0] for ranks in serving]
+            leaders = [ranks[0] for ranks in last_stages[first : first + fan_in]]
             everyone = sorted({*of_lane, *(r for ranks in serving for r in ranks)})
             device_groups = tuple(_group({*of_lane, leader}, None) for leader in leaders)
             control = _group(set(everyone), "gloo")
@@ -144,7 +147,8 @@ class Bridge:
             sizes, like: what `to_language` got.
 
         Returns:
-            The gradients of this rank's encoder lane, by language lane; empty on ranks without the encoder.
+            The gradients of this rank's encoder lane, by language lane; empty on ranks without the encoder's last
+            stage.
         """
         for gradient in gradients:
             self.sum_over_language_lane(gradient)
@@ -153,7 +157,7 @@ class Bridge:
             for share in range(len(lane.encoder_leaders)):
                 tensor = gradients[share] if number == self.own_lane else None
                 tensor = self._broadcast(tensor, sizes[number][share], like, lane.language_leader, lane, share)
-                if share == self.own_share and number in self.served_lanes:
+                if share == self.own_share and number in self.served_lanes and self.vision.has_last_stage:
                     mine[number] = self._to_tp_peers(tensor, sizes[number][share], like)
         return mine
 
@@ -198,7 +202,7 @@ class Bridge:
         return Message(gradient, message)
 
     def take_gradient(self, lane: int, size: int, like: Tensor) -> Tensor:
-        """Waits for a gradient [size, E] that a language lane returns, on all ranks of the encoder lane.
+        """Waits for a gradient [size, E] that a language lane returns, on ranks of the encoder lane's last stage.
 
         Args:
             lane: the language lane.
@@ -234,7 +238,7 @@ class Bridge:
             dist.all_reduce(gradient, group=self.language.tp_group)
 
     def _to_tp_peers(self, tensor: Tensor | None, size: int, like: Tensor) -> Tensor:
-        """The tensor of an encoder lane's leader, on all ranks of the lane."""
+        """The tensor of an encoder lane's leader, on all ranks of the lane's last stage."""
         tensor = like.new_empty(size, like.shape[1]) if tensor is None else tensor
         if self.vision.tp_group is not None and size:
             dist.broadcast(tensor, group=self.vision.tp_group, group_src=0)

@@ -91,6 +91,7 @@ class _EncoderEnd:
     def clear(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+        self.encoding.clear()
         self._pool = None
         self._blank_chunk: Tensor | None = None
         self._chunks: dict[tuple[int, int], Tensor] = {}  # by microbatch and lane, those that wait for their gradient
@@ -100,6 +101,7 @@ class _EncoderEnd:
 
     def start(self, keeps: bool) -> None:
         """Encodes the images of the first microbatches; of all if nothing is kept for a backward."""
+        self.encoding.finish()  # of a forward without backward
         self.clear()
         self.encoding.failure, self._pool = None, ThreadPoolExecutor(READING_THREADS)
         self._keeps, self._works = keeps, self.bridge.any_encoder(self.shares.has_images)
@@ -110,10 +112,11 @@ class _EncoderEnd:
         if not any(self._images(number, lane) for number in range(ahead) for lane in self.bridge.served_lanes):
             with torch.set_grad_enabled(keeps):
                 self._blank_chunk = self.encoding.forward_blank()
-        for number in range(ahead):
+        for number in range(min(count, ahead + self._stages_after)):
             self._encode(number)
         if not keeps:
             self._wait()
+            self.encoding.finish()
             self.clear()
             release_gathered(self.encoding.part)
 
@@ -122,7 +125,7 @@ class _EncoderEnd:
         if not (self._works and self._keeps):
             return
         count = self.shares.num_microbatches
-        ahead = encoded_ahead(self.bridge.language.parallel, count)
+        ahead = encoded_ahead(self.bridge.language.parallel, count) + self._stages_after
         places = [(number, lane) for number in range(count) for lane in self.bridge.served_lanes]
         left = [place for place in places if self._images(*place)]
         if self._blank_chunk is not None:
@@ -131,12 +134,20 @@ class _EncoderEnd:
             for lane in self.bridge.served_lanes:
                 if (number, lane) in self._chunks:
                     chunk = self._chunks.pop((number, lane))
-                    gradient = self.bridge.take_gradient(lane, len(chunk), self.encoding.like)
+                    gradient = torch.zeros_like(chunk)
+                    if self.encoding.is_last:
+                        gradient = self.bridge.take_gradient(lane, len(chunk), self.encoding.like)
                     self.encoding.backward(chunk, gradient, is_last=(number, lane) == left[-1])
             if number + ahead < count:
                 self._encode(number + ahead)
         self._wait()
+        self.encoding.finish()
         self.clear()
+
+    @property
+    def _stages_after(self) -> int:
+        """Number of the encoder's stages after this rank's. It is ahead of them, by one microbatch of each."""
+        return self.bridge.vision.parallel.pp - 1 - self.bridge.vision.pp_rank
 
     def _encode(self, number: int) -> None:
         """Encodes the images of a microbatch, and sends their embeddings on their way."""
@@ -160,7 +171,8 @@ class _EncoderEnd:
         """Starts to read the pixels of a microbatch's images, if that has not begun."""
         assert self._pool is not None
         if (number, lane) not in self._pixels:
-            self._pixels[number, lane] = [self._pool.submit(image.load) for image in self._images(number, lane)]
+            images = self._images(number, lane) if self.encoding.is_first else []
+            self._pixels[number, lane] = [self._pool.submit(image.load) for image in images]
 
     def _images(self, number: int, lane: int) -> list[Image]:
         assert self.bridge.own_share is not None

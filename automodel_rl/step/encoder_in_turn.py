@@ -51,6 +51,7 @@ class EncoderInTurn:
             train: whether to keep what `backward` needs.
         """
         self.shares.exchange(microbatches)
+        self.encoding.finish()  # of a forward without backward
         self._encoded, self._leaves, self.encoding.failure = [], [], None
         if self.bridge.any_encoder(self.shares.has_images):
             with torch.set_grad_enabled(train and self.trains):
@@ -75,6 +76,7 @@ class EncoderInTurn:
     def backward(self) -> None:
         """Runs the encoder's backward, from the gradients of the embeddings."""
         if not self.trains:
+            self.encoding.finish()
             self.abandon_step()
             release_gathered(self.encoding.part)
             return
@@ -92,13 +94,15 @@ class EncoderInTurn:
         left = self.bridge.to_encoder(gradients, self._sizes(), self.like)
         for number, (served, chunk) in enumerate(self._encoded):
             gradient = torch.zeros_like(chunk)
-            if served in left:  # a blank image does not count
+            if served in left:  # on the last stage; a blank image does not count
                 gradient, left[served] = left[served].split([len(chunk), len(left[served]) - len(chunk)])
             self.encoding.backward(chunk, gradient, is_last=number == len(self._encoded) - 1)
+        self.encoding.finish()
         self.abandon_step()
 
     def abandon_step(self) -> None:
         """Drops what is kept for a backward."""
+        self.encoding.clear()
         self._encoded, self._leaves = [], []
         self.shares.clear()
 
@@ -115,7 +119,8 @@ class EncoderInTurn:
             return [(-1, self.encoding.forward_blank())]
         # Pictures of later microbatches are read while the device encodes those of earlier ones.
         with ThreadPoolExecutor(READING_THREADS) as pool:
-            pixels = [[pool.submit(image.load) for image in images] for _, images in found]
+            reads = self.encoding.is_first
+            pixels = [[pool.submit(image.load) for image in images if reads] for _, images in found]
             return [
                 (lane, self.encoding.forward(images, futures))
                 for (lane, images), futures in zip(found, pixels, strict=True)

@@ -3,80 +3,133 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_rl.batch import Image
 from automodel_rl.errors import InputError
-from automodel_rl.model.vision import VisionPart
+from automodel_rl.model.vision import VisionPart, blank_image, pixel_shape
 from automodel_rl.parallel.gradients import sum_partial_gradients
 from automodel_rl.parallel.sharding import reduce_gradients
+from automodel_rl.step.encoder_messages import StageMessages
 
 READING_THREADS = 8
 """Number of threads that read pictures on each rank with the encoder."""
 
 
 class Encoding:
-    """Runs an encoder forward and backward, a few images at a time.
+    """Runs an encoder, or one stage of its pipeline, forward and backward, a few images at a time.
 
     Args:
-        part: the encoder.
-        blank: an image that a rank without images encodes, so that it joins its peers' collectives.
+        part: the encoder, or this rank's stage of it.
         like: a tensor [0, E] of the embeddings' dtype, on the device. E is the hidden size of the language model, or a
             multiple of it if features follow each embedding (batch/images.py).
         partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
         tp_group: the ranks that split the encoder's layers; None for one.
+        messages: the messages between stages; None if there is one stage.
 
     Attributes:
-        failure: why images of the last step have no embeddings but zeros; None if all have.
+        failure: why images of the last step have no embeddings but those of a black image; None if all have.
     """
 
     def __init__(
         self,
         part: VisionPart,
-        blank: Image,
         like: Tensor,
         partial: Sequence[tuple[nn.Module, str]],
         tp_group: dist.ProcessGroup | None,
+        messages: StageMessages | None,
     ):
-        self.part, self.blank, self.like, self.partial, self.tp_group = part, blank, like, partial, tp_group
+        self.part, self.like, self.partial, self.tp_group, self.messages = part, like, partial, tp_group, messages
+        self.blank = blank_image(part.config)  # a rank without images encodes it, to join its peers' collectives
         self.failure: Exception | None = None
 
-    def forward(self, images: Sequence[Image], pixels: Sequence[Future[Tensor]]) -> Tensor:
-        """Embeddings of images, [m, E].
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank reads images."""
+        return self.messages is None or self.messages.is_first
 
-        If they cannot be read or encoded, it notes why and gives zeros, so that no other rank waits in vain. These have
-        the graph of a blank image, for the collectives of the backward.
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank makes embeddings."""
+        return self.messages is None or self.messages.is_last
+
+    def forward(self, images: Sequence[Image], pixels: Sequence[Future[Tensor]]) -> Tensor:
+        """Embeddings of images, [m, E]; zeros on all stages but the last.
+
+        If images cannot be read, or need another number of embeddings, it notes why and goes on with others, so that no
+        other rank waits in vain.
 
         Args:
             images: the images.
-            pixels: what reads their pixels.
+            pixels: what reads their pixels; empty on all stages but the first.
         """
-        try:
-            return self._run(images, [future.result() for future in pixels])
-        except (InputError, ValueError) as error:
-            self.failure = self.failure or error
-            size = sum(image.num_embeddings for image in images)
-            return self.forward_blank().sum() * 0 + self.like.new_zeros(size, self.like.shape[1])
+        if self.is_first:
+            loaded = [self._loaded(image, future) for image, future in zip(images, pixels, strict=True)]
+        else:
+            loaded = [self._black(image) for image in images]
+        return self._run(images, loaded)
 
     def forward_blank(self) -> Tensor:
         """Embeddings of the blank image, which do not count."""
         return self._run([self.blank], [self.blank.load()])
 
     def backward(self, embeddings: Tensor, gradient: Tensor, is_last: bool) -> None:
-        """Runs the backward of what a forward gave. The last of a step reduces gradients over ranks."""
+        """Runs the backward of what the oldest forward without one gave.
+
+        Args:
+            embeddings, gradient: what the forward gave, and its gradient, which is read on the last stage only.
+            is_last: whether it is the last backward of a step, which reduces gradients over ranks.
+        """
         reduce_gradients(self.part, is_last)
-        embeddings.backward(gradient)
+        if self.messages is None:
+            embeddings.backward(gradient)
+        else:
+            self.messages.backward(embeddings, gradient)
         if is_last and self.tp_group is not None:
             sum_partial_gradients([module.get_parameter(name) for module, name in self.partial], self.tp_group)
 
+    def finish(self) -> None:
+        """Ends a step, once all its messages have left."""
+        if self.messages is not None:
+            self.messages.finish()
+
+    def clear(self) -> None:
+        """Drops what is kept for backwards that will not come."""
+        if self.messages is not None:
+            self.messages.clear()
+
+    def _loaded(self, image: Image, pixels: Future[Tensor]) -> Tensor:
+        try:
+            loaded = pixels.result()
+            expected = pixel_shape(self.part.config, image.grid)
+            if loaded.shape != expected:
+                raise ValueError(
+                    f"an image with grid {image.grid} has pixels {list(loaded.shape)} and needs {list(expected)}: use "
+                    "the model's own image processor"
+                )
+        except (InputError, ValueError) as error:
+            self.failure = self.failure or error
+            return self._black(image)
+        return loaded
+
+    def _black(self, image: Image) -> Tensor:
+        """Pixels of the image's shape, which hold no memory."""
+        return torch.zeros(()).expand(pixel_shape(self.part.config, image.grid))
+
     def _run(self, images: Sequence[Image], loaded: Sequence[Tensor]) -> Tensor:
-        embeddings = self.part([pixels.to(self.like) for pixels in loaded], [image.grid for image in images])
-        expected = sum(image.num_embeddings for image in images)
-        if embeddings.shape != (expected, self.like.shape[1]):
-            raise ValueError(
-                f"{len(images)} images with grids {[image.grid for image in images]} need {expected} embeddings in "
-                f"their sequences, but the encoder makes {len(embeddings)} embeddings of them: use the model's own "
+        output = self.part([pixels.to(self.like) for pixels in loaded], [image.grid for image in images])
+        expected = sum(image.num_embeddings for image in images), self.like.shape[1]
+        if self.messages is not None:
+            self.messages.end_forward(output if isinstance(output, list) else [])
+        if isinstance(output, list):
+            return self.like.new_zeros(()).expand(expected)
+        if output.shape != expected:
+            self.failure = self.failure or ValueError(
+                f"{len(images)} images with grids {[image.grid for image in images]} need {expected[0]} embeddings in "
+                f"their sequences, but the encoder makes {len(output)} embeddings of them: use the model's own "
                 "image processor, and as many tokens as it says"
             )
-        return embeddings
+            return output.sum() * 0 + self.like.new_zeros(expected)
+        return output

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from automodel_rl.batch import Microbatch
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.vision import blank_image
 from automodel_rl.step.bridge import Bridge
 from automodel_rl.step.encoder_alongside import EncoderAlongside
 from automodel_rl.step.encoder_in_turn import EncoderInTurn
+from automodel_rl.step.encoder_messages import StageMessages, neighbours
 from automodel_rl.step.encoding import Encoding
 
 
@@ -49,10 +49,11 @@ def make_image_encoder(handle: ModelHandle) -> ImageEncoder | None:
     bridge = Bridge(vision, handle.layout, components.vision.ranks, components.language.ranks)
     width = handle.config.hidden_size * (1 + handle.num_deepstack)
     like = torch.empty(0, width, dtype=handle.dtype, device=handle.layout.device)
+    before, after = neighbours(components.vision)
     encoding = None
     if part is not None:
-        blank = blank_image(handle.whole_config)
-        encoding = Encoding(part, blank, like, handle.partial_in_encoder, vision.tp_group)
+        messages = None if part.link is None else StageMessages(part.link, before, after)
+        encoding = Encoding(part, like, handle.partial_in_encoder, vision.tp_group, messages)
     if components.is_colocated:
         assert encoding is not None
         return EncoderInTurn(encoding, bridge, handle.trains_encoder)

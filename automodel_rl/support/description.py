@@ -42,6 +42,8 @@ class ModelDescription:
         vision: the `model_type` of the whole model, if it is a vision-language model; else None.
         encoder: the `model_type` of the encoder; empty without one.
         vision_heads: number of attention heads of the encoder.
+        encoder_layers: number of its layers.
+        encoder_features: the layers whose output the projector takes, as transformers counts them; empty for the last.
     """
 
     family: str
@@ -66,6 +68,8 @@ class ModelDescription:
     vision: str | None = None
     encoder: str = ""
     vision_heads: int = 1
+    encoder_layers: int = 1
+    encoder_features: tuple[int, ...] = ()
 
     @property
     def lacks_sdpa(self) -> bool:
@@ -85,6 +89,8 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
             vision=vision,
             encoder=encoder["model_type"],
             vision_heads=encoder.get("num_attention_heads") or encoder.get("num_heads") or 1,
+            encoder_layers=encoder.get("num_hidden_layers") or encoder.get("depth") or 1,
+            encoder_features=_encoder_features(config.to_dict()),
         )
     if config.model_type not in FAMILIES:  # its config may have other fields
         return ModelDescription(family=config.model_type, num_layers=0)
@@ -111,6 +117,11 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         quantization=_quantization(values),
         context=_context(values),
     )
+
+
+def _encoder_features(values: dict[str, Any]) -> tuple[int, ...]:
+    layers = values.get("vision_feature_layer")
+    return tuple(layers) if isinstance(layers, list) else () if layers is None else (layers,)
 
 
 def _head_dim(values: dict[str, Any]) -> int:

@@ -37,6 +37,7 @@ _QWEN = {
 }
 _ON_TWO_RANKS = {"ranks": "0-1", "dp_shard": 2}
 _DATA_RANKS = {"components": {"vision": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
+_STAGED_ENCODER = {"components": {"vision": {"ranks": "0-1", "pp": 2}, "language": _ON_TWO_RANKS}}
 _SPLIT_ENCODER = {"components": {"vision": {"ranks": "0-1", "tp": 2}, "language": _ON_TWO_RANKS}}
 
 
@@ -69,6 +70,8 @@ def _vision(asked: Combination) -> str | None:
         return "model.frozen with model.lora: all but adapters and modules to save is frozen: leave frozen out"
     if {*model.frozen} == {"vision", "projector", "language"}:
         return "model.frozen: all parts are frozen and nothing is left to train: leave one out"
+    if asked.components is not None and (problem := _stages(asked, asked.components.vision.pp)):
+        return problem
     tp = 1 if asked.components is None else asked.components.vision.tp
     if tp > 1 and model.lora is not None:
         return f"components.vision.tp={tp}: adapters need tp=1: use dp_shard"
@@ -81,6 +84,18 @@ def _vision(asked: Combination) -> str | None:
 
 def _sets_pixels(run: RunConfig) -> bool:
     return run.data.min_pixels is not None or run.data.max_pixels is not None
+
+
+def _stages(asked: Combination, pp: int) -> str | None:
+    layers = asked.description.encoder_layers
+    if pp > layers:
+        return f"components.vision.pp={pp}: the encoder has {layers} layers: use at most {layers} stages"
+    if pp > 1 and any(layer >= 0 or -layer > layers // pp + 1 for layer in asked.description.encoder_features):
+        return (
+            f"components.vision.pp={pp}: the projector is on the last stage, and takes the output of layers "
+            f"{[*asked.description.encoder_features]} of {layers}, which are not: use fewer stages"
+        )
+    return None
 
 
 def _is_bidirectional(vision: str) -> bool:
@@ -103,7 +118,7 @@ VISION = Rule(
     "vision-language models",
     f"{', '.join(VISION_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or its own; "
     "encoders of CLIP, SigLIP, Pixtral or their own; images; sft, dpo and grpo; every layout of the language model; "
-    "encoder: dp_shard, dp_replicate and, but for Pixtral, tp; "
+    "encoder: dp_shard, dp_replicate, pp and, but for Pixtral, tp; "
     "LoRA on each part; batch.microbatch_tokens as a number; gemma3 without vLLM",
     _vision,
     (
@@ -177,6 +192,16 @@ VISION = Rule(
             "components.vision.tp=2: Pixtral's encoder is not split over tp: use dp_shard",
             _SPLIT_ENCODER,
             {**LLAVA, "description.encoder": "pixtral", **_DATA_RANKS},
+        ),
+        Example(
+            "components.vision.pp=2: the encoder has 1 layers: use at most 1 stages",
+            _STAGED_ENCODER,
+            {**LLAVA, **_DATA_RANKS},
+        ),
+        Example(
+            "components.vision.pp=2: the projector is on the last stage, and takes the output of layers [-4] of 4",
+            {"description.encoder_features": (-4,)},
+            {**LLAVA, "description.encoder_layers": 4, **_STAGED_ENCODER},
         ),
         Example(
             "components.vision.tp=2 must divide the encoder's 3 attention heads",

@@ -31,8 +31,11 @@ class Senders:
         self._is_apart = components is not None and not components.is_colocated
         self._first_ranks: list[int] = []
         if components is not None:
-            per_stage = self.layout.ranks_per_stage
-            self._first_ranks = [*components.language.ranks[::per_stage], components.vision.ranks[0]]
+            assert handle.meshes.vision is not None
+            self._first_ranks = [
+                *components.language.ranks[:: self.layout.ranks_per_stage],
+                *components.vision.ranks[:: handle.meshes.vision.ranks_per_stage],
+            ]
 
     @property
     def written(self) -> list[int]:
@@ -50,8 +53,14 @@ class Senders:
         of the job if components are on ranks of their own."""
         if self._is_apart:
             dist.broadcast(buffer, src=self._first_ranks[sender])
-        elif sender < self.layout.parallel.pp and self.layout.parallel.pp > 1:
-            dist.broadcast(buffer, group=self.layout.pp_group, group_src=sender)
+            return
+        layout, stage = self.layout, sender
+        if sender >= self.layout.parallel.pp:
+            assert self.handle.meshes.vision is not None
+            layout, stage = self.handle.meshes.vision, sender - self.layout.parallel.pp
+        if layout.parallel.pp > 1:
+            dist.broadcast(buffer, group=layout.pp_group, group_src=stage)
 
     def _number(self, component: Component) -> int:
-        return component.layout.pp_rank if component.name == "language" else self.layout.parallel.pp
+        before = 0 if component.name == "language" else self.layout.parallel.pp
+        return before + component.layout.pp_rank

@@ -7,7 +7,7 @@ microbatches that it has encoded ahead. The extra memory of one layer's backward
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from automodel_rl.compat.modules import set_attention
 from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig
+from automodel_rl.config.components import VisionComponent
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import META, LiveBytes, attention_stand_in, stand_in_norms
 from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, split_dim
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.parallelise import dtypes_of
-from automodel_rl.model.vision import VisionPart, encoder_layers
+from automodel_rl.model.vision import VisionPart, encoder_layers, split_part
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
@@ -38,7 +39,7 @@ class EncoderMemory:
     """Bytes on the fullest encoder rank.
 
     Attributes:
-        parameters: number of the encoder's parameters, not bytes.
+        parameters: number of the parameters of the whole encoder, not bytes.
         weights: master copies of its shards.
         moments: the optimizer's moments of the trained shards.
         gathered: whole weights in the compute dtype.
@@ -67,7 +68,7 @@ def plan_encoder(
     packing: Packing,
     optimizer: OptimizerConfig,
 ) -> EncoderMemory:
-    """The memory that an encoder rank needs.
+    """The memory that the fullest encoder rank needs.
 
     Args:
         config: the whole model's config.
@@ -77,27 +78,56 @@ def plan_encoder(
         packing: the microbatches of a step, and the patches of their images.
         optimizer: the optimizer's config.
     """
-    compute, master = dtypes_of(model)
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, 1))
-    _, part = empty_parts(config, compute, model)
-    vision = components.vision
-    sizes = [_size(config, name, p, vision.tp, vision.dp_shard) for name, p in part.named_parameters()]
+    patches, count = packing.patches or 0, microbatches(packing, components.language.parallel)
+    found = []
+    for stage in range(components.vision.pp):
+        _, part = empty_parts(config, dtypes_of(model)[0], model)
+        num_parameters = sum(parameter.numel() for parameter in part.parameters())
+        split_part(part, dtypes_of(model)[0], stage, components.vision.pp)
+        ahead = _ahead(components, count) + components.vision.pp - 1 - stage
+        share = min(count, ahead) / count / components.vision.parallel.num_data_ranks
+        own = _of_stage(part, model, memory, components.vision, math.ceil(patches * share), optimizer)
+        found.append(replace(own, parameters=num_parameters))
+    return max(found, key=lambda memory: memory.peak)
+
+
+def _ahead(components: ComponentsConfig, count: int) -> int:
+    """Number of microbatches whose activations the encoder's last stage keeps at once."""
+    language = components.language.parallel
+    if components.is_colocated:
+        return count
+    return encoded_ahead(language, fill_up_to(count, language) if language.pp > 1 else count)
+
+
+def _of_stage(
+    part: VisionPart,
+    model: ModelConfig,
+    memory: MemoryConfig,
+    vision: VisionComponent,
+    patches: int,
+    optimizer: OptimizerConfig,
+) -> EncoderMemory:
+    """The memory that a rank with one stage of an encoder needs.
+
+    Args:
+        part: the stage.
+        model, memory, optimizer: as in `plan_encoder`.
+        vision: the encoder's layout.
+        patches: number of patches of the images whose activations it keeps at once.
+    """
+    compute, master = dtypes_of(model)
+    sizes = [_size(part.config, name, p, vision.tp, vision.dp_shard) for name, p in part.named_parameters()]
     trained = [size for size in sizes if size.is_trained]
     states = OPTIMIZERS[optimizer.name].state_names(part)
     moments = sum(size.largest_shard * len(states[size.name].moments) for size in trained)
-    language = components.language.parallel
-    patches, count = packing.patches or 0, microbatches(packing, language)
-    ahead = count
-    if not components.is_colocated:
-        ahead = min(count, encoded_ahead(language, fill_up_to(count, language) if language.pp > 1 else count))
-    own_patches = math.ceil(patches * ahead / count / vision.parallel.num_data_ranks)
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),
         weights=sum(size.largest_shard for size in sizes) * master.itemsize,
         moments=0 if memory.offload_optimizer else moments * master.itemsize,
         gathered=sum(size.gathered for size in sizes) * compute.itemsize,
         gradients=sum(size.gathered for size in trained) * master.itemsize,
-        activations=0 if not patches or not _is_kept(part) else _kept(part, own_patches, memory, compute),
+        activations=0 if not patches or not _is_kept(part) else _kept(part, patches, memory, compute),
     )
 
 

@@ -28,6 +28,9 @@ from tests.tiny import make_sequences, save_tiny_vision_model
 
 STEPS, MICROBATCHES, DATA_RANKS = 3, 2, 2
 APART = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": "1-4", "pp": 2, "dp_shard": 2}})
+STAGES = ComponentsConfig.model_validate(
+    {"vision": {"ranks": "0-1", "pp": 2}, "language": {"ranks": "2-3", "dp_shard": 2}}
+)
 LANGUAGE = LoraConfig(rank=4, alpha=8.0)
 EVERYWHERE = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "vision", "projector"))
 EXPERTS = LoraConfig(rank=4, alpha=8.0, targets=("o_proj", "experts", "projector"))
@@ -40,10 +43,12 @@ def sequences_of(folder: Path, step: int, data_rank: int, microbatch: int) -> li
     return [with_images(sequence, read_config(folder), seed + n) for n, sequence in enumerate(sequences)]
 
 
-def train(folder: Path, lora: LoraConfig) -> tuple[list[float], dict[str, Tensor]]:
+def train(folder: Path, lora: LoraConfig, components: ComponentsConfig) -> tuple[list[float], dict[str, Tensor]]:
     """Trains adapters and writes them before and after; the losses, and what a weight sync sends: the whole model with
     trained adapters merged in."""
-    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=lora), components=APART)
+    handle = ModelHandle.from_pretrained(
+        ModelConfig(path=str(folder), dtype="float64", lora=lora), components=components
+    )
     engine = Engine(handle, OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant"))
     handle.save_pretrained(folder / "initial")
     losses = []
@@ -80,13 +85,20 @@ def logprobs_of_adapters(folder: Path, adapters: Path) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"),
-    [("llava", WHOLE_PROJECTOR), ("qwen2_5_vl", LANGUAGE), ("qwen3_vl", EVERYWHERE), ("qwen3_vl_moe", EXPERTS)],
+    ("family", "lora", "components"),
+    [
+        ("llava", WHOLE_PROJECTOR, APART),
+        ("qwen2_5_vl", LANGUAGE, APART),
+        ("qwen3_vl", EVERYWHERE, STAGES),
+        ("qwen3_vl_moe", EXPERTS, APART),
+    ],
     ids=["the projector whole", "language model", "all parts", "experts and projector"],
 )
-def test_training_and_files_are_those_of_peft(ranks: RankPool, tmp_path: Path, family: str, lora: LoraConfig) -> None:
+def test_training_and_files_are_those_of_peft(
+    ranks: RankPool, tmp_path: Path, family: str, lora: LoraConfig, components: ComponentsConfig
+) -> None:
     save_tiny_vision_model(tmp_path, family)
-    of_ranks = ranks(5).run(train, tmp_path, lora)
+    of_ranks = ranks(components.world_size).run(train, tmp_path, lora, components)
     expected_losses, expected = train_with_peft(tmp_path)
     assert of_ranks[0][0] == pytest.approx(expected_losses, rel=1e-9)
     saved = load_file(tmp_path / "trained" / "adapter_model.safetensors")

@@ -155,12 +155,16 @@ def test_features_that_enter_several_layers_equal_one_process(
     assert_equal(ranks, tmp_path, case)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("family", ["mistral3", LLAVA])
-def test_rows_of_images_with_breaks_equal_one_process(ranks: RankPool, tmp_path: Path, family: str) -> None:
+def test_rows_of_images_with_breaks_equal_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, stages: int
+) -> None:
     pixtral = VISION_CONFIGS["mistral3"][2]
     ids = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     save_tiny_vision_model(tmp_path, family, vision=pixtral, ids=ids if family == LLAVA else {})
-    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=ONE_TO_CUT))
+    components = ONE_TO_CUT if stages == 1 else components_of({"ranks": "0-1", "pp": 2}, {"ranks": "2-3", "cp": 2})
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +194,41 @@ def test_another_encoder_equals_one_process(ranks: RankPool, tmp_path: Path, str
 def test_frozen_parts_leave_the_others_right(ranks: RankPool, tmp_path: Path, frozen: tuple[str, ...]) -> None:
     save_tiny_vision_model(tmp_path, QWEN)
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=ONE_TO_PIPELINE, frozen=frozen))
+
+
+STAGES_TO_TWO = components_of({"ranks": "0-1", "pp": 2}, {"ranks": "2-3", "dp_shard": 2})
+STAGES_TO_ONE = components_of({"ranks": "0-1", "pp": 2}, {"ranks": 2})
+STAGES_TO_PIPELINE = components_of({"ranks": "0-3", "pp": 2, "tp": 2}, {"ranks": "4-5", "pp": 2})
+STAGES_ON_ALL = components_of({"ranks": "0-1", "pp": 2}, {"ranks": "0-1", "tp": 2})
+FOUR_STAGES = components_of({"ranks": "0-3", "pp": 4}, {"ranks": "4"})
+
+
+@pytest.mark.parametrize(
+    ("family", "components"),
+    [
+        (QWEN, STAGES_TO_PIPELINE),
+        (QWEN3, STAGES_TO_PIPELINE),
+        (QWEN3, FOUR_STAGES),
+        (LLAVA, STAGES_TO_PIPELINE),
+        (QWEN3_MOE, STAGES_TO_TWO),
+        (LLAVA, STAGES_ON_ALL),
+        (QWEN3, STAGES_ON_ALL),
+        ("gemma3", STAGES_TO_TWO),
+    ],
+    ids=str,
+)
+def test_stages_of_an_encoder_equal_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
+) -> None:
+    save_tiny_vision_model(tmp_path, family)
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 1, 4), components=components))
+
+
+@pytest.mark.parametrize("frozen", [("vision",), ("projector",), ("vision", "projector"), ("language",)], ids=str)
+def test_frozen_parts_leave_stages_right(ranks: RankPool, tmp_path: Path, frozen: tuple[str, ...]) -> None:
+    """A stage before the last has projectors as well, of the features of its layers."""
+    save_tiny_vision_model(tmp_path, QWEN3)
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 1), components=STAGES_TO_ONE, frozen=frozen))
 
 
 def make_engine(folder: Path, components: ComponentsConfig, frozen: tuple[Any, ...] = ()) -> Engine:
@@ -271,10 +310,13 @@ def load(folder: Path, components: ComponentsConfig) -> tuple[dict[str, Tensor],
     return weights_of(engine), engine.step
 
 
-def test_a_checkpoint_moves_between_placements_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("components", [TWO_TO_ONE, STAGES_TO_ONE], ids=str)
+def test_a_checkpoint_moves_between_placements_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, components: ComponentsConfig
+) -> None:
     save_tiny_vision_model(tmp_path, QWEN)
     written = {k: tensor for of_rank in ranks(3).run(save_after_two_steps, tmp_path) for k, tensor in of_rank.items()}
-    loaded = ranks(3).run(load, tmp_path, TWO_TO_ONE)
+    loaded = ranks(3).run(load, tmp_path, components)
     assert {step for _, step in loaded} == {2}
     found = {name: tensor for of_rank, _ in loaded for name, tensor in of_rank.items()}
     assert found.keys() == written.keys()
