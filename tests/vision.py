@@ -1,7 +1,11 @@
 """Small vision-language checkpoints with tokenizer, chat template and image processor, and chats about pictures."""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,6 +16,10 @@ from transformers import (
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.mistral3.modeling_mistral3 import Mistral3RMSNorm
+from transformers.models.pixtral.modeling_pixtral import PixtralRMSNorm
 
 from automodel_rl.quickstart.model import train_tokenizer
 from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
@@ -28,6 +36,24 @@ TEMPLATE = (
 MARKS = ["<image>", "[IMG_BREAK]", "[IMG_END]"]
 IMAGE_TOKENS = {"gemma3": "image_token_index"}
 """The config's key for the id of an image's tokens, where it has another name."""
+
+
+@contextmanager
+def norms_in_float64() -> Iterator[None]:
+    """Gives norms that compute in fp32 whatever the dtype a float64 forward, so that comparisons can be exact."""
+    with ExitStack() as stack:
+        for kind in (PixtralRMSNorm, Mistral3RMSNorm, MistralRMSNorm):
+            stack.enter_context(mock.patch.object(kind, "forward", _plain_norm))
+        stack.enter_context(mock.patch.object(Gemma3RMSNorm, "forward", _norm_around_one))
+        yield
+
+
+def _plain_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return norm.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+def _norm_around_one(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return (1 + norm.weight) * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.eps)
 
 
 def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Path:

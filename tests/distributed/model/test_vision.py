@@ -1,6 +1,5 @@
 """Vision-language models: encoder and language model on meshes of their own compute the numbers of one process."""
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,13 +21,13 @@ from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.step.bridge import Bridge
-from automodel_rl.support.families import FAMILIES
-from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
+from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
 from automodel_rl.tools.verify.images import with_images
 from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool
 from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
+from tests.vision import norms_in_float64
 
 LLAVA, QWEN, QWEN3, QWEN3_MOE = "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
 SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
@@ -45,12 +44,15 @@ SHARED = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "0-1", "tp": 2
 ONE_TO_FOUR = components_of({"ranks": 0}, {"ranks": "1-4", "dp_shard": 4})
 
 
+def compare_exactly(case: Case, folder: Path) -> list:
+    with norms_in_float64():
+        return compare(case, folder, folder)
+
+
 def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
     num_ranks = case.parallel.world_size if case.components is None else case.components.world_size
-    found = ranks(num_ranks).run(compare, case, folder, folder)[0]
-    family = json.loads((folder / "config.json").read_text())["text_config"]["model_type"]
-    tolerances = FLOAT64 if FAMILIES[family].is_exact(case.parallel.tp) else FLOAT32
-    different = [microbatch for microbatch in judge(found, tolerances) if not microbatch.is_equal]
+    found = ranks(num_ranks).run(compare_exactly, case, folder)[0]
+    different = [microbatch for microbatch in judge(found, FLOAT64) if not microbatch.is_equal]
     assert not different, different
 
 
@@ -214,6 +216,7 @@ FOUR_STAGES = components_of({"ranks": "0-3", "pp": 4}, {"ranks": "4"})
         (LLAVA, STAGES_ON_ALL),
         (QWEN3, STAGES_ON_ALL),
         ("gemma3", STAGES_TO_TWO),
+        ("mistral3", STAGES_TO_TWO),
     ],
     ids=str,
 )
