@@ -81,7 +81,8 @@ class VisionPart(nn.Module):
             features = output.deepstack_features if num_deepstack(self.config) else []
             return torch.cat([torch.cat(list(of_images)) for of_images in (output.pooler_output, *features)], dim=1)
         if form is ImageForm.ANY_SIZE:
-            return torch.cat([self._alone(image) for image in pixels])
+            (image,) = pixels  # one by one (step/encoding.py)
+            return self._alone(image)
         return torch.cat(list(self.model.get_image_features(torch.stack(list(pixels))).pooler_output))
 
     def _alone(self, image: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class _EncoderEnd:
         places = [(number, lane) for number in range(count) for lane in self.bridge.served_lanes]
         left = [place for place in places if self._images(*place)]
         if self._blank_chunk is not None:
-            self.encoding.backward(self._blank_chunk, torch.zeros_like(self._blank_chunk), is_last=not left)
+            self.encoding.backward(torch.zeros_like(self._blank_chunk), is_last=not left)
         for number in range(count):
             for lane in self.bridge.served_lanes:
                 if (number, lane) in self._chunks:
@@ -137,7 +137,7 @@ class _EncoderEnd:
                     gradient = torch.zeros_like(chunk)
                     if self.encoding.is_last:
                         gradient = self.bridge.take_gradient(lane, len(chunk), self.encoding.like)
-                    self.encoding.backward(chunk, gradient, is_last=(number, lane) == left[-1])
+                    self.encoding.backward(gradient, is_last=(number, lane) == left[-1])
             if number + ahead < count:
                 self._encode(number + ahead)
         self._wait()
@@ -165,7 +165,7 @@ class _EncoderEnd:
                 chunk = self.encoding.forward(images, pixels)
             if self._keeps:
                 self._chunks[number, lane] = chunk
-            self._sent.append(self.bridge.send_embeddings(lane, chunk.detach()))
+            self._sent.append(self.bridge.send_embeddings(lane, chunk))
 
     def _read(self, number: int, lane: int) -> None:
         """Starts to read the pixels of a microbatch's images, if that has not begun."""

@@ -57,7 +57,7 @@ class EncoderInTurn:
             with torch.set_grad_enabled(train and self.trains):
                 self._encoded = self._encode()
         flat = {
-            lane: torch.cat([self.like, *(chunk.detach() for number, chunk in self._encoded if number == lane)])
+            lane: torch.cat([self.like, *(chunk for number, chunk in self._encoded if number == lane)])
             for lane in self.bridge.served_lanes
         }
         received = self.bridge.to_language(flat, self._sizes(), self.like)
@@ -96,7 +96,7 @@ class EncoderInTurn:
             gradient = torch.zeros_like(chunk)
             if served in left:  # on the last stage; a blank image does not count
                 gradient, left[served] = left[served].split([len(chunk), len(left[served]) - len(chunk)])
-            self.encoding.backward(chunk, gradient, is_last=number == len(self._encoded) - 1)
+            self.encoding.backward(gradient, is_last=number == len(self._encoded) - 1)
         self.encoding.finish()
         self.abandon_step()
 

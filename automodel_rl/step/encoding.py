@@ -13,6 +13,7 @@ from automodel_rl.model.vision import VisionPart, blank_image, pixel_shape
 from automodel_rl.parallel.gradients import sum_partial_gradients
 from automodel_rl.parallel.sharding import reduce_gradients
 from automodel_rl.step.encoder_messages import StageMessages
+from automodel_rl.support.description import ImageForm, image_form
 
 READING_THREADS = 8
 """Number of threads that read pictures on each rank with the encoder."""
@@ -20,6 +21,9 @@ READING_THREADS = 8
 
 class Encoding:
     """Runs an encoder, or one stage of its pipeline, forward and backward, a few images at a time.
+
+    An encoder that takes images one by one has a forward and a backward for each. Its layers would otherwise run several
+    times in a backward, and FSDP reduces gradients each time: ranks with other numbers of images would wait in vain.
 
     Args:
         part: the encoder, or this rank's stage of it.
@@ -42,6 +46,8 @@ class Encoding:
         messages: StageMessages | None,
     ):
         self.part, self.like, self.partial, self.tp_group, self.messages = part, like, partial, tp_group, messages
+        self.one_by_one = image_form(part.config) is ImageForm.ANY_SIZE
+        self._outputs: list[list[Tensor]] = []  # of forwards that wait for their backward
         self.blank = blank_image(part.config)  # a rank without images encodes it, to join its peers' collectives
         self.failure: Exception | None = None
 
@@ -56,7 +62,7 @@ class Encoding:
         return self.messages is None or self.messages.is_last
 
     def forward(self, images: Sequence[Image], pixels: Sequence[Future[Tensor]]) -> Tensor:
-        """Embeddings of images, [m, E]; zeros on all stages but the last.
+        """Embeddings of images, [m, E], without their graph; zeros on all stages but the last.
 
         If images cannot be read, or need another number of embeddings, it notes why and goes on with others, so that no
         other rank waits in vain.
@@ -75,28 +81,33 @@ class Encoding:
         """Embeddings of the blank image, which do not count."""
         return self._run([self.blank], [self.blank.load()])
 
-    def backward(self, embeddings: Tensor, gradient: Tensor, is_last: bool) -> None:
-        """Runs the backward of what the oldest forward without one gave.
+    def backward(self, gradient: Tensor, is_last: bool) -> None:
+        """Runs the backward of the oldest forward that has had none.
 
         Args:
-            embeddings, gradient: what the forward gave, and its gradient, which is read on the last stage only.
+            gradient: the gradient of what the forward gave; read on the last stage only.
             is_last: whether it is the last backward of a step, which reduces gradients over ranks.
         """
-        reduce_gradients(self.part, is_last)
-        if self.messages is None:
-            embeddings.backward(gradient)
-        else:
-            self.messages.backward(embeddings, gradient)
+        outputs = self._outputs.pop(0)
+        for number, output in enumerate(outputs):
+            own, gradient = gradient.split([len(output), len(gradient) - len(output)])
+            reduce_gradients(self.part, is_last and number == len(outputs) - 1)
+            if self.messages is None:
+                output.backward(own)
+            else:
+                self.messages.backward(output, own)
         if is_last and self.tp_group is not None:
             sum_partial_gradients([module.get_parameter(name) for module, name in self.partial], self.tp_group)
 
     def finish(self) -> None:
         """Ends a step, once all its messages have left."""
+        self._outputs = []
         if self.messages is not None:
             self.messages.finish()
 
     def clear(self) -> None:
         """Drops what is kept for backwards that will not come."""
+        self._outputs = []
         if self.messages is not None:
             self.messages.clear()
 
@@ -119,6 +130,16 @@ class Encoding:
         return torch.zeros(()).expand(pixel_shape(self.part.config, image.grid))
 
     def _run(self, images: Sequence[Image], loaded: Sequence[Tensor]) -> Tensor:
+        size = 1 if self.one_by_one else len(images)
+        outputs = [
+            self._run_once(images[start : start + size], loaded[start : start + size])
+            for start in range(0, len(images), size)
+        ]
+        if torch.is_grad_enabled():
+            self._outputs.append(outputs)
+        return torch.cat([output.detach() for output in outputs])
+
+    def _run_once(self, images: Sequence[Image], loaded: Sequence[Tensor]) -> Tensor:
         output = self.part([pixels.to(self.like) for pixels in loaded], [image.grid for image in images])
         expected = sum(image.num_embeddings for image in images), self.like.shape[1]
         if self.messages is not None:

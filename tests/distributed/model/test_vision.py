@@ -169,6 +169,13 @@ def test_rows_of_images_with_breaks_equal_one_process(
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
 
 
+def test_encoder_ranks_with_unequal_images_of_any_size_wait_for_nobody(ranks: RankPool, tmp_path: Path) -> None:
+    """Pixtral takes images one by one, other numbers of them on every rank."""
+    save_tiny_vision_model(tmp_path, "mistral3")
+    components = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-5", "dp_shard": 4})
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 1, 4), components=components))
+
+
 @pytest.mark.parametrize(
     "case",
     [

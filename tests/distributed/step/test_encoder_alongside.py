@@ -65,19 +65,25 @@ def seconds_of_a_step(folder: Path, components: ComponentsConfig | None) -> floa
     """The time of a step after the first, with layers that sleep."""
     engine = make_engine(folder, components)
     microbatches = microbatches_of(engine)
-    put_into, forward = ImageTokens.put_into, Encoding.forward
+    put_into, forward, backward = ImageTokens.put_into, Encoding.forward, Encoding.backward
 
     def slow_put_into(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         hidden, features = put_into(tokens, hidden)
         return Sleep.apply(hidden, LANGUAGE), features
 
     def slow_forward(*arguments: Any) -> Tensor:
-        return Sleep.apply(forward(*arguments), ENCODER)
+        time.sleep(ENCODER)
+        return forward(*arguments)
+
+    def slow_backward(*arguments: Any, **keywords: Any) -> None:
+        time.sleep(2 * ENCODER)
+        backward(*arguments, **keywords)
 
     engine.train_step(microbatches, sft_loss)
     with (
         mock.patch.object(ImageTokens, "put_into", slow_put_into),
         mock.patch.object(Encoding, "forward", slow_forward),
+        mock.patch.object(Encoding, "backward", slow_backward),
     ):
         start = time.perf_counter()
         engine.train_step(microbatches, sft_loss)
