@@ -22,7 +22,7 @@ READING_THREADS = 8
 class Encoding:
     """Runs an encoder, or one stage of its pipeline, forward and backward, a few images at a time.
 
-    An encoder that takes images one by one has a forward and a backward for each. Otherwise its layers would run several
+    An encoder that takes images one by one has a forward and a backward for each. Otherwise layers would run several
     times in a backward. FSDP reduces gradients each time, so ranks with other numbers of images would wait in vain.
 
     Args:
