@@ -31,8 +31,8 @@ class AttentionCall:
     """The arguments of one attention: segments of queries and of keys, aligned at the bottom right.
 
     In causal attention the last query of a segment sees all keys of the segment, the query before it all but the last
-    key, and so on. Otherwise every query sees all keys, or those from the beginning of its window on. It is never
-    changed. Compiled layers read tensors and the two longest lengths, and never the tuples, whose number of
+    key, and so on. Otherwise every query sees all keys, or those from the beginning of its window on. A call
+    is never changed. Compiled layers read tensors and the two longest lengths, and never the tuples, whose number of
     elements differs between microbatches.
 
     Attributes:

@@ -135,7 +135,7 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
     ):
         self.tokenizer, self.train_on, self.images = tokenizer, train_on, images
-        writer = tokenizer if images is None else images.writer(tokenizer)
+        writer = tokenizer if images is None else images.writer(tokenizer, variables or {})
         self.template = ChatTemplate(writer, images is not None, variables)
 
     def __call__(self, chat: Chat, where: str) -> TokenSequence:

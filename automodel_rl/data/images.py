@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ class ImageReader:
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"model.path={folder}: no image processor that transformers opens ({reason})") from None
+        if vars(self.processor).get("do_pan_and_scan"):
+            raise InputError(
+                f"model.path={folder}: the image processor cuts images in several: set do_pan_and_scan to false in "
+                "preprocessor_config.json"
+            )
         if any(pixels):
             own = (self.processor.size["shortest_edge"], self.processor.size["longest_edge"])
             least, most = (given or default for given, default in zip(pixels, own, strict=True))
@@ -125,34 +130,29 @@ class ImageReader:
             raise _unreadable(source, where, error) from None
         options = {"patch_size": self.side} if self.form is ImageForm.ANY_SIZE else {}
         found = torch.as_tensor(self.processor(images=[picture], return_tensors="pt", **options)["pixel_values"])
-        if self.form is ImageForm.PATCHES:
-            return found
-        if len(found) > 1:
-            raise InputError(
-                f"{where}: the image processor cuts an image in {len(found)}: set do_pan_and_scan to false"
-            )
-        return found[0]
+        return found if self.form is ImageForm.PATCHES else found[0]
 
-    def writer(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-        """The tokenizer with a chat template that writes the image's token, as the model's processor does.
+    def writer(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+        """The tokenizer with a chat template that writes the image's token, as the model's processor does; the
+        tokenizer itself if its template writes images otherwise, or none. Then `expand` refuses images.
 
         The text is in the template, and not put in afterwards, because marks of the assistant's texts count characters.
 
-        Raises:
-            InputError: the template writes images otherwise.
+        Args:
+            tokenizer: the model's tokenizer.
+            variables: further variables for the template.
         """
         if self.text is None or tokenizer.chat_template is None:
             return tokenizer
         written, wanted = self.text
         writer = copy.copy(tokenizer)
         writer.chat_template = str(tokenizer.chat_template).replace(written, wanted)
-        chat = [{"role": "user", "content": [{"type": "image"}]}]
-        if wanted not in str(writer.apply_chat_template(chat, tokenize=False)):
-            raise InputError(
-                f"the chat template does not write {written} in quotes for an image, as the model's own does: give "
-                "another one in data.chat_template"
-            )
-        return writer
+        chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+        try:
+            text = str(writer.apply_chat_template(chat, tokenize=False, **variables))
+        except Exception:  # a template is a program, and may raise any error
+            return tokenizer
+        return writer if wanted in text else tokenizer
 
     def expand(self, sequence: TokenSequence, images: list[Image], where: str) -> TokenSequence:
         """A sequence in which each image has all of its tokens. The chat template writes only one for each image.

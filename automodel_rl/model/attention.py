@@ -163,16 +163,16 @@ def packed_attention(
     else:
         # Each rank's queries use the keys differently, so their gradients add up.
         gathered = AllGatherCP.apply(gathered, cp_group, "sum")
-        parts = [_call(backend, q, gathered, call, parameters) for call in microbatch.calls]
+        parts = [_outputs_of(backend, q, gathered, call, parameters) for call in microbatch.calls]
         places, outputs = (torch.cat(found) for found in zip(*parts, strict=True))
         output = torch.zeros_like(outputs).index_copy(0, places, outputs)
     if microbatch.image_call is not None:
-        places, outputs = _call(backend, q, gathered, microbatch.image_call, parameters)
+        places, outputs = _outputs_of(backend, q, gathered, microbatch.image_call, parameters)
         output = output.index_copy(0, places, outputs)
     return output.unsqueeze(0), None
 
 
-def _call(
+def _outputs_of(
     backend: Backend, q: Tensor, gathered: Tensor, call: AttentionCall, parameters: AttentionParameters
 ) -> tuple[Tensor, Tensor]:
     """One call for some of this rank's queries.

@@ -20,14 +20,17 @@ class StageLink:
     Attributes:
         take: gives the next tensor of the stage before, like the one that stands for it. Set before the first forward.
         given: what the running forward gives to the next stage.
-        takes_gradients: whether what it gives needs a gradient, because this stage or one before it is trained.
-        gives_gradients: whether what it takes needs one, because a stage before it is trained.
+        late: features of the stage's last layer. They follow its hidden states, as the next stage reads them.
+        gets_gradients: whether the next stage returns gradients of what it is given, because this stage or one before
+            it is trained.
+        returns_gradients: whether this stage returns gradients of what it takes, because one before it is trained.
     """
 
     def __init__(self) -> None:
         self.take: Callable[[Tensor], Tensor] | None = None
         self.given: list[Tensor] = []
-        self.takes_gradients = self.gives_gradients = False
+        self.late: list[Tensor] = []
+        self.gets_gradients = self.returns_gradients = False
 
     def taken(self, like: Tensor) -> Tensor:
         assert self.take is not None
@@ -53,20 +56,15 @@ class LayerBefore(OtherLayer):
 
 
 class LayerAfter(OtherLayer):
-    """Stands for the first layer of the stage after, which gets what this one is given.
-
-    Attributes:
-        late: features of this stage's last layer. They follow its hidden states, as the next stage reads them.
-    """
+    """Stands for the first layer of the stage after, which gets what this one is given."""
 
     def __init__(self, link: StageLink):
         super().__init__()
         self.link = link
-        self.late: list[Tensor] = []
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        self.link.given += [hidden, *self.late]
-        self.late = []
+        self.link.given += [hidden, *self.link.late]
+        self.link.late = []
         return hidden
 
 
@@ -133,36 +131,35 @@ def split_encoder(
     before, behind = _around(body, layers)
     makers, of_layers = features if features is not None else (nn.ModuleList(), [])
     earlier = [maker for maker, number in zip(makers, of_layers, strict=True) if number < first]
-    link.gives_gradients = stage > 0 and any(map(_is_trained, [*before, *layers[:first], *earlier]))
+    link.returns_gradients = stage > 0 and any(map(_is_trained, [*before, *layers[:first], *earlier]))
     for module in before if stage > 0 else []:
         _replace(body, module, dtype)
     for module in behind if stage < stages - 1 else []:
         if module is not makers:
             _replace(body, module, dtype)
-    after = LayerAfter(link)
     for place, (maker, number) in enumerate(zip(list(makers), of_layers, strict=True)):
         if number >= stop:
             makers[place] = OtherModule(maker, dtype)
         elif number < first:
             makers[place] = FeatureBefore(maker, dtype, link, stage == stages - 1)
         elif stage < stages - 1:
-            maker.register_forward_hook(_giving(after if number == stop - 1 else link))
+            maker.register_forward_hook(_giving(link, is_late=number == stop - 1))
     for number in range(len(layers)):
         if number == first - 1:
             layers[number] = LayerBefore(link)
         elif number == stop:
-            layers[number] = after
+            layers[number] = LayerAfter(link)
         elif not first <= number < stop:
             layers[number] = OtherLayer()
-    link.takes_gradients = link.gives_gradients or _is_trained(body)
+    link.gets_gradients = link.returns_gradients or _is_trained(body)
     return link
 
 
-def _giving(to: StageLink | LayerAfter) -> Callable[..., None]:
+def _giving(link: StageLink, is_late: bool) -> Callable[..., None]:
     """A hook that gives a module's output to the next stage."""
 
     def give(_: nn.Module, __: Any, output: Tensor) -> None:
-        (to.late if isinstance(to, LayerAfter) else to.given).append(output)
+        (link.late if is_late else link.given).append(output)
 
     return give
 

@@ -255,14 +255,15 @@ def blank_image(config: PretrainedConfig) -> Image:
     return Image(0, tokens, (1, grid, grid), pixels)
 
 
-def pixel_shape(config: PretrainedConfig, grid: tuple[int, int, int]) -> tuple[int, ...]:
+def pixel_shape(config: PretrainedConfig, blank: Image, grid: tuple[int, int, int]) -> tuple[int, ...]:
     """The shape of an image's pixels by its grid.
 
     Args:
         config: the config of the whole model.
+        blank: the model's `blank_image`.
         grid: its patches in time, height and width.
     """
-    shape = blank_image(config).load().shape
+    shape = blank.load().shape
     if image_form(config) is ImageForm.PATCHES:
         return math.prod(grid), shape[1]
     if image_form(config) is ImageForm.ANY_SIZE:

@@ -5,6 +5,8 @@ hidden states and another for gradients, since NCCL runs the messages of a group
 """
 
 import itertools
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,12 +50,20 @@ def neighbours(vision: VisionComponent) -> tuple[Neighbour | None, Neighbour | N
     return found[0], found[1]
 
 
+Sent = list[tuple[Any, Tensor]]
+"""Messages on their way, each with the tensor that must stay until it has left."""
+
+MOST_SENT = 2
+"""Number of backwards, or of forwards without one, whose messages may be on their way."""
+
+
 @dataclass
-class Passage:
+class StageActivations:
     """What came from and went to the neighbours in one forward, for its backward."""
 
     taken: list[Tensor] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
+    sent: Sent = field(default_factory=list)
 
 
 class StageMessages:
@@ -67,9 +77,9 @@ class StageMessages:
     def __init__(self, link: StageLink, before: Neighbour | None, after: Neighbour | None):
         self.link, self.before, self.after = link, before, after
         link.take = self._take
-        self._passages: list[Passage] = []
-        self._current = Passage()
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._kept: list[StageActivations] = []
+        self._taken: list[Tensor] = []  # by the running forward
+        self._leaving: deque[Sent] = deque()
 
     @property
     def is_first(self) -> bool:
@@ -81,22 +91,25 @@ class StageMessages:
 
     def finish(self) -> None:
         """Waits until all messages have left, at the end of a step."""
-        for work, _ in self._sent:
-            work.wait()
+        for kept in self._kept:
+            self._leaving.append(kept.sent)
+        self._let_leave(most=0)
         self.clear()
 
     def clear(self) -> None:
         """Drops what is kept for backwards that will not come."""
-        self._passages, self._current, self._sent = [], Passage(), []
+        self._kept, self._taken, self._leaving = [], [], deque()
+        self.link.given, self.link.late = [], []
 
     def end_forward(self, given: list[Tensor]) -> None:
         """Sends what a forward gives to the next stage, and keeps what its backward needs."""
-        if self.after is not None:
-            for tensor in given:
-                self._send(tensor.detach(), self.after.rank, self.after.hidden)
+        sent = [] if self.after is None else _send([t.detach() for t in given], self.after.rank, self.after.hidden)
         if torch.is_grad_enabled():
-            self._passages.append(Passage(self._current.taken, given))
-        self._current = Passage()
+            self._kept.append(StageActivations(self._taken, given, sent))
+        else:
+            self._leaving.append(sent)
+            self._let_leave(MOST_SENT)
+        self._taken = []
 
     def backward(self, embeddings: Tensor, gradient: Tensor) -> None:
         """Runs the backward of the oldest forward that has had none.
@@ -104,24 +117,23 @@ class StageMessages:
         Args:
             embeddings, gradient: the embeddings that the forward gave and their gradient; read on the last stage only.
         """
-        passage = self._passages.pop(0)
+        kept = self._kept.pop(0)
         if self.after is None:
             embeddings.backward(gradient)
-        elif self.link.takes_gradients:
-            gradients = [self._received(tensor, self.after.rank, self.after.gradients) for tensor in passage.given]
-            wanted = [tensor.requires_grad for tensor in passage.given]
-            torch.autograd.backward(
-                [*itertools.compress(passage.given, wanted)], [*itertools.compress(gradients, wanted)]
-            )
-        if self.before is not None and self.link.gives_gradients:
-            for leaf in passage.taken:
-                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                self._send(gradient, self.before.rank, self.before.gradients)
+        elif self.link.gets_gradients:
+            gradients = [self._received(tensor, self.after.rank, self.after.gradients) for tensor in kept.given]
+            wanted = [tensor.requires_grad for tensor in kept.given]
+            torch.autograd.backward([*itertools.compress(kept.given, wanted)], [*itertools.compress(gradients, wanted)])
+        self._leaving.append(kept.sent)  # which the next stage has, if it has returned gradients
+        if self.before is not None and self.link.returns_gradients:
+            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.taken]
+            self._leaving[-1].extend(_send(found, self.before.rank, self.before.gradients))
+        self._let_leave(MOST_SENT)
 
     def _take(self, like: Tensor) -> Tensor:
         assert self.before is not None
         tensor = self._received(like, self.before.rank, self.before.hidden)
-        self._current.taken.append(tensor.requires_grad_(torch.is_grad_enabled() and self.link.gives_gradients))
+        self._taken.append(tensor.requires_grad_(torch.is_grad_enabled() and self.link.returns_gradients))
         return tensor
 
     def _received(self, like: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -129,6 +141,13 @@ class StageMessages:
         dist.recv(tensor, src=rank, group=group)
         return tensor
 
-    def _send(self, tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
-        tensor = tensor.contiguous()
-        self._sent.append((dist.isend(tensor, dst=rank, group=group), tensor))
+    def _let_leave(self, most: int) -> None:
+        """Waits for the oldest messages, until so many backwards' or fewer are on their way."""
+        while len(self._leaving) > most:
+            for work, _ in self._leaving.popleft():
+                work.wait()
+
+
+def _send(tensors: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> Sent:
+    whole = [tensor.contiguous() for tensor in tensors]
+    return [(dist.isend(tensor, dst=rank, group=group), tensor) for tensor in whole]

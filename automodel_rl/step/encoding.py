@@ -11,7 +11,7 @@ from automodel_rl.batch import Image
 from automodel_rl.errors import InputError
 from automodel_rl.model.vision import VisionPart, blank_image, pixel_shape
 from automodel_rl.parallel.gradients import sum_partial_gradients
-from automodel_rl.parallel.sharding import reduce_gradients
+from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
 from automodel_rl.step.encoder_messages import StageMessages
 from automodel_rl.support.description import ImageForm, image_form
 
@@ -104,6 +104,8 @@ class Encoding:
         self._outputs = []
         if self.messages is not None:
             self.messages.finish()
+            if not self.messages.link.gets_gradients:  # no backward has let go of its weights
+                release_gathered(self.part)
 
     def clear(self) -> None:
         """Drops what is kept for backwards that will not come."""
@@ -114,7 +116,7 @@ class Encoding:
     def _loaded(self, image: Image, pixels: Future[Tensor]) -> Tensor:
         try:
             loaded = pixels.result()
-            expected = pixel_shape(self.part.config, image.grid)
+            expected = self._shape(image)
             if loaded.shape != expected:
                 raise ValueError(
                     f"an image with grid {image.grid} has pixels {list(loaded.shape)} and needs {list(expected)}: use "
@@ -126,8 +128,11 @@ class Encoding:
         return loaded
 
     def _black(self, image: Image) -> Tensor:
-        """Pixels of the image's shape, which hold no memory."""
-        return torch.zeros(()).expand(pixel_shape(self.part.config, image.grid))
+        """Pixels of the image's shape."""
+        return torch.zeros(()).expand(self._shape(image))
+
+    def _shape(self, image: Image) -> tuple[int, ...]:
+        return pixel_shape(self.part.config, self.blank, image.grid)
 
     def _run(self, images: Sequence[Image], loaded: Sequence[Tensor]) -> Tensor:
         size = 1 if self.one_by_one else len(images)

@@ -87,13 +87,13 @@ def _sets_pixels(run: RunConfig) -> bool:
 
 
 def _stages(asked: Combination, pp: int) -> str | None:
-    layers = asked.description.encoder_layers
+    layers, features = asked.description.encoder_layers, asked.description.encoder_features
     if pp > layers:
         return f"components.vision.pp={pp}: the encoder has {layers} layers: use at most {layers} stages"
-    if pp > 1 and any(layer >= 0 or -layer > layers // pp + 1 for layer in asked.description.encoder_features):
+    if pp > 1 and any(layer >= 0 or -layer > layers // pp + 1 for layer in features):
         return (
-            f"components.vision.pp={pp}: the projector is on the last stage, and takes the output of layers "
-            f"{[*asked.description.encoder_features]} of {layers}, which are not: use fewer stages"
+            f"components.vision.pp={pp}: the projector takes the output of layers {[*features]} of {layers}, and all "
+            "of them must be on its stage, the last, counted from the end: use pp=1"
         )
     return None
 
@@ -199,7 +199,7 @@ VISION = Rule(
             {**LLAVA, **_DATA_RANKS},
         ),
         Example(
-            "components.vision.pp=2: the projector is on the last stage, and takes the output of layers [-4] of 4",
+            "components.vision.pp=2: the projector takes the output of layers [-4] of 4, and all of them must be",
             {"description.encoder_features": (-4,)},
             {**LLAVA, "description.encoder_layers": 4, **_STAGED_ENCODER},
         ),

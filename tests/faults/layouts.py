@@ -107,7 +107,6 @@ def _shared_image_twice() -> Any:
 
 
 def _images_seen_one_way() -> Any:
-
     return patch("batch.local_microbatch._image_call", lambda *_: None)
 
 

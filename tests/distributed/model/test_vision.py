@@ -14,7 +14,7 @@ from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
-from automodel_rl.config.model import MemoryConfig
+from automodel_rl.config.model import LoraConfig, MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.losses import sft_loss
@@ -239,6 +239,26 @@ def test_frozen_parts_leave_stages_right(ranks: RankPool, tmp_path: Path, frozen
     """A stage before the last has projectors as well, of the features of its layers."""
     save_tiny_vision_model(tmp_path, QWEN3)
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 1), components=STAGES_TO_ONE, frozen=frozen))
+
+
+def train_and_export_stages(folder: Path, lora: LoraConfig | None) -> tuple[float, bool]:
+    frozen = () if lora is not None else ("vision",)
+    model = ModelConfig(path=str(folder), dtype="float64", frozen=frozen, lora=lora)
+    handle = ModelHandle.from_pretrained(model, components=STAGES_TO_ONE)
+    engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+    loss = engine.train_step(microbatches_of(engine, (2,)), sft_loss).loss
+    sent = dict(handle.named_hf_tensors())  # before anything else could let go of gathered weights
+    return loss, all(bool(tensor.isfinite().all()) for tensor in sent.values())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, targets=("q_proj", "projector"))], ids=["frozen", "lora"])
+def test_a_stage_without_trained_weights_lets_go_of_them(
+    ranks: RankPool, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    save_tiny_vision_model(tmp_path)
+    found = ranks(3).run(train_and_export_stages, tmp_path, lora)
+    assert len({loss for loss, _ in found}) == 1
+    assert all(is_finite for _, is_finite in found)
 
 
 def make_engine(folder: Path, components: ComponentsConfig, frozen: tuple[Any, ...] = ()) -> Engine:

@@ -1,6 +1,7 @@
 """Pictures of chats: tokens by size alone, pixels by the model's own processor, and damage told in one line."""
 
 import io
+import json
 import pickle
 from pathlib import Path
 
@@ -124,6 +125,31 @@ def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None
     assert torch.equal(sequence.images[1].load(), expected["pixel_values"][1])
     assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]).startswith("It is red.")
     assert all(image.is_bidirectional and image.num_tokens == 9 for image in sequence.images)
+
+
+def test_a_template_that_writes_no_images_is_for_texts_only(tmp_path: Path) -> None:
+    folder = make_vision_workspace(tmp_path, "gemma3", num_chats=1) / "model"
+    reader = ImageReader(folder, read_config(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for content in ("{{ m.content }}", "{{ raise_exception('texts only') if m.content is not string else m.content }}"):
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+            "{% endgeneration %}{% else %}" + content + "<|im_end|>{% endif %}{% endfor %}"
+        )
+        write = ChatTokenizer(tokenizer, "all", reader)
+        answer = {"role": "assistant", "content": "It is red."}
+        assert len(write(Chat([{"role": "user", "content": "What is this?"}, answer]), "here"))
+        seen = [{"role": "user", "content": [{"type": "image", "path": jpeg(9, 9)}]}, answer]
+        with pytest.raises(InputError, match="writes 0 image tokens for 1 images|refuses these messages"):
+            write(Chat(seen), "here")
+
+
+def test_images_cut_in_several_are_refused(tmp_path: Path) -> None:
+    folder = make_vision_workspace(tmp_path, "gemma3", num_chats=1) / "model"
+    settings = folder / "preprocessor_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"do_pan_and_scan": True}))
+    with pytest.raises(InputError, match="set do_pan_and_scan to false"):
+        ImageReader(folder, read_config(folder))
 
 
 def test_a_cut_keeps_no_part_of_an_image() -> None:
