@@ -21,7 +21,14 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.mistral3.modeling_mistral3 import Mistral3RMSNorm
 from transformers.models.pixtral.modeling_pixtral import PixtralRMSNorm
 
+from automodel_rl.batch import pack_microbatch
+from automodel_rl.config.components import ComponentsConfig
+from automodel_rl.engine import Engine
 from automodel_rl.quickstart.model import train_tokenizer
+from automodel_rl.tools.verify.command import FLOAT64, judge
+from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
+from automodel_rl.tools.verify.images import with_images
+from tests.rank_pool import RankPool
 from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
 from tests.tiny_families import VOCAB
 
@@ -54,6 +61,32 @@ def _plain_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 def _norm_around_one(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     return (1 + norm.weight) * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.eps)
+
+
+def components_of(vision: dict, language: dict) -> ComponentsConfig:
+    return ComponentsConfig.model_validate({"vision": vision, "language": language})
+
+
+def compare_exactly(case: Case, folder: Path) -> list:
+    with norms_in_float64():
+        return compare(case, folder, folder)
+
+
+def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
+    """Raises AssertionError if a layout and plain transformers differ in float64."""
+    num_ranks = case.parallel.world_size if case.components is None else case.components.world_size
+    found = ranks(num_ranks).run(compare_exactly, case, folder)[0]
+    different = [microbatch for microbatch in judge(found, FLOAT64) if not microbatch.is_equal]
+    assert not different, different
+
+
+def microbatches_of(engine: Engine, images_of: tuple[int, ...], step: int = 0) -> list:
+    """A microbatch with so many images for every data rank of the language model, none for a guest."""
+    layout = engine.handle.layout
+    if layout.is_guest:
+        return []
+    (sequence,) = make_sequences(1, 10 * step + layout.data_rank, engine.handle.config.vocab_size)
+    return [pack_microbatch([with_images(sequence, engine.handle.whole_config, images_of[layout.data_rank])])]
 
 
 def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Path:

@@ -14,27 +14,21 @@ from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
-from automodel_rl.config.model import LoraConfig, MemoryConfig
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.step.bridge import Bridge
-from automodel_rl.tools.verify.command import FLOAT64, judge
-from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
-from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.comparison import Case
 from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool
 from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
-from tests.vision import norms_in_float64
+from tests.vision import assert_equal, components_of, microbatches_of
 
 LLAVA, QWEN, QWEN3, QWEN3_MOE = "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
 SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
-
-
-def components_of(vision: dict, language: dict) -> ComponentsConfig:
-    return ComponentsConfig.model_validate({"vision": vision, "language": language})
 
 
 ONE_TO_TWO = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
@@ -42,18 +36,6 @@ TWO_TO_ONE = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": 2})
 ONE_TO_PIPELINE = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2})
 SHARED = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "0-1", "tp": 2})
 ONE_TO_FOUR = components_of({"ranks": 0}, {"ranks": "1-4", "dp_shard": 4})
-
-
-def compare_exactly(case: Case, folder: Path) -> list:
-    with norms_in_float64():
-        return compare(case, folder, folder)
-
-
-def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
-    num_ranks = case.parallel.world_size if case.components is None else case.components.world_size
-    found = ranks(num_ranks).run(compare_exactly, case, folder)[0]
-    different = [microbatch for microbatch in judge(found, FLOAT64) if not microbatch.is_equal]
-    assert not different, different
 
 
 @pytest.mark.parametrize(
@@ -205,75 +187,10 @@ def test_frozen_parts_leave_the_others_right(ranks: RankPool, tmp_path: Path, fr
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=ONE_TO_PIPELINE, frozen=frozen))
 
 
-STAGES_TO_TWO = components_of({"ranks": "0-1", "pp": 2}, {"ranks": "2-3", "dp_shard": 2})
-STAGES_TO_ONE = components_of({"ranks": "0-1", "pp": 2}, {"ranks": 2})
-STAGES_TO_PIPELINE = components_of({"ranks": "0-3", "pp": 2, "tp": 2}, {"ranks": "4-5", "pp": 2})
-STAGES_ON_ALL = components_of({"ranks": "0-1", "pp": 2}, {"ranks": "0-1", "tp": 2})
-FOUR_STAGES = components_of({"ranks": "0-3", "pp": 4}, {"ranks": "4"})
-
-
-@pytest.mark.parametrize(
-    ("family", "components"),
-    [
-        (QWEN, STAGES_TO_PIPELINE),
-        (QWEN3, STAGES_TO_PIPELINE),
-        (QWEN3, FOUR_STAGES),
-        (LLAVA, STAGES_TO_PIPELINE),
-        (QWEN3_MOE, STAGES_TO_TWO),
-        (LLAVA, STAGES_ON_ALL),
-        (QWEN3, STAGES_ON_ALL),
-        ("gemma3", STAGES_TO_TWO),
-        ("mistral3", STAGES_TO_TWO),
-    ],
-    ids=str,
-)
-def test_stages_of_an_encoder_equal_one_process(
-    ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
-) -> None:
-    save_tiny_vision_model(tmp_path, family)
-    assert_equal(ranks, tmp_path, Case(microbatches=(3, 1, 4), components=components))
-
-
-@pytest.mark.parametrize("frozen", [("vision",), ("projector",), ("vision", "projector"), ("language",)], ids=str)
-def test_frozen_parts_leave_stages_right(ranks: RankPool, tmp_path: Path, frozen: tuple[str, ...]) -> None:
-    """A stage before the last has projectors as well, of the features of its layers."""
-    save_tiny_vision_model(tmp_path, QWEN3)
-    assert_equal(ranks, tmp_path, Case(microbatches=(3, 1), components=STAGES_TO_ONE, frozen=frozen))
-
-
-def train_and_export_stages(folder: Path, lora: LoraConfig | None) -> tuple[float, bool]:
-    frozen = () if lora is not None else ("vision",)
-    model = ModelConfig(path=str(folder), dtype="float64", frozen=frozen, lora=lora)
-    handle = ModelHandle.from_pretrained(model, components=STAGES_TO_ONE)
-    engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
-    loss = engine.train_step(microbatches_of(engine, (2,)), sft_loss).loss
-    sent = dict(handle.named_hf_tensors())  # before anything else could let go of gathered weights
-    return loss, all(bool(tensor.isfinite().all()) for tensor in sent.values())
-
-
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, targets=("q_proj", "projector"))], ids=["frozen", "lora"])
-def test_a_stage_without_trained_weights_lets_go_of_them(
-    ranks: RankPool, tmp_path: Path, lora: LoraConfig | None
-) -> None:
-    save_tiny_vision_model(tmp_path)
-    found = ranks(3).run(train_and_export_stages, tmp_path, lora)
-    assert len({loss for loss, _ in found}) == 1
-    assert all(is_finite for _, is_finite in found)
-
-
 def make_engine(folder: Path, components: ComponentsConfig, frozen: tuple[Any, ...] = ()) -> Engine:
     model = ModelConfig(path=str(folder), dtype="float64", frozen=frozen)
     handle = ModelHandle.from_pretrained(model, components=components)
     return Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
-
-
-def microbatches_of(engine: Engine, images_of: tuple[int, ...], step: int = 0) -> list:
-    """A microbatch with so many images for every data rank of the language model, none for a guest."""
-    layout = engine.handle.layout
-    if layout.is_guest:
-        return []
-    (sequence,) = make_sequences(1, 10 * step + layout.data_rank, engine.handle.config.vocab_size)
-    return [pack_microbatch([with_images(sequence, engine.handle.whole_config, images_of[layout.data_rank])])]
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
@@ -338,6 +255,9 @@ def load(folder: Path, components: ComponentsConfig) -> tuple[dict[str, Tensor],
     engine = make_engine(folder, components)
     load_checkpoint(engine, folder / "step_2")
     return weights_of(engine), engine.step
+
+
+STAGES_TO_ONE = components_of({"ranks": "0-1", "pp": 2}, {"ranks": 2})
 
 
 @pytest.mark.parametrize("components", [TWO_TO_ONE, STAGES_TO_ONE], ids=str)
