@@ -1,7 +1,7 @@
 """Floating-point operations of a training step, and the peak they are measured against."""
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from automodel_rl.support.description import experts_per_token, layer_windows, num_linear_layers
 
@@ -21,20 +21,30 @@ class StepFlops:
     """
 
     def __init__(self, model: PreTrainedModel):
-        config = model.config
+        config = self.config = model.config
         self.per_token = 6 * active_weights(model, trained=True) + 4 * active_weights(model, trained=False)
         values = config.to_dict()
-        head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
-        qk_dim = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0) or head_dim
-        self.per_pair = 6 * config.num_attention_heads * (qk_dim + (values.get("v_head_dim") or head_dim))
-        self.windows = layer_windows(config)
         if linear := num_linear_layers(config):  # each token updates every head's state and reads it
             state = values["linear_num_value_heads"] * values["linear_key_head_dim"] * values["linear_value_head_dim"]
             self.per_token += 3 * 4 * linear * state
 
     def __call__(self, length: int) -> float:
         """FLOPs of one sequence of `length` tokens."""
-        return self.per_token * length + self.per_pair * sum(_pairs(length, window) for window in self.windows)
+        return self.per_token * length + attention_flops(self.config, length)
+
+
+def attention_flops(config: PretrainedConfig, length: int) -> float:
+    """FLOPs of causal attention of one sequence in forward and backward, of all layers.
+
+    Args:
+        config: the language model's config.
+        length: tokens of the sequence.
+    """
+    values = config.to_dict()
+    head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
+    qk_dim = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0) or head_dim
+    per_pair = 6 * config.num_attention_heads * (qk_dim + (values.get("v_head_dim") or head_dim))
+    return per_pair * sum(_pairs(length, window) for window in layer_windows(config))
 
 
 def active_weights(model: PreTrainedModel, trained: bool) -> float:

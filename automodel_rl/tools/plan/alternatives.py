@@ -12,12 +12,13 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.estimate.microbatch_size import GIB
+from automodel_rl.model.flops import attention_flops
 from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, microbatches
-from automodel_rl.tools.plan.speed import rough_bubble, step_seconds, tokens_of
+from automodel_rl.tools.plan.speed import Work, rough_bubble, step_seconds, tokens_of
 
 MOST_TRIED = 150
 """Most layouts whose memory is computed."""
@@ -73,10 +74,12 @@ class Search:
         self.model, self.description, self.config = model, description, config
         self.packing, self.device, self.capacity = packing, device, capacity
         self.num_tokens = tokens_of(packing.microbatches, config.batch.capacity, packing.efficiency)
+        attention = sum(attention_flops(model.config, length) for length in packing.lengths)
+        self.work = Work(self.num_tokens, attention / max(1, sum(packing.lengths)))
 
     def seconds(self, parallel: ParallelConfig, memory: MemoryConfig, bubble: float) -> float:
         """The estimated time of a step on a layout."""
-        return step_seconds(self.model, parallel, memory, self.num_tokens, bubble, self.device)
+        return step_seconds(self.model, parallel, memory, self.work, bubble, self.device)
 
     def best(self, world_size: int) -> list[Choice]:
         """The fastest layouts on so many GPUs that fit. Where none does, also with smaller microbatches."""

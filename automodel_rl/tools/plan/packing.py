@@ -23,11 +23,13 @@ class Packing:
         microbatches: number of microbatches of a step, over all data ranks.
         efficiency: tokens / (microbatches x capacity); None if there is no data to look at.
         patches: number of patches of all images of a step; None if there is no data to look at.
+        lengths: tokens of some sequences, for the work of attention; without data, of one that fills a microbatch.
     """
 
     microbatches: int
     efficiency: float | None
     patches: int | None = None
+    lengths: tuple[int, ...] = ()
 
 
 def measure_packing(config: AnyConfig) -> Packing:
@@ -37,11 +39,12 @@ def measure_packing(config: AnyConfig) -> Packing:
     """
     capacity, count = config.batch.capacity, config.sequences_per_step
     if isinstance(config, GRPOConfig):
-        return Packing(math.ceil(count / (capacity // config.longest_sequence)), None)
+        longest = config.longest_sequence
+        return Packing(math.ceil(count / (capacity // longest)), None, lengths=(longest,))
     from automodel_rl.data.sources import is_local
 
     if not all(map(is_local, config.data.train)):
-        return Packing(count, None)
+        return Packing(count, None, lengths=(capacity,))
     from automodel_rl.data.chat import open_chat_tokenizer
     from automodel_rl.data.examples import ChatDataset, PairDataset, checked
     from automodel_rl.data.sampler import BatchSampler, Order
@@ -53,11 +56,12 @@ def measure_packing(config: AnyConfig) -> Packing:
     draws = next(iter(BatchSampler(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))
     examples = [checked(dataset[draw]) for draw in draws]
     lengths = [sum(map(len, example.sequences)) for example in examples if example.sequences]
+    single = tuple(len(sequence) for example in examples for sequence in example.sequences)
     bins = assign_bins(lengths, capacity)
     share = len(draws) * kind.together / count
     images = [image for example in examples for sequence in example.sequences for image in sequence.images]
     patches = math.ceil(sum(math.prod(image.grid) for image in images) / share)
-    return Packing(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), patches)
+    return Packing(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), patches, single)
 
 
 def microbatches(packing: Packing, parallel: ParallelConfig) -> int:

@@ -1,4 +1,4 @@
-"""The time of a step on a layout, estimated from matrix products, messages and the pipeline's bubble.
+"""The time of a step on a layout, estimated from matrix products, attention, messages and the pipeline's bubble.
 
 It ranks layouts; it does not replace a measurement. Efficiencies are those measured on one H200 (benchmarks/README.md):
 51% to 55% of the peak for a dense model of 1.5B, 32% for a mixture of 3.2B. Messages count with the bandwidth of the
@@ -6,6 +6,7 @@ link that their group spans: NVLink within a host, the network between hosts.
 """
 
 import math
+from dataclasses import dataclass
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import MemoryConfig
@@ -28,8 +29,21 @@ PCIE_GB_PER_S = 50.0
 GPUS_PER_HOST = 8
 
 
+@dataclass(frozen=True)
+class Work:
+    """The work of a step.
+
+    Attributes:
+        num_tokens: tokens of the global batch.
+        attention: FLOPs of attention for each token, forward and backward.
+    """
+
+    num_tokens: float
+    attention: float = 0.0
+
+
 def step_seconds(
-    model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, num_tokens: float, bubble: float, device: Device
+    model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, work: Work, bubble: float, device: Device
 ) -> float:
     """The estimated time of a training step.
 
@@ -37,21 +51,22 @@ def step_seconds(
         model: the model.
         parallel: the layout.
         memory: what is recomputed or offloaded.
-        num_tokens: tokens of the global batch.
+        work: tokens of the global batch, and the work of attention.
         bubble: share of the ranks' time that the pipeline's schedule leaves idle.
         device: the card.
     """
     kind = "mixture" if model.active_parameters < 0.9 * model.parameters else "dense"
-    flops = 6 * model.active_parameters * num_tokens * RECOMPUTED[memory.activation_checkpointing]
+    flops = (6 * model.active_parameters + work.attention) * work.num_tokens
+    flops *= RECOMPUTED[memory.activation_checkpointing]
     compute = flops / (parallel.world_size * device.bf16_tflops * 1e12 * EFFICIENCY[kind])
-    own_tokens = num_tokens / parallel.num_data_ranks
-    work = compute + _of_layers(model, parallel, memory, own_tokens, device)
+    own_tokens = work.num_tokens / parallel.num_data_ranks
+    busy = compute + _of_layers(model, parallel, memory, own_tokens, device)
     share = model.parameters / (parallel.pp * parallel.tp)
     ranks = parallel.fsdp_size * parallel.dp_replicate
     # Weights are gathered once in a step, in the compute dtype, and gradients reduced once, in fp32.
     sharded = share * (model.compute + model.master) * (ranks - 1) / ranks / _link(parallel, "dp", device)
     moments = 2 * 2 * model.master * share / parallel.fsdp_size if memory.offload_optimizer else 0.0
-    return work / (1 - bubble) + 0.5 * sharded + moments / (PCIE_GB_PER_S * 1e9)
+    return busy / (1 - bubble) + 0.5 * sharded + moments / (PCIE_GB_PER_S * 1e9)
 
 
 def _of_layers(

@@ -8,7 +8,7 @@ import pytest
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.tools.plan.devices import DEVICES
-from automodel_rl.tools.plan.speed import step_seconds
+from automodel_rl.tools.plan.speed import Work, step_seconds
 
 
 def seconds_of_messages(num_chosen: int, ep: int) -> float:
@@ -18,7 +18,7 @@ def seconds_of_messages(num_chosen: int, ep: int) -> float:
         config=config, values={}, parameters=1e9, active_parameters=1e8, compute=2, master=4, num_moments=2
     )
     with_ep, without = (
-        step_seconds(model, ParallelConfig(dp_shard=4, ep=size), MemoryConfig(), 1e6, 0.0, DEVICES["H200"])
+        step_seconds(model, ParallelConfig(dp_shard=4, ep=size), MemoryConfig(), Work(1e6), 0.0, DEVICES["H200"])
         for size in (ep, 1)
     )
     return with_ep - without
