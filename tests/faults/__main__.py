@@ -18,15 +18,17 @@ def main() -> None:
     only = parser.parse_args().only
     pool, started, missed = RankPool(), time.monotonic(), []
     chosen = [name for name in FAULTS if only in name]
-    for number, name in enumerate(chosen, start=1):
-        with planted(name):  # what it changes must be there: else it would be taken for noticed
-            pass
-        by = FAULTS[name].caught_by
-        noticed = noticed_by_test(name, by) if isinstance(by, str) else noticed_by_verify(name, by, pool)
-        missed += [] if noticed else [name]
-        seconds = time.monotonic() - started
-        print(f"{number}/{len(chosen)} {seconds:.0f} s {name}: {noticed or 'NOT NOTICED'}", flush=True)
-    pool.stop()
+    try:
+        for number, name in enumerate(chosen, start=1):
+            with planted(name):  # what it changes must be there: else it would be taken for noticed
+                pass
+            by = FAULTS[name].caught_by
+            noticed = noticed_by_test(name, by) if isinstance(by, str) else noticed_by_verify(name, by, pool)
+            missed += [] if noticed else [name]
+            seconds = time.monotonic() - started
+            print(f"{number}/{len(chosen)} {seconds:.0f} s {name}: {noticed or 'NOT NOTICED'}", flush=True)
+    finally:
+        pool.stop()
     print(f"{len(chosen) - len(missed)} of {len(chosen)} faults noticed")
     sys.exit(bool(missed))
 
