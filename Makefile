@@ -8,7 +8,7 @@
 # make exits   start and end 200 jobs of two ranks (about 5 minutes on 2 cores)
 # make fuzz    2,000 broken configs and data files (about 15 minutes on 2 cores)
 # make faults  plant bugs one after the other, and see that verify or a test notices each (about 8 minutes on 2 cores)
-# make parity  every layout that four ranks reach against one process (about 20 minutes on 2 cores)
+# make parity  every layout that four ranks reach against one process (about 25 minutes on 2 cores)
 
 SHELL := /bin/sh
 CHOOSE := for p in python3.11 python3.12 python3; do \
@@ -52,6 +52,7 @@ pages: setup
 
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity_vision.py
 
 chaos: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills 50
