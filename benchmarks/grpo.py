@@ -7,6 +7,7 @@
     python benchmarks/grpo.py PROMPTS.jsonl --change loss.on_policy=false memory.compile=false   other settings
     python benchmarks/grpo.py PROMPTS.jsonl --change rollout.vllm.sleep=2 memory.offload={}      memory in turns
     python benchmarks/grpo.py PROMPTS.jsonl --workload vision ...                          a picture in every prompt
+    torchrun --nproc-per-node 2 benchmarks/grpo.py PROMPTS.jsonl --change parallel.dp_shard=2 ...      several ranks
     python benchmarks/grpo.py PROMPTS.jsonl --tiny                                         check the script on a CPU
 
 W1, a dense 1.5B model, W2, a mixture of 3.2B, or a vision-language model of Qwen2.5-VL-3B's shape (3.7B with the
@@ -21,6 +22,7 @@ import argparse
 import functools
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 
 WORK = ("time/rollout_s", "time/logprobs_s", "time/train_s", "time/sync_s")
@@ -44,26 +47,24 @@ def digits(completion: str, example: dict[str, Any]) -> float:
 
 def main() -> None:
     options = parse_arguments()
-    sys.path.insert(0, str(Path(__file__).parent))
-    from pictures import write_picture_prompts
-
     from automodel_rl.config import GRPOConfig
+    from automodel_rl.launch.process_group import join_process_group
     from automodel_rl.launch.quiet import quiet_libraries
     from automodel_rl.observe.metrics import read_lines
     from automodel_rl.trainers.grpo import GRPOTrainer
 
     quiet_libraries()
-    model = Path(tempfile.gettempdir()) / f"automodel_rl_grpo_{options.workload}{'_tiny' if options.tiny else ''}"
-    if not (model / "tokenizer.json").is_file():
-        write_checkpoint(model, options)
-    if options.workload == "vision":
-        pictures = Path(tempfile.mkdtemp(prefix="automodel_rl_pictures_"))
-        options.prompts = write_picture_prompts(Path(options.prompts), pictures, 256, tiny=options.tiny)
-    output = Path(tempfile.mkdtemp(prefix="automodel_rl_grpo_")) / "run"
+    join_process_group(int(os.environ.get("WORLD_SIZE", "1")))
+    prepared = [prepare(options) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(prepared)
+    assert prepared[0] is not None
+    model, options.prompts, output = prepared[0]
     trainer = GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options)))
     differences = watch_differences(trainer) if options.replay else []
     memory = watch_memory(trainer) if torch.cuda.is_available() else []
     trainer.train()
+    if dist.get_rank():
+        return
     records = read_lines(output / "metrics.jsonl")
     for measurements in (differences, memory):
         for record, measured in zip(records, measurements, strict=False):
@@ -78,6 +79,21 @@ def main() -> None:
     }
     share = [1 - sum(record[key] for key in WORK) / record["time/step_s"] for record in records]
     print(json.dumps({"generator": options.generator, "overhead": statistics.median(share), **result}))
+
+
+def prepare(options: argparse.Namespace) -> tuple[Path, str, Path]:
+    """The checkpoint, the file of prompts, and a new folder for the run."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from pictures import write_picture_prompts
+
+    model = Path(tempfile.gettempdir()) / f"automodel_rl_grpo_{options.workload}{'_tiny' if options.tiny else ''}"
+    if not (model / "tokenizer.json").is_file():
+        write_checkpoint(model, options)
+    prompts = options.prompts
+    if options.workload == "vision":
+        pictures = Path(tempfile.mkdtemp(prefix="automodel_rl_pictures_"))
+        prompts = write_picture_prompts(Path(prompts), pictures, 256, tiny=options.tiny)
+    return model, str(prompts), Path(tempfile.mkdtemp(prefix="automodel_rl_grpo_")) / "run"
 
 
 def shown(record: dict[str, Any], key: str) -> bool:

@@ -88,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, help="size of the vocabulary, 32,768 by default")
     parser.add_argument("--implementation", default="transformers")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--fp8", choices=["rowwise", "tensorwise"], help="model.fp8; bf16 by default")
     parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "automodel_rl_benchmarks"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--reference", action="store_true")
@@ -142,7 +143,9 @@ def measure(
     layout: str, folder: Path, data: list[list[TokenSequence]], capacity: int, options: argparse.Namespace
 ) -> dict[str, object]:
     parallel, memory = parse_layout(layout)
-    model = ModelConfig(path=str(folder), implementation=options.implementation, attention=options.attention)
+    model = ModelConfig(
+        path=str(folder), implementation=options.implementation, attention=options.attention, fp8=options.fp8
+    )
     handle = ModelHandle.from_pretrained(model, parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-5, decay="constant"))
     device = handle.layout.device
