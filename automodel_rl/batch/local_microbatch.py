@@ -194,7 +194,7 @@ def local_microbatch(
         is_real=counted,
         is_routed=counted,
         calls=_calls(padded, chunk, own, gathered, cp, cp_rank),
-        image_call=_image_call(microbatch, np.flatnonzero(is_token), own, gathered),
+        image_call=_image_call(microbatch, is_token, own, gathered),
         restore=None if cp == 1 and not missing else torch.from_numpy(gathered[is_token]),
         num_tokens=len(own),
         lengths=tuple(microbatch.lengths),
@@ -234,7 +234,7 @@ def _calls(
 
 
 def _image_call(
-    microbatch: Microbatch, padded_place: np.ndarray, own: np.ndarray, gathered: np.ndarray
+    microbatch: Microbatch, is_token: np.ndarray, own: np.ndarray, gathered: np.ndarray
 ) -> AttentionCall | None:
     """The call for this rank's tokens of images that see each other both ways. Each segment has an image's tokens, and
     as keys its sequence up to the end of the image.
@@ -244,21 +244,25 @@ def _image_call(
 
     Args:
         microbatch: the microbatch.
-        padded_place: for every token, its place among all tokens with pads, int64 [T].
-        own: the places of this rank's tokens there.
+        is_token: False for pads, for every padded token.
+        own: the places of this rank's tokens among the padded ones.
         gathered: for every padded token, its place in the tokens of all ranks.
     """
+    images = [image for image in microbatch.images if image.is_bidirectional]
+    if not images:
+        return None
+    padded_place = np.flatnonzero(is_token)
     local = np.full(len(gathered), -1)
     local[own] = np.arange(len(own))
     starts = np.cumsum([0, *microbatch.lengths])
     queries, keys, counted = [], [], []
     query_lengths: list[int] = []
     key_lengths: list[int] = []
-    for image in microbatch.images:
+    for image in images:
         stop = image.start + image.num_tokens
         places = local[padded_place[image.start : stop]]
         mine = np.flatnonzero(places >= 0)
-        if not image.is_bidirectional or not len(mine):
+        if not len(mine):
             continue
         places = places[mine[0] :]
         start = starts[np.searchsorted(starts, image.start, side="right") - 1]
@@ -269,9 +273,9 @@ def _image_call(
         key_lengths.append(stop - start)
     if not queries:
         return None
-    places, seen, outputs = (torch.from_numpy(np.concatenate(found)) for found in (queries, keys, counted))
-    call = _call(places, seen, query_lengths, key_lengths)
-    return replace(call, is_causal=False, counted=None if len(outputs) == len(places) else outputs)
+    all_queries, all_keys, outputs = (torch.from_numpy(np.concatenate(found)) for found in (queries, keys, counted))
+    call = _call(all_queries, all_keys, query_lengths, key_lengths)
+    return replace(call, is_causal=False, counted=None if len(outputs) == len(all_queries) else outputs)
 
 
 def _call(

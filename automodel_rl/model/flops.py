@@ -21,8 +21,9 @@ class StepFlops:
     """
 
     def __init__(self, model: PreTrainedModel):
-        config = self.config = model.config
+        config = model.config
         self.per_token = 6 * active_weights(model, trained=True) + 4 * active_weights(model, trained=False)
+        self.of_attention = AttentionFlops(config)
         values = config.to_dict()
         if linear := num_linear_layers(config):  # each token updates every head's state and reads it
             state = values["linear_num_value_heads"] * values["linear_key_head_dim"] * values["linear_value_head_dim"]
@@ -30,21 +31,26 @@ class StepFlops:
 
     def __call__(self, length: int) -> float:
         """FLOPs of one sequence of `length` tokens."""
-        return self.per_token * length + attention_flops(self.config, length)
+        return self.per_token * length + self.of_attention(length)
 
 
-def attention_flops(config: PretrainedConfig, length: int) -> float:
-    """FLOPs of causal attention of one sequence in forward and backward, of all layers.
+class AttentionFlops:
+    """FLOPs of causal attention in forward and backward, of all layers.
 
     Args:
-        config: the language model's config.
-        length: tokens of the sequence.
+        config: the language model's config. It is read once: packing asks for every sequence.
     """
-    values = config.to_dict()
-    head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
-    qk_dim = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0) or head_dim
-    per_pair = 6 * config.num_attention_heads * (qk_dim + (values.get("v_head_dim") or head_dim))
-    return per_pair * sum(_pairs(length, window) for window in layer_windows(config))
+
+    def __init__(self, config: PretrainedConfig):
+        values = config.to_dict()
+        head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
+        qk_dim = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0) or head_dim
+        self.per_pair = 6 * config.num_attention_heads * (qk_dim + (values.get("v_head_dim") or head_dim))
+        self.windows = layer_windows(config)
+
+    def __call__(self, length: int) -> float:
+        """FLOPs of one sequence of `length` tokens."""
+        return self.per_pair * sum(_pairs(length, window) for window in self.windows)
 
 
 def active_weights(model: PreTrainedModel, trained: bool) -> float:

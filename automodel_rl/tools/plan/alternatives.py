@@ -12,7 +12,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.estimate.microbatch_size import GIB
-from automodel_rl.model.flops import attention_flops
+from automodel_rl.model.flops import AttentionFlops
 from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
@@ -74,7 +74,7 @@ class Search:
         self.model, self.description, self.config = model, description, config
         self.packing, self.device, self.capacity = packing, device, capacity
         self.num_tokens = tokens_of(packing.microbatches, config.batch.capacity, packing.efficiency)
-        attention = sum(attention_flops(model.config, length) for length in packing.lengths)
+        attention = sum(map(AttentionFlops(model.config), packing.lengths))
         self.work = Work(self.num_tokens, attention / max(1, sum(packing.lengths)))
 
     def seconds(self, parallel: ParallelConfig, memory: MemoryConfig, bubble: float) -> float:
