@@ -1,5 +1,6 @@
 """Token sequences from chats: the chat template's tokens, and a mask of those that the assistant wrote."""
 
+import copy
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -135,8 +136,9 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
     ):
         self.tokenizer, self.train_on, self.images = tokenizer, train_on, images
-        writer = tokenizer if images is None else images.writer(tokenizer, variables or {})
-        self.template = ChatTemplate(writer, images is not None, variables)
+        self.template = ChatTemplate(tokenizer, images is not None, variables)
+        if images is not None and images.text is not None:
+            self.template = _with_image_text(self.template, *images.text)
 
     def __call__(self, chat: Chat, where: str) -> TokenSequence:
         """Tokenises a chat.
@@ -223,6 +225,21 @@ class ChatTokenizer:
             return 0
         encoded = self.template.encode(chat, where, return_assistant_tokens_mask=True)
         return len(_spans(encoded["assistant_masks"]))
+
+
+ONE_IMAGE = Chat([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
+
+
+def _with_image_text(template: ChatTemplate, written: str, wanted: str) -> ChatTemplate:
+    """A template that writes another text for an image, as the model's processor does; the template itself if it writes
+    images otherwise, or none. Then images are refused.
+
+    The text is in the template, and not put in afterwards, because marks of the assistant's texts count characters.
+    """
+    tokenizer = copy.copy(template.tokenizer)
+    tokenizer.chat_template = str(tokenizer.chat_template).replace(written, wanted)
+    changed = ChatTemplate(tokenizer, template.sees_images, template.variables)
+    return changed if wanted in (changed.text(ONE_IMAGE) or "") else template
 
 
 def _spans(mask: list[int]) -> list[Span]:

@@ -1,18 +1,17 @@
 """Images of chats. Their size decides their number of tokens; their pixels are read on the rank that encodes them."""
 
-import copy
 import dataclasses
 import functools
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image as Picture
 from torch import Tensor
-from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoImageProcessor, PretrainedConfig
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -131,28 +130,6 @@ class ImageReader:
         options = {"patch_size": self.side} if self.form is ImageForm.ANY_SIZE else {}
         found = torch.as_tensor(self.processor(images=[picture], return_tensors="pt", **options)["pixel_values"])
         return found if self.form is ImageForm.PATCHES else found[0]
-
-    def writer(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-        """The tokenizer with a chat template that writes the image's token, as the model's processor does; the
-        tokenizer itself if its template writes images otherwise, or none. Then `expand` refuses images.
-
-        The text is in the template, and not put in afterwards, because marks of the assistant's texts count characters.
-
-        Args:
-            tokenizer: the model's tokenizer.
-            variables: further variables for the template.
-        """
-        if self.text is None or tokenizer.chat_template is None:
-            return tokenizer
-        written, wanted = self.text
-        writer = copy.copy(tokenizer)
-        writer.chat_template = str(tokenizer.chat_template).replace(written, wanted)
-        chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
-        try:
-            text = str(writer.apply_chat_template(chat, tokenize=False, **variables))
-        except Exception:  # a template is a program, and may raise any error
-            return tokenizer
-        return writer if wanted in text else tokenizer
 
     def expand(self, sequence: TokenSequence, images: list[Image], where: str) -> TokenSequence:
         """A sequence in which each image has all of its tokens. The chat template writes only one for each image.

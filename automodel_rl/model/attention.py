@@ -153,16 +153,15 @@ def packed_attention(
     """
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     parameters = AttentionParameters(scaling, sliding_window, softcap, None if s_aux is None else local_tensor(s_aux))
-    if cp_group is None and microbatch.image_call is None:
-        (call,) = microbatch.calls
-        return backend(q, k, v, call, parameters).unsqueeze(0), None
-    gathered = torch.cat([k, v], dim=-1)
     if cp_group is None:
         (call,) = microbatch.calls
         output = backend(q, k, v, call, parameters)
+        if microbatch.image_call is None:
+            return output.unsqueeze(0), None
+        gathered = torch.cat([k, v], dim=-1)
     else:
         # Each rank's queries use the keys differently, so their gradients add up.
-        gathered = AllGatherCP.apply(gathered, cp_group, "sum")
+        gathered = AllGatherCP.apply(torch.cat([k, v], dim=-1), cp_group, "sum")
         parts = [_outputs_of(backend, q, gathered, call, parameters) for call in microbatch.calls]
         places, outputs = (torch.cat(found) for found in zip(*parts, strict=True))
         output = torch.zeros_like(outputs).index_copy(0, places, outputs)

@@ -60,7 +60,8 @@ class VisionPart(nn.Module):
         """Embeddings of the tokens of all images, in order.
 
         Args:
-            pixels: the pixels of each image, as the image processor gives them, on the device and in the compute dtype.
+            pixels: the pixels of each image, as the image processor gives them, on the device and in the compute dtype;
+                of a single one for `ImageForm.ANY_SIZE`.
             grids: number of patches of each image in time, height and width.
 
         Returns:

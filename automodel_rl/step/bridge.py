@@ -66,8 +66,7 @@ class Bridge:
 
     def __init__(self, vision: Layout, language: Layout, vision_ranks: Sequence[int], language_ranks: Sequence[int]):
         self.vision, self.language = vision, language
-        sizes = vision.parallel
-        encoders = torch.tensor(vision_ranks).reshape(sizes.pp, sizes.num_data_ranks, sizes.tp)
+        encoders = torch.tensor(vision_ranks).reshape(vision.parallel.pp, -1, vision.parallel.tp)
         encoder_lanes, last_stages = encoders.transpose(0, 1).flatten(1).tolist(), encoders[-1].tolist()
         sizes = language.parallel
         stages = torch.tensor(language_ranks).reshape(sizes.pp, sizes.num_data_ranks, sizes.cp * sizes.tp)

@@ -44,7 +44,7 @@ class EncoderAlongside:
 
     @property
     def failure(self) -> Exception | None:
-        """Why images of the last step have no embeddings but zeros; None if all have, or another rank encodes."""
+        """Why images of the last step have no embeddings of their own; None if all have, or another rank encodes."""
         return None if self._encoding is None else self._encoding.encoding.failure
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
@@ -134,7 +134,7 @@ class _EncoderEnd:
             for lane in self.bridge.served_lanes:
                 if (number, lane) in self._chunks:
                     chunk = self._chunks.pop((number, lane))
-                    gradient = torch.zeros_like(chunk)
+                    gradient = chunk  # which only the last stage reads
                     if self.encoding.is_last:
                         gradient = self.bridge.take_gradient(lane, len(chunk), self.encoding.like)
                     self.encoding.backward(gradient, is_last=(number, lane) == left[-1])

@@ -39,7 +39,7 @@ class EncoderInTurn:
 
     @property
     def failure(self) -> Exception | None:
-        """Why images of the last step have no embeddings but zeros; None if all have."""
+        """Why images of the last step have no embeddings of their own; None if all have."""
         return self.encoding.failure
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:

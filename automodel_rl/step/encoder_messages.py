@@ -7,7 +7,7 @@ hidden states and another for gradients, since NCCL runs the messages of a group
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,13 +57,13 @@ MOST_SENT = 2
 """Number of backwards, or of forwards without one, whose messages may be on their way."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StageActivations:
     """What came from and went to the neighbours in one forward, for its backward."""
 
-    taken: list[Tensor] = field(default_factory=list)
-    given: list[Tensor] = field(default_factory=list)
-    sent: Sent = field(default_factory=list)
+    taken: list[Tensor]
+    given: list[Tensor]
+    sent: Sent
 
 
 class StageMessages:

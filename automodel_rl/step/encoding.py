@@ -34,7 +34,8 @@ class Encoding:
         messages: the messages between stages; None if there is one stage.
 
     Attributes:
-        failure: why images of the last step have no embeddings but those of a black image; None if all have.
+        failure: why images of the last step have no embeddings of their own, but those of a black image or zeros; None
+            if all have.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class ImageEncoder(Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """Why images of the last step, on this rank, have no embeddings but zeros; None if all have."""
+        """Why images of the last step, on this rank, have no embeddings of their own; None if all have."""
         ...
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:

@@ -83,13 +83,12 @@ def plan_encoder(
     found = []
     for stage in range(components.vision.pp):
         _, part = empty_parts(config, dtypes_of(model)[0], model)
-        num_parameters = sum(parameter.numel() for parameter in part.parameters())
         split_part(part, dtypes_of(model)[0], stage, components.vision.pp)
         ahead = _ahead(components, count) + components.vision.pp - 1 - stage
         share = min(count, ahead) / count / components.vision.parallel.num_data_ranks
-        own = _of_stage(part, model, memory, components.vision, math.ceil(patches * share), optimizer)
-        found.append(replace(own, parameters=num_parameters))
-    return max(found, key=lambda memory: memory.peak)
+        found.append(_of_stage(part, model, memory, components.vision, math.ceil(patches * share), optimizer))
+    fullest = max(found, key=lambda of_stage: of_stage.peak)
+    return replace(fullest, parameters=sum(of_stage.parameters for of_stage in found))
 
 
 def _ahead(components: ComponentsConfig, count: int) -> int:

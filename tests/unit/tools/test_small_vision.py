@@ -59,7 +59,7 @@ def test_the_activations_of_an_encoder_grow_with_its_images(kind: type[Pretraine
     ]
     assert found[1].activations == pytest.approx(2 * found[0].activations, rel=1e-3)
     assert found[0].activations > 10**8
-    assert found[0].parameters > 9 * 10**7
+    assert found[0].parameters > (9 * 10**7 if kind is Gemma3Config else 10**8)  # transformers' default is SigLIP base
 
 
 def test_an_encoder_on_ranks_of_its_own_keeps_what_it_is_ahead() -> None:
