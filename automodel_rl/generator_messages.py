@@ -71,17 +71,19 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class PromptImage:
-    """An image in a prompt.
+class PromptMedia:
+    """An image or a clip of audio in a prompt.
 
     Attributes:
-        start, num_tokens, grid: as in `batch.Image`.
-        source: the path of the picture's file, or the file's bytes.
+        kind: "image" or "audio".
+        start, num_tokens, size: as in `batch.Image` and `batch.Audio`.
+        source: the path of its file, or the file's bytes.
     """
 
+    kind: str
     start: int
     num_tokens: int
-    grid: tuple[int, int, int]
+    size: tuple[int, ...]
     source: str | bytes
 
 
@@ -94,14 +96,14 @@ class Request:
         seed: the seed for sampling: the same seed, prompt and weights give the same completion in any batch.
         sampling: how it is sampled.
         conversation: a number that all turns of a conversation share, so that one server writes them, or None.
-        images: the prompt's images, in order.
+        media: the prompt's images and clips, in order.
     """
 
     prompt: list[int]
     seed: int
     sampling: Sampling
     conversation: int | None = None
-    images: tuple[PromptImage, ...] = ()
+    media: tuple[PromptMedia, ...] = ()
 
 
 @dataclass(frozen=True)

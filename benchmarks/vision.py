@@ -159,7 +159,7 @@ def make_batch(num_tokens: int, longest: int, seed: int) -> list[TokenSequence]:
         masks.append(np.ones(length, bool))
         ids, mask = torch.from_numpy(np.concatenate(pieces)), torch.from_numpy(np.concatenate(masks))
         if len(ids) <= longest:
-            sequences.append(TokenSequence(ids, mask, images=tuple(images)))
+            sequences.append(TokenSequence(ids, mask, media=tuple(images)))
             num_tokens -= len(ids)
     return sequences
 
@@ -193,7 +193,7 @@ def measure(
         losses.append(round(engine.train_step(microbatches, sft_loss).loss, 5))
         seconds.append(_now(device) - started)
         tokens.append(sum(map(len, sequences)))
-        images.append(sum(len(sequence.images) for sequence in sequences))
+        images.append(sum(len(sequence.media) for sequence in sequences))
     rates = [count / second for count, second in zip(tokens, seconds, strict=True)][3:] or [0.0]
     reserved = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
     peaks: list[Any] = [None] * dist.get_world_size()

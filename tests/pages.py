@@ -53,7 +53,7 @@ GROUPS = {
     "Whole runs": ("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "SFTConfig", "DPOConfig", "GRPOConfig"),
     "Configs of a model": (
         *("ModelConfig", "LoraConfig", "MoEConfig", "MemoryConfig", "ParallelConfig"),
-        *("ComponentsConfig", "VisionComponent", "LanguageComponent"),
+        *("ComponentsConfig", "EncoderComponent", "LanguageComponent"),
     ),
     "Configs of training": (
         *("OffloadConfig", "OptimizerConfig", "MuonConfig", "ParameterGroupConfig"),

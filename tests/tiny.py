@@ -7,7 +7,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     Gemma3Config,
     LlavaConfig,
     Mistral3Config,
@@ -180,5 +180,5 @@ def save_tiny_vision_model(
         tie_word_embeddings=tied,
         **{**special, **(ids or {})},
     )
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float64)
     save_lively(model, folder, dtype, plain_norms=family != "gemma3")

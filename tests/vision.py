@@ -27,7 +27,7 @@ from automodel_rl.engine import Engine
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
-from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.media import with_media
 from tests.rank_pool import RankPool
 from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
 from tests.tiny_families import VOCAB
@@ -86,7 +86,7 @@ def microbatches_of(engine: Engine, images_of: tuple[int, ...], step: int = 0) -
     if layout.is_guest:
         return []
     (sequence,) = make_sequences(1, 10 * step + layout.data_rank, engine.handle.config.vocab_size)
-    return [pack_microbatch([with_images(sequence, engine.handle.whole_config, images_of[layout.data_rank])])]
+    return [pack_microbatch([with_media(sequence, engine.handle.whole_config, images_of[layout.data_rank])])]
 
 
 def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Path:

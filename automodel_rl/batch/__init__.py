@@ -1,8 +1,16 @@
 """Token sequences packed into microbatches: only tensors and lists, no process groups."""
 
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
-from automodel_rl.batch.images import Image, ImageTokens, distinct_images, multimodal_positions, single_image_tokens
 from automodel_rl.batch.local_microbatch import LEAST_TOKENS, AttentionCall, LocalMicrobatch, local_microbatch
+from automodel_rl.batch.media import (
+    Audio,
+    Image,
+    Media,
+    MediaTokens,
+    distinct_media,
+    multimodal_positions,
+    single_media_tokens,
+)
 from automodel_rl.batch.microbatch import (
     IGNORED_TARGET,
     Microbatch,
@@ -22,17 +30,19 @@ __all__ = [
     "IGNORED_TARGET",
     "LEAST_TOKENS",
     "AttentionCall",
+    "Audio",
     "DataShare",
     "Image",
-    "ImageTokens",
     "LocalMicrobatch",
+    "Media",
+    "MediaTokens",
     "Microbatch",
     "RouterShape",
     "Routes",
     "TokenSequence",
     "add_values",
     "assign_bins",
-    "distinct_images",
+    "distinct_media",
     "empty_microbatch",
     "in_packed_order",
     "join_routes",
@@ -44,7 +54,7 @@ __all__ = [
     "read_routes",
     "set_values",
     "share_bins",
-    "single_image_tokens",
+    "single_media_tokens",
     "spread_over_tokens",
     "sum_by_sequence",
     "unpack",

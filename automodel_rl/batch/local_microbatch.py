@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_rl.batch.images import NO_IMAGES, ImageTokens, image_places
+from automodel_rl.batch.media import NO_MEDIA, MediaTokens, media_places
 from automodel_rl.batch.microbatch import IGNORED_TARGET, Microbatch
 from automodel_rl.batch.move import move
 from automodel_rl.batch.routes import Routes
@@ -91,7 +91,7 @@ class LocalMicrobatch:
         lengths: tokens of every sequence of the microbatch, over all ranks and without pads; on the host.
         offsets: the place of each token in its sequence, sequence by sequence, int64 [T].
         routes: the experts that the tokens of `is_routed` must go to, `MISSING` for pads; None if the routers choose.
-        images: the image tokens among the rank's tokens.
+        media: the media tokens among the rank's tokens.
         rotary_positions: positions in time, height and width, int64 [3, t], for a model with M-RoPE; pads have 0.
         logprob_gradient: the derivative of the loss by the log-probability of every target, float64 [t], if it is known
             before the forward; pads have 0.
@@ -112,7 +112,7 @@ class LocalMicrobatch:
     offsets: Tensor
     image_call: AttentionCall | None = None
     routes: Routes | None = None
-    images: ImageTokens = NO_IMAGES
+    media: MediaTokens = NO_MEDIA
     rotary_positions: Tensor | None = None
     logprob_gradient: Tensor | None = None
     adapter_gate: Tensor | None = None
@@ -123,7 +123,7 @@ class LocalMicrobatch:
         share = self.num_tokens // tp
         start, stop = tp_rank * share, (tp_rank + 1) * share
         routes = None if self.routes is None else replace(self.routes, experts=self.routes.experts[start:stop])
-        return replace(self, is_routed=self.is_real[start:stop], routes=routes, images=self.images.within(start, stop))
+        return replace(self, is_routed=self.is_real[start:stop], routes=routes, media=self.media.within(start, stop))
 
     def to(self, device: torch.device) -> "LocalMicrobatch":
         """The same microbatch on `device`."""
@@ -139,7 +139,7 @@ class LocalMicrobatch:
             restore=None if self.restore is None else move(self.restore, device),
             offsets=move(self.offsets, device),
             routes=None if self.routes is None else replace(self.routes, experts=move(self.routes.experts, device)),
-            images=self.images.to(device),
+            media=self.media.to(device),
             rotary_positions=None if self.rotary_positions is None else move(self.rotary_positions, device),
             logprob_gradient=None if self.logprob_gradient is None else move(self.logprob_gradient, device),
             adapter_gate=None if self.adapter_gate is None else move(self.adapter_gate, device),
@@ -200,20 +200,20 @@ def local_microbatch(
         lengths=tuple(microbatch.lengths),
         offsets=torch.from_numpy(offset[is_token]),
         routes=None if microbatch.routes is None else microbatch.routes.take(places, real),
-        images=_images(microbatch, places, real),
+        media=_media(microbatch, places, real),
         rotary_positions=None if rotary_positions is None else rotary_positions[:, places] * real,
         logprob_gradient=None if logprob_gradient is None else logprob_gradient[places] * real,
         adapter_gate=None if microbatch.adapter_gate is None else microbatch.adapter_gate[places] * real[:, None],
     )
 
 
-def _images(microbatch: Microbatch, places: Tensor, real: Tensor) -> ImageTokens:
-    """The image tokens among a rank's tokens, which are at `places` of the microbatch unless `real` is False."""
-    if not microbatch.images:
-        return NO_IMAGES
-    rows = torch.from_numpy(image_places(microbatch.images, microbatch.num_tokens))[places]
+def _media(microbatch: Microbatch, places: Tensor, real: Tensor) -> MediaTokens:
+    """The media tokens among a rank's tokens, which are at `places` of the microbatch unless `real` is False."""
+    if not microbatch.media:
+        return NO_MEDIA
+    rows = torch.from_numpy(media_places(microbatch.media, microbatch.num_tokens))[places]
     own = (real & (rows >= 0)).nonzero()[:, 0]
-    return ImageTokens(own, rows[own])
+    return MediaTokens(own, rows[own])
 
 
 def _calls(
@@ -248,7 +248,7 @@ def _image_call(
         own: the places of this rank's tokens among the padded ones.
         gathered: for every padded token, its place in the tokens of all ranks.
     """
-    images = [image for image in microbatch.images if image.is_bidirectional]
+    images = [item for item in microbatch.media if item.is_bidirectional]
     if not images:
         return None
     padded_place = np.flatnonzero(is_token)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from automodel_rl.batch.images import Image, check_images
+from automodel_rl.batch.media import Media, check_media
 from automodel_rl.batch.move import move
 from automodel_rl.batch.routes import Routes, join_routes
 
@@ -40,10 +40,10 @@ class TokenSequence:
             entry has no effect.
         values: further per-token tensors by name, each [n].
         routes: the experts that a mixture must send the tokens to; None if its routers choose.
-        images: the images, in the order of their tokens.
+        media: the images and clips, in the order of their tokens.
 
     Raises:
-        ValueError: a tensor has another dtype or shape than stated here, or an image's tokens are not in the sequence.
+        ValueError: a tensor has another dtype or shape than stated here, or tokens of media are not in the sequence.
 
     Example:
         >>> import torch
@@ -55,12 +55,12 @@ class TokenSequence:
     loss_mask: Tensor
     values: dict[str, Tensor] = field(default_factory=dict)
     routes: Routes | None = None
-    images: tuple[Image, ...] = ()
+    media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         _check_tensor("input_ids", self.input_ids, torch.int64, "token ids in one dimension")
         _check_tensor("loss_mask", self.loss_mask, torch.bool, "True for the tokens that count")
-        check_images(self.images, len(self))
+        check_media(self.media, len(self))
         if self.routes is not None and len(self.routes) != len(self):
             raise ValueError(f"routes have {len(self.routes)} rows for {len(self)} tokens: a row for each is needed")
         for name, tensor in {"loss_mask": self.loss_mask, **self.values}.items():
@@ -103,7 +103,7 @@ class Microbatch:
         order: for every sequence, its place in the list that was packed.
         values: further per-token tensors [T] by name.
         routes: the experts that a mixture must send the tokens to, at least for this rank's layers; on the host.
-        images: the images, in order; each `start` is a place in the microbatch.
+        media: the images and clips, in order; each `start` is a place in the microbatch.
         adapter_gate: factors of the rows of low-rank adapters for every token, [T, rank] (lora/gate.py); None without.
         is_empty: True for a microbatch that only takes part in collectives. It has no effect on losses or gradients.
 
@@ -124,7 +124,7 @@ class Microbatch:
     order: tuple[int, ...]
     values: dict[str, Tensor] = field(default_factory=dict)
     routes: Routes | None = None
-    images: tuple[Image, ...] = ()
+    media: tuple[Media, ...] = ()
     adapter_gate: Tensor | None = None
     is_empty: bool = False
 
@@ -192,7 +192,7 @@ def pack_microbatch(sequences: Sequence[TokenSequence], order: Sequence[int] | N
         order=order,
         values={name: torch.cat([_to_predictor(s.values[name]) for s in sequences]) for name in names},
         routes=join_routes([s.routes for s in sequences]),
-        images=tuple(i.moved(start) for s, start in zip(sequences, starts, strict=False) for i in s.images),
+        media=tuple(i.moved(start) for s, start in zip(sequences, starts, strict=False) for i in s.media),
     )
 
 

@@ -1,8 +1,10 @@
 """Private parts of transformers' configs and modules."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 
@@ -14,6 +16,18 @@ def set_attention(config: PretrainedConfig, name: str) -> None:
         name: name of a function that is registered with transformers.
     """
     config._attn_implementation = name
+
+
+def without_modules(module: nn.Module, names: Sequence[str]) -> nn.Module:
+    """A copy of a module with the same parameters, in which some children are None. The module stays as it is.
+
+    Args:
+        module: the module.
+        names: the names of the children that are left out.
+    """
+    found = copy.copy(module)
+    found._modules = {name: None if name in names else child for name, child in module._modules.items()}
+    return found
 
 
 def apply_gate(experts: Any, gate_up: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Checked configs. This room imports nothing that loads slowly, so that help and config errors appear at once."""
 
 from automodel_rl.config.base import Section
-from automodel_rl.config.components import ComponentsConfig, LanguageComponent, VisionComponent
+from automodel_rl.config.components import ComponentsConfig, EncoderComponent, LanguageComponent
 from automodel_rl.config.data import (
     BatchConfig,
     DataConfig,
@@ -42,6 +42,7 @@ __all__ = [
     "DPOConfig",
     "DPOLossConfig",
     "DataConfig",
+    "EncoderComponent",
     "FilterConfig",
     "GRPOConfig",
     "KLConfig",
@@ -72,7 +73,6 @@ __all__ = [
     "ServeConfig",
     "ServeLimitsConfig",
     "SourceConfig",
-    "VisionComponent",
     "WeightSyncConfig",
     "completed",
     "config_of_model",

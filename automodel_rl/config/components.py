@@ -1,5 +1,6 @@
-"""Meshes of a vision-language model: its two components, vision and language, each on ranks of its own."""
+"""Meshes of a multimodal model: its components, encoders and language model, each on ranks of its own."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -23,11 +24,11 @@ def _ranks(value: Any) -> Any:
 Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_ranks), Field(min_length=1)]
 
 
-class VisionComponent(Section):
-    """The encoder of images, and the projector that turns its output into embeddings of the language model.
+class EncoderComponent(Section):
+    """An encoder of images or audio, and the projector that turns its output into embeddings of the language model.
 
     Example:
-        >>> VisionComponent(ranks="0-3", dp_shard=4).ranks
+        >>> EncoderComponent(ranks="0-3", dp_shard=4).ranks
         (0, 1, 2, 3)
     """
 
@@ -35,10 +36,10 @@ class VisionComponent(Section):
     """Ranks of the job that hold this component, e.g. 0-3 or [0, 1, 2, 3]."""
 
     dp_shard: Positive = 1
-    """Number of ranks that divide the images among themselves, with sharded weights (FSDP2)."""
+    """Number of ranks that divide the images or clips among themselves, with sharded weights (FSDP2)."""
 
     dp_replicate: Positive = 1
-    """Number of copies of these ranks, which divide the images further."""
+    """Number of copies of these ranks, which divide them further."""
 
     tp: Positive = 1
     """Number of ranks that every layer is split over (tensor parallel)."""
@@ -70,60 +71,90 @@ class LanguageComponent(ParallelConfig):
 
 
 class ComponentsConfig(Section):
-    """A mesh for each component. Both are over the same ranks, or they have no rank in common. Together they hold all
-    ranks of the job.
+    """A mesh for each component of a model. An encoder is on the ranks of the language model, or on ranks that no other
+    component has. Together components hold all ranks of the job.
 
     Example:
         >>> components = ComponentsConfig(vision={"ranks": 0}, language={"ranks": "1-2", "pp": 2})
-        >>> components.world_size, components.is_colocated
+        >>> components.world_size, components.is_colocated("vision")
         (3, False)
     """
 
-    vision: VisionComponent
+    vision: EncoderComponent | None = None
+    """The encoder of images, for a model that has one."""
+
+    audio: EncoderComponent | None = None
+    """The encoder of audio, for a model that has one."""
+
     language: LanguageComponent
 
+    @property
+    def encoders(self) -> dict[str, EncoderComponent]:
+        """The encoders by name."""
+        named = {"vision": self.vision, "audio": self.audio}
+        return {name: encoder for name, encoder in named.items() if encoder is not None}
+
     def __str__(self) -> str:
-        pairs = (("vision", self.vision), ("language", self.language))
-        return ", ".join(f"{name} {component.parallel} on ranks {_span(component.ranks)}" for name, component in pairs)
+        return ", ".join(f"{name} {of.parallel} on ranks {_span(of.ranks)}" for name, of in self._all.items())
 
     @property
     def world_size(self) -> int:
         """Ranks of the job."""
-        return len({*self.vision.ranks, *self.language.ranks})
+        return len(self._all_ranks)
+
+    def is_colocated(self, encoder: str) -> bool:
+        """Whether an encoder is on the ranks of the language model."""
+        return self.encoders[encoder].ranks == self.language.ranks
 
     @property
-    def is_colocated(self) -> bool:
-        """Whether every rank holds both components."""
-        return self.vision.ranks == self.language.ranks
+    def _all(self) -> dict[str, EncoderComponent | LanguageComponent]:
+        return {**self.encoders, "language": self.language}
+
+    @property
+    def _all_ranks(self) -> set[int]:
+        return {rank for component in self._all.values() for rank in component.ranks}
 
     @model_validator(mode="after")
     def _fits(self) -> "ComponentsConfig":
-        vision, language = self.vision.ranks, self.language.ranks
-        for name, ranks, size in (
-            ("vision", vision, self.vision.parallel.world_size),
-            ("language", language, self.language.parallel.world_size),
-        ):
-            if len(set(ranks)) != len(ranks) or list(ranks) != sorted(ranks):
-                raise ValueError(f"{name}.ranks={list(ranks)}: name every rank once, in rising order")
-            if len(ranks) != size:
-                raise ValueError(
-                    f"{name}.ranks={list(ranks)} are {len(ranks)} ranks but its layout has {size}: change one of them"
-                )
-        shared = sorted({*vision} & {*language})
-        if shared and not self.is_colocated:
-            raise ValueError(
-                f"ranks {shared} hold both components and others only one: give both the same ranks, or none in common"
-            )
-        missing = sorted({*range(max(*vision, *language) + 1)} - {*vision, *language})
+        if not self.encoders:
+            raise ValueError("no encoder is named: give a layout for vision or audio, or leave components out")
+        for name, component in self._all.items():
+            _check_ranks(name, component.ranks, component.parallel.world_size)
+        for name, encoder in self.encoders.items():
+            self._check_place(name, encoder)
+        missing = sorted({*range(max(self._all_ranks) + 1)} - self._all_ranks)
         if missing:
             raise ValueError(f"ranks {missing} hold no component: give each rank below the highest one to a component")
-        lanes, served = self.vision.parallel.num_data_ranks, self.language.num_data_ranks
+        return self
+
+    def _check_place(self, name: str, encoder: EncoderComponent) -> None:
+        shared = sorted({*encoder.ranks} & {*self.language.ranks})
+        if shared and not self.is_colocated(name):
+            raise ValueError(
+                f"ranks {shared} hold both {name} and language and others only one: give both the same ranks, or none "
+                "in common"
+            )
+        for other, component in self.encoders.items():
+            if other != name and not self.is_colocated(name) and {*encoder.ranks} & {*component.ranks}:
+                raise ValueError(
+                    f"{name} and {other} are on the same ranks beside the language model, and each would wait for the "
+                    "other: give both their own ranks"
+                )
+        lanes, served = encoder.parallel.num_data_ranks, self.language.num_data_ranks
         if lanes % served and served % lanes:
             raise ValueError(
-                f"the {lanes} data ranks of vision and the {served} of language (dp_shard x dp_replicate): one must "
+                f"the {lanes} data ranks of {name} and the {served} of language (dp_shard x dp_replicate): one must "
                 "divide the other, so that each encoder serves as many data ranks: change one of them"
             )
-        return self
+
+
+def _check_ranks(name: str, ranks: tuple[int, ...], size: int) -> None:
+    if len(set(ranks)) != len(ranks) or list(ranks) != sorted(ranks):
+        raise ValueError(f"{name}.ranks={list(ranks)}: name every rank once, in rising order")
+    if len(ranks) != size:
+        raise ValueError(
+            f"{name}.ranks={list(ranks)} are {len(ranks)} ranks but its layout has {size}: change one of them"
+        )
 
 
 def _span(ranks: tuple[int, ...]) -> str:
@@ -133,8 +164,14 @@ def _span(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def one_layout(parallel: ParallelConfig) -> ComponentsConfig:
-    """Both components on all ranks of a layout. The vision component shards its weights over all of them."""
+def one_layout(parallel: ParallelConfig, encoders: Iterable[str]) -> ComponentsConfig:
+    """All components on all ranks of a layout. Each encoder shards its weights over all of them.
+
+    Args:
+        parallel: the language model's layout.
+        encoders: the names of the encoders.
+    """
     ranks = tuple(range(parallel.world_size))
     language = LanguageComponent(ranks=ranks, **parallel.model_dump(exclude={"ranks"}))
-    return ComponentsConfig(vision=VisionComponent(ranks=ranks, dp_shard=len(ranks)), language=language)
+    encoder = EncoderComponent(ranks=ranks, dp_shard=len(ranks))
+    return ComponentsConfig(language=language, **dict.fromkeys(encoders, encoder))

@@ -117,7 +117,7 @@ class ModelConfig(Section):
     products and a softmax. auto: the first of fa3, te and varlen that can run here and computes this model's sinks or
     soft cap, if it has any; else sdpa, or eager, which alone computes soft caps."""
 
-    frozen: tuple[Literal["vision", "projector", "language"], ...] = ()
+    frozen: tuple[Literal["vision", "audio", "projector", "language"], ...] = ()
     """Parts of a vision-language model that are not trained: the encoder of images, the projector after it, the
     language model."""
 

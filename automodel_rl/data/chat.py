@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
 from automodel_rl.data.checks import holds_chats
-from automodel_rl.data.images import ImageReader, image_parts
+from automodel_rl.data.media import MediaReaders, open_readers
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.turns import MARKS_REMEDY, Span, find_turns
@@ -21,7 +21,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.read import read_config
 from automodel_rl.support.description import ImageForm, image_form, language_config
-from automodel_rl.support.families import VISION_FAMILIES
+from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 
 OF_PROCESSOR = "chat_template.json"
 """File in which transformers 4 stored the chat template of a model with images."""
@@ -74,11 +74,9 @@ def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
     pixels = (config.data.min_pixels, config.data.max_pixels)
-    images = None
-    if model.model_type in VISION_FAMILIES:
-        images = ImageReader(files.folder, model, pixels, _breaks(tokenizer, model, folder))
+    media = open_readers(files.folder, model, pixels, _breaks(tokenizer, model, folder))
     train_on = config.data.train_on if isinstance(config, SFTConfig) else "all"
-    return ChatTokenizer(tokenizer, train_on, images, config.data.chat_template_kwargs)
+    return ChatTokenizer(tokenizer, train_on, media, config.data.chat_template_kwargs)
 
 
 BREAKS = ("[IMG_BREAK]", "[IMG_END]")
@@ -87,7 +85,7 @@ BREAKS = ("[IMG_BREAK]", "[IMG_END]")
 
 def _breaks(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, folder: Path) -> tuple[int, int] | None:
     """The ids of `BREAKS`, for a model whose images have rows."""
-    if image_form(model) is not ImageForm.ANY_SIZE:
+    if model.model_type not in MULTIMODAL_FAMILIES or image_form(model) is not ImageForm.ANY_SIZE:
         return None
     known = tokenizer.get_vocab()
     if not known.keys() >= {*BREAKS}:
@@ -121,7 +119,7 @@ class ChatTokenizer:
     Args:
         tokenizer: a tokenizer with a chat template.
         train_on: "all" or "last": the mask covers all trained turns of a chat, or only its last turn.
-        images: reads the images of chats, for a model with a vision component; None for any other model.
+        media: reads the images and audio of chats; None for a model that reads text only.
         variables: further variables for the chat template.
 
     Raises:
@@ -132,13 +130,13 @@ class ChatTokenizer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         train_on: str,
-        images: ImageReader | None = None,
+        media: MediaReaders | None = None,
         variables: Mapping[str, Any] | None = None,
     ):
-        self.tokenizer, self.train_on, self.images = tokenizer, train_on, images
-        self.template = ChatTemplate(tokenizer, images is not None, variables)
-        if images is not None and images.text is not None:
-            self.template = _with_image_text(self.template, *images.text)
+        self.tokenizer, self.train_on, self.media = tokenizer, train_on, media
+        self.template = ChatTemplate(tokenizer, () if media is None else tuple(media.of_parts), variables)
+        if media is not None and media.images is not None and media.images.text is not None:
+            self.template = _with_image_text(self.template, *media.images.text)
 
     def __call__(self, chat: Chat, where: str) -> TokenSequence:
         """Tokenises a chat.
@@ -161,7 +159,7 @@ class ChatTokenizer:
         mask = torch.zeros(len(ids), dtype=torch.bool)
         for start, end in spans:
             mask[start:end] = True
-        return self._with_images(TokenSequence(torch.tensor(ids), mask), chat, where)
+        return self._with_media(TokenSequence(torch.tensor(ids), mask), chat, where)
 
     def text_sequence(self, text: str) -> TokenSequence:
         """A text with the end token, all of it trained, and with what the tokenizer itself puts before texts."""
@@ -183,13 +181,12 @@ class ChatTokenizer:
         ids = self.template.encode(chat, where, add_generation_prompt=True)["input_ids"]
         self.template.check(chat, where, add_generation_prompt=True)
         sequence = TokenSequence(torch.tensor(ids), torch.zeros(len(ids), dtype=torch.bool))
-        return self._with_images(sequence, chat, where)
+        return self._with_media(sequence, chat, where)
 
-    def _with_images(self, sequence: TokenSequence, chat: Chat, where: str) -> TokenSequence:
-        if self.images is None:
+    def _with_media(self, sequence: TokenSequence, chat: Chat, where: str) -> TokenSequence:
+        if self.media is None:
             return sequence
-        images = [self.images(part["path"], where) for part in image_parts(chat.messages)]
-        return self.images.expand(sequence, images, where)
+        return self.media.expand(sequence, self.media.read(chat.messages, where), where)
 
     def _turns(self, chat: Chat, where: str) -> list[int]:
         """Places of the turns that the mask covers."""
@@ -238,7 +235,7 @@ def _with_image_text(template: ChatTemplate, written: str, wanted: str) -> ChatT
     """
     tokenizer = copy.copy(template.tokenizer)
     tokenizer.chat_template = str(tokenizer.chat_template).replace(written, wanted)
-    changed = ChatTemplate(tokenizer, template.sees_images, template.variables)
+    changed = ChatTemplate(tokenizer, template.reads, template.variables)
     return changed if wanted in (changed.text(ONE_IMAGE) or "") else template
 
 

@@ -10,7 +10,7 @@ from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import CommonBatchConfig, ExamplesConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.images import cut
+from automodel_rl.data.media import cut
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import Pair, Reader, Text, chats_of, read_chat, read_pair
 from automodel_rl.data.sampler import Draw

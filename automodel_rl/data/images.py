@@ -15,11 +15,11 @@ from transformers import AutoImageProcessor, PretrainedConfig
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from automodel_rl.batch import Image, TokenSequence
+from automodel_rl.batch import Image
 from automodel_rl.errors import InputError
 from automodel_rl.model.vision import blank_image, token_patches
 from automodel_rl.support.description import ImageForm, image_form
-from automodel_rl.support.families import VISION_FAMILIES
+from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """EXIF's orientation tag, and the values with which a picture is shown with height and width exchanged."""
@@ -50,7 +50,7 @@ class ImageReader:
         breaks: tuple[int, int] | None = None,
     ):
         self.blank, self.token_id = blank_image(config), config.image_token_id
-        self.text = VISION_FAMILIES[config.model_type].image_text
+        self.text = MULTIMODAL_FAMILIES[config.model_type].image_text
         self.form, self.breaks = image_form(config), breaks
         self.merge, self.side = token_patches(config), token_patches(config) * config.vision_config.patch_size
         try:
@@ -89,7 +89,7 @@ class ImageReader:
             height, width = _size(source)
         except (OSError, ValueError) as error:
             raise _unreadable(source, where, error) from None
-        pixels = functools.partial(self.pixels, source, where)
+        pixels = functools.partial(self.load, source, where)
         if self.form is ImageForm.ONE_SIZE:
             return dataclasses.replace(self.blank, pixels=pixels, source=source)
         if self.form is ImageForm.ANY_SIZE:
@@ -112,7 +112,7 @@ class ImageReader:
         rows, columns = ((size - 1) // self.side + 1 for size in (height, width))
         return Image(0, rows * (columns + 1), (1, rows * self.merge, columns * self.merge), pixels, source, row=columns)
 
-    def pixels(self, source: str | bytes, where: str) -> Tensor:
+    def load(self, source: str | bytes, where: str) -> Tensor:
         """The pixels of a picture, from the model's image processor.
 
         Args:
@@ -131,50 +131,17 @@ class ImageReader:
         found = torch.as_tensor(self.processor(images=[picture], return_tensors="pt", **options)["pixel_values"])
         return found if self.form is ImageForm.PATCHES else found[0]
 
-    def expand(self, sequence: TokenSequence, images: list[Image], where: str) -> TokenSequence:
-        """A sequence in which each image has all of its tokens. The chat template writes only one for each image.
+    def write_breaks(self, ids: Tensor, image: Image) -> None:
+        """Writes the tokens that break the rows of an image, in place.
 
         Args:
-            sequence: the tokens that the chat template wrote.
-            images: the chat's images, in order.
-            where: the chat's place in the data, for error messages.
-
-        Raises:
-            InputError: the sequence has more or fewer image tokens than there are images.
+            ids: token ids of the image's sequence, with image tokens only in the image's place.
+            image: the image.
         """
-        found = (sequence.input_ids == self.token_id).nonzero()[:, 0].tolist()
-        if len(found) != len(images):
-            raise InputError(
-                f"{where}: the chat template writes {len(found)} image tokens for {len(images)} images: use a template "
-                "that writes one for each part of type image, and no such token in texts"
-            )
-        counts = torch.ones_like(sequence.input_ids)
-        counts[found] = torch.tensor([image.num_tokens for image in images], dtype=counts.dtype)
-        starts = (counts.cumsum(0) - counts)[found].tolist()
-        mask = sequence.loss_mask & (sequence.input_ids != self.token_id)
-        ids = sequence.input_ids.repeat_interleave(counts)
-        moved = tuple(image.moved(start) for image, start in zip(images, starts, strict=True))
-        for image in moved:
-            if image.row:
-                assert self.breaks is not None  # a chat tokenizer has found them
-                last = image.start + image.num_tokens - 1
-                ids[image.start + image.row : last : image.row + 1], ids[last] = self.breaks
-        return TokenSequence(ids, mask.repeat_interleave(counts), images=moved)
-
-
-def cut(sequence: TokenSequence, limit: int) -> TokenSequence:
-    """The first `limit` tokens of a sequence, or fewer if an image would be cut in two: then the sequence ends before
-    it."""
-    whole = [image for image in sequence.images if image.start + image.num_tokens <= limit]
-    if len(whole) < len(sequence.images):
-        limit = min(limit, sequence.images[len(whole)].start)
-    return TokenSequence(sequence.input_ids[:limit], sequence.loss_mask[:limit], images=tuple(whole))
-
-
-def image_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parts of type image in messages, in order."""
-    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+        if image.row:
+            assert self.breaks is not None  # a chat tokenizer has found them
+            last = image.start + image.num_tokens - 1
+            ids[image.start + image.row : last : image.row + 1], ids[last] = self.breaks
 
 
 def _size(source: str | bytes) -> tuple[int, int]:

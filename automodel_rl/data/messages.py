@@ -3,14 +3,19 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from automodel_rl.config.data import Column
 from automodel_rl.errors import InputError
 
 Message = dict[str, Any]
 
-PARTS = ("text", "image")
+MEDIA_PARTS: dict[str, Column] = {"image": "images", "audio": "audio"}
+"""Types of parts that stand for files, each with the column that may name the files."""
+
+PARTS = ("text", *MEDIA_PARTS)
 """Types of parts, for a content that is a list of parts."""
 
 
@@ -46,6 +51,12 @@ class Chat:
     def until(self, end: int) -> "Chat":
         """The chat up to the message at `end`, without that message."""
         return dataclasses.replace(self, messages=self.messages[:end])
+
+
+def media_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The parts of messages that are images or audio, in order."""
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    return [part for part in parts if isinstance(part, dict) and part.get("type") in MEDIA_PARTS]
 
 
 def checked_messages(value: Any, column: str, where: str, role: str | None = None) -> list[Message]:
@@ -123,7 +134,7 @@ def _check_message(message: Message, turn: int, where: str) -> None:
 def _check_part(part: Any, where: str) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in PARTS:
-        raise InputError(f"{where}: a part of content has type {kind!r}: use parts of type text and image only")
+        raise InputError(f"{where}: a part of content has type {kind!r}: use parts of type {', '.join(PARTS)} only")
     if kind == "text" and not isinstance(part.get("text"), str):
         raise InputError(f"{where}: a part of type text has {part.get('text')!r:.40} for text: give a text")
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_rl.batch import Image
+from automodel_rl.batch import Media
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.images import image_parts
-from automodel_rl.data.messages import Message
+from automodel_rl.data.messages import MEDIA_PARTS, Message, media_parts
 from automodel_rl.data.records import read_example, read_prompt
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.data.sources import Sources
@@ -26,14 +25,14 @@ class Prompt:
         example: the record, as reward functions get it.
         number: the prompt's place in the stream.
         messages: the messages of the prompt.
-        images: the images among the tokens, in order.
+        media: the images and clips among the tokens, in order.
     """
 
     token_ids: list[int]
     example: dict[str, Any]
     number: int
     messages: list[Message] = field(default_factory=list)
-    images: tuple[Image, ...] = ()
+    media: tuple[Media, ...] = ()
 
 
 class PromptStream:
@@ -104,9 +103,11 @@ class PromptStream:
             )
         chat = dataclasses.replace(chat, tools=chat.tools or self.tools)
         opening, example = self.chat.opening(chat, where), read_example(record, config)
-        if opening.images:  # rewards get pictures that they can open, wherever the record's paths begin
-            example["images"] = [part["path"] for part in image_parts(chat.messages)]
-        return Prompt(opening.input_ids.tolist(), example, number, chat.messages, opening.images)
+        for kind, column in MEDIA_PARTS.items():
+            # Rewards get files that they can open, wherever the record's paths begin.
+            if paths := [part["path"] for part in media_parts(chat.messages) if part["type"] == kind]:
+                example[column] = paths
+        return Prompt(opening.input_ids.tolist(), example, number, chat.messages, opening.media)
 
     def every_prompt(self) -> list[Prompt]:
         """All prompts that are short enough, each once, in the order of the files."""

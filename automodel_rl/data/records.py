@@ -7,8 +7,8 @@ from typing import Any
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import Column
 from automodel_rl.data.columns import MISSING, look_up, names_of, optional, required, value_of
+from automodel_rl.data.media_files import with_media_files
 from automodel_rl.data.messages import Chat, Message, checked_messages, checked_tools
-from automodel_rl.data.pictures import with_pictures
 from automodel_rl.errors import InputError
 
 
@@ -63,7 +63,7 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat 
         prompt = _messages(record, config, "prompt", where, role="user")
         messages = _messages(record, config, "completion", where, role="assistant")
     system = _system(record, config, [*prompt, *messages], where)
-    messages = with_pictures([*system, *prompt, *messages], record, config, where)
+    messages = with_media_files([*system, *prompt, *messages], record, config, where)
     chat = Chat(messages, _tools(record, config, where), start=len(system) + len(prompt) if prompt else 0)
     if not chat.turns:
         roles = ", ".join(message["role"] for message in messages) or "none"
@@ -130,7 +130,7 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
     for name, messages in zip(columns, completions, strict=True):
         if not messages or messages[-1]["role"] != "assistant":
             raise InputError(f"{where}: {name} must end with a turn of the assistant: add one or remove the record")
-        whole = with_pictures([*prompt, *messages], record, config, where)
+        whole = with_media_files([*prompt, *messages], record, config, where)
         chats.append(_with_trained(Chat(whole, tools, start=len(prompt)), f"{where}, {name}"))
     return Pair(*chats)
 
@@ -156,7 +156,7 @@ def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Cha
     prompt = _messages(record, config, "prompt", where, role="user")
     if not prompt or prompt[-1]["role"] == "assistant":
         raise InputError(f"{where}: prompt must end with a turn that the assistant can answer")
-    prompt = with_pictures([*_system(record, config, prompt, where), *prompt], record, config, where)
+    prompt = with_media_files([*_system(record, config, prompt, where), *prompt], record, config, where)
     return Chat(prompt, _tools(record, config, where), start=len(prompt))
 
 

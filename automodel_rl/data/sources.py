@@ -47,7 +47,7 @@ class ArrowRecords:
     """
 
     def __init__(self, records: Any, name: str):
-        self.records, self.name = _with_closed_images(records), name
+        self.records, self.name = _with_closed_files(records), name
         if not len(records):
             raise InputError(f"{name}: the dataset is empty")
 
@@ -213,13 +213,14 @@ def _refuse_tables(folder: Path) -> None:
         )
 
 
-def _with_closed_images(records: Any) -> Any:
-    """The dataset with images as bytes or paths. Images are opened only on the ranks that encode them."""
-    from datasets import Image, List
+def _with_closed_files(records: Any) -> Any:
+    """The dataset with images and audio as bytes or paths. They are opened only on the ranks that encode them."""
+    from datasets import Audio, Image, List
 
     for name, feature in records.features.items():
-        if isinstance(feature, Image):
-            records = records.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            records = records.cast_column(name, List(Image(decode=False)))
+        for kind in (Image, Audio):
+            if isinstance(feature, kind):
+                records = records.cast_column(name, kind(decode=False))
+            elif isinstance(feature, List) and isinstance(feature.feature, kind):
+                records = records.cast_column(name, List(kind(decode=False)))
     return records

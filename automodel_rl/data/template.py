@@ -3,16 +3,15 @@
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, meta
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.data.images import image_parts
 from automodel_rl.data.kinds import ARGUMENTS, BEGIN_THOUGHT, END_THOUGHT, THOUGHTS, facts_of, says_more, thought_in
-from automodel_rl.data.messages import Chat, Message, function_of
+from automodel_rl.data.messages import Chat, Message, function_of, media_parts
 from automodel_rl.errors import InputError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -66,7 +65,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: a tokenizer with a chat template.
-        sees_images: whether the model reads images.
+        reads: types of parts besides text that the model reads: "image", "audio".
         variables: further variables for the template.
 
     Raises:
@@ -79,9 +78,12 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, sees_images: bool, variables: Mapping[str, Any] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reads: Collection[str] = (),
+        variables: Mapping[str, Any] | None = None,
     ):
-        self.tokenizer, self.sees_images, self.variables = tokenizer, sees_images, dict(variables or {})
+        self.tokenizer, self.reads, self.variables = tokenizer, reads, dict(variables or {})
         _check_variables(self.variables, str(tokenizer.chat_template))
         self.has_marks = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
         self.reads_parts_only = self._reads_parts_only()
@@ -100,12 +102,14 @@ class ChatTemplate:
             The tokenizer's mapping, with `input_ids`.
 
         Raises:
-            InputError: the template refuses the chat, or it has images and the model cannot read them.
+            InputError: the template refuses the chat, or it has images or audio that the model cannot read.
         """
         if self.tokenizer.chat_template is None:
             raise InputError(f"{where}: the tokenizer has no chat template for it: give one in data.chat_template")
-        if not self.sees_images and image_parts(chat.messages):
-            raise InputError(f"{where}: has an image, and the model only reads text: use a vision-language model")
+        other = next((part["type"] for part in media_parts(chat.messages) if part["type"] not in self.reads), None)
+        if other is not None:
+            read = " and ".join(["text", *self.reads])
+            raise InputError(f"{where}: has a part of type {other}, and the model reads {read} only: use another model")
         tree = self._tree(chat)
         try:
             return self.tokenizer.apply_chat_template(

@@ -84,7 +84,7 @@ class Engine:
 
     def __init__(self, handle: ModelHandle, optimizer: Settings | None = None, total_steps: int | None = None):
         self.handle, self.runner = handle, StepRunner(handle)
-        configs = of_components(optimizer or OptimizerConfig(decay="constant"))
+        configs = of_components(optimizer or OptimizerConfig(decay="constant"), handle.meshes.encoders)
         self.config = configs["language"]
         # Raises if the rate decays without an end.
         learning_rate(self.config, warmup_steps(self.config, total_steps), total_steps)

@@ -1,6 +1,6 @@
 """Settings of the optimizer for components and for groups of parameters, and checks that they fit the model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.errors import InputError
@@ -16,31 +16,33 @@ Settings = OptimizerConfig | Mapping[str, OptimizerConfig]
 """Settings of the optimizer for all components, or for each by its name."""
 
 
-def of_components(settings: Settings) -> dict[str, OptimizerConfig]:
+def of_components(settings: Settings, encoders: Iterable[str]) -> dict[str, OptimizerConfig]:
     """The settings of every component's optimizer.
 
     Args:
-        settings: those of all components; or those of `language`, and of `vision` if they differ. They may differ in
+        settings: those of all components; or those of `language`, and of encoders if they differ. They may differ in
             all but `SHARED`.
+        encoders: the names of the model's encoders.
 
     Raises:
         InputError: there are none for the language model, some for something else, or they differ in what all
             components share.
     """
     configs = {"language": settings} if isinstance(settings, OptimizerConfig) else settings
-    if "language" not in configs or configs.keys() - {"language", "vision"}:
-        raise InputError(
-            f"optimizer has settings for {[*configs]}: give some for language and, if you want, for vision"
-        )
+    names = [*encoders]
+    if "language" not in configs or configs.keys() - {"language", *names}:
+        wanted = " and, if you want, for ".join(["language", *names])
+        raise InputError(f"optimizer has settings for {[*configs]}: give some for {wanted}")
     whole = configs["language"]
-    vision = configs.get("vision", whole)
-    for key in SHARED:
-        if getattr(vision, key) != getattr(whole, key):
-            raise InputError(
-                f"optimizer: {key} is {getattr(vision, key)} for vision and {getattr(whole, key)} for language: all "
-                "components share schedule, gradient norm and skipped steps, so give both the same"
-            )
-    return {"language": whole, "vision": vision}
+    for name in names:
+        encoder = configs.get(name, whole)
+        for key in SHARED:
+            if getattr(encoder, key) != getattr(whole, key):
+                raise InputError(
+                    f"optimizer: {key} is {getattr(encoder, key)} for {name} and {getattr(whole, key)} for language: "
+                    "all components share schedule, gradient norm and skipped steps, so give all the same"
+                )
+    return {"language": whole, **{name: configs.get(name, whole) for name in names}}
 
 
 def check_groups(handle: ModelHandle, configs: Mapping[str, OptimizerConfig]) -> None:
@@ -60,8 +62,8 @@ def check_groups(handle: ModelHandle, configs: Mapping[str, OptimizerConfig]) ->
             "optimizer.groups: the model's head is tied to its embedding, and a pipeline holds two copies: name "
             "both embed_tokens and lm_head in one group"
         )
-    has_one = configs["vision"] is config
-    for which in ("language",) if has_one else ("language", "vision"):
+    has_one = all(of is config for of in configs.values())
+    for which in ("language",) if has_one else configs:
         names = [
             name
             for component in handle.components

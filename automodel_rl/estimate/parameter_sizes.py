@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.mixture.experts import transpose_experts
-from automodel_rl.model.vision import encoder_of, freeze, split_modules
+from automodel_rl.model.encoder import as_encoder, freeze
+from automodel_rl.model.multimodal import split_modules
 from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
 from automodel_rl.support.description import language_config
-from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
+from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
+from automodel_rl.support.families import FAMILIES
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -65,8 +67,8 @@ def causal_model(config: PretrainedConfig, **options: Any) -> Any:
 
 
 def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: ModelConfig) -> list[Any]:
-    """The language model and, of a vision-language model, the encoder, on the meta device, with adapters if the config
-    has them, and with what is frozen.
+    """The language model and the encoders of a multimodal model, on the meta device, with adapters if the config has
+    them, and with what is frozen.
 
     Args:
         config: the config of the whole model.
@@ -74,22 +76,22 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
         model_config: the config section with adapters and frozen parts.
     """
     lora = model_config.lora
-    if config.model_type not in VISION_FAMILIES:
+    if config.model_type not in MULTIMODAL_FAMILIES:
         with torch.device("meta"):
             model = causal_model(config, dtype=dtype)
         if lora is not None:
             add_adapters(model, lora)
         return [model]
     with torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=dtype)
+        whole = AutoModelForMultimodalLM.from_config(copy.deepcopy(config), dtype=dtype)
         transpose_experts(whole, FAMILIES[language_config(config).model_type])
-        language, vision = split_modules(whole, language_config(config))
+        language, encoders = split_modules(whole, language_config(config))
         if config.tie_word_embeddings:
             language.lm_head.weight = language.model.embed_tokens.weight
-    freeze(language, vision, model_config.frozen)
+    freeze(language, encoders, model_config.frozen)
     if lora is not None:
-        add_adapters(language, lora, encoder_of(vision))
-    return [language, vision]
+        add_adapters(language, lora, [as_encoder(part) for part in encoders.values()])
+    return [language, *encoders.values()]
 
 
 def parameter_sizes(model: Any, parallel: ParallelConfig) -> Iterator[ParameterSize]:

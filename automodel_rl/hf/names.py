@@ -54,9 +54,9 @@ class Piece:
 
 def pieces(name: str, shape: tuple[int, ...], family: str) -> Iterator[Piece]:
     """The checkpoint's tensors that make up a model's tensor."""
-    vision = FAMILIES[family].vision
-    if vision is not None:
-        start, in_files = next((pair for pair in vision.in_files if name.startswith(pair[0])), ("", ""))
+    multimodal = FAMILIES[family].multimodal
+    if multimodal is not None:
+        start, in_files = next((pair for pair in multimodal.in_files if name.startswith(pair[0])), ("", ""))
         name = in_files + name.removeprefix(start)
     for in_model, in_files in FAMILIES[family].renamed:
         name = re.sub(in_model, in_files, name)

@@ -20,25 +20,27 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class Encoder:
-    """The part of a vision-language model before its language model, as adapters see it.
+    """An encoder before a language model, as adapters see it.
 
     Attributes:
         part: the encoder with its projector.
+        name: its component.
         projectors: full names of the modules that are the projector.
     """
 
     part: nn.Module
+    name: str
     projectors: tuple[str, ...]
 
     def target_of(self, layer: str, targets: Sequence[str]) -> str | None:
         """The target that means a layer, by its full name; None if none does. Names that are not whole mean the
         language model."""
-        whole = "projector" if layer.startswith(tuple(f"{name}." for name in self.projectors)) else "vision"
+        whole = "projector" if layer.startswith(tuple(f"{name}." for name in self.projectors)) else self.name
         by_name = (target for target in targets if layer in (target, f"model.{target}"))
         return whole if whole in targets else next(by_name, None)
 
 
-def add_adapters(model: nn.Module, config: LoraConfig, encoder: Encoder | None = None) -> LoraConfig:
+def add_adapters(model: nn.Module, config: LoraConfig, encoders: Sequence[Encoder] = ()) -> LoraConfig:
     """Freezes a model without storage and gives its target layers and experts adapters, in place.
 
     A layer then computes W x + b + scale * B A x. The names of its own weights stay. Modules to save stay trained.
@@ -46,7 +48,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, encoder: Encoder | None =
     Args:
         model: a causal language model.
         config: the adapters' config.
-        encoder: the encoder of a vision-language model; None for a model that reads text only.
+        encoders: the encoders of a multimodal model.
 
     Returns:
         The config with only those targets that the model has.
@@ -54,7 +56,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, encoder: Encoder | None =
     Raises:
         InputError: the model has none of the targets, or not one of the modules to save.
     """
-    parts = [model] if encoder is None else [model, encoder.part]
+    parts = [model, *(encoder.part for encoder in encoders)]
     for parameter in itertools.chain(*(part.parameters() for part in parts)):
         parameter.requires_grad_(False)
     _train_whole(model, parts, config)
@@ -64,7 +66,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, encoder: Encoder | None =
         targets = tuple(sorted({*targets, *(name.rpartition(".")[2] for name in linears if name != HEAD)}))
     found = add_expert_adapters(model, config)
     chosen = [(next((t for t in targets if is_named(name, t)), None), linear) for name, linear in linears.items()]
-    if encoder is not None:
+    for encoder in encoders:
         chosen += [(encoder.target_of(name, targets), linear) for name, linear in _linears(encoder.part).items()]
     for target, linear in chosen:
         if target is None or linear.weight.requires_grad:  # a module to save needs no adapter

@@ -266,7 +266,7 @@ def _name_in_class(name: str, family: str) -> str:
 
 
 def _is_seeing(family: str) -> bool:
-    return FAMILIES[family].vision is not None
+    return FAMILIES[family].multimodal is not None
 
 
 def _own_name(name: str) -> str:

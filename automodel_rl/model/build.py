@@ -6,36 +6,38 @@ from typing import Any
 import torch
 from nemo_automodel.components.utils.model_utils import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from automodel_rl.compat.nemo import nemo_model
 from automodel_rl.compat.nemo_mixtures import nemo_mixture
 from automodel_rl.config.model import Implementation
 from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_experts
 from automodel_rl.model.attention import register_attention
+from automodel_rl.model.encoder import EncoderPart
 from automodel_rl.model.linear_attention import set_decays_apart
-from automodel_rl.model.vision import VisionPart, split_modules
+from automodel_rl.model.multimodal import split_modules
 from automodel_rl.support.description import language_config
-from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
+from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
+from automodel_rl.support.families import FAMILIES
 
 
 @dataclass(frozen=True)
 class EmptyModel:
-    """A model without storage, divided into language model and encoder.
+    """A model without storage, divided into language model and encoders.
 
     Attributes:
         config: the config of the whole model.
         language: a causal language model, or a module with the same names.
-        vision: the encoder; None for a model that only reads text.
+        encoders: the encoders by component; none for a model that only reads text.
     """
 
     config: PretrainedConfig
     language: Any
-    vision: VisionPart | None
+    encoders: dict[str, EncoderPart]
 
     @property
     def parts(self) -> list[Any]:
-        return [self.language] if self.vision is None else [self.language, self.vision]
+        return [self.language, *self.encoders.values()]
 
 
 def build_empty_model(
@@ -61,11 +63,12 @@ def build_empty_model(
         if implementation == "nemo_automodel" and not family.is_moe:
             assert family.nemo_class is not None  # the table has refused other families
             model = nemo_model(family.nemo_class, config, dtype, attention)
-        elif config.model_type in VISION_FAMILIES:
-            model = AutoModelForImageTextToText.from_config(
+        elif config.model_type in MULTIMODAL_FAMILIES:
+            encoders = MULTIMODAL_FAMILIES[config.model_type].encoders
+            model = AutoModelForMultimodalLM.from_config(
                 config,
                 dtype=dtype,
-                attn_implementation={"text_config": attention, "vision_config": "sdpa"},
+                attn_implementation={"text_config": attention, **{f"{name}_config": "sdpa" for name in encoders}},
                 experts_implementation={"text_config": EXPERTS},
             )
         else:
@@ -79,10 +82,10 @@ def build_empty_model(
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
     transpose_experts(model, FAMILIES[language_config(config).model_type])
-    if config.model_type not in VISION_FAMILIES:
+    if config.model_type not in MULTIMODAL_FAMILIES:
         set_decays_apart(model)
         _make_uniform(model, dtype, FAMILIES[config.model_type].router_bias)
-        return EmptyModel(config, model, None)
+        return EmptyModel(config, model, {})
     return EmptyModel(config, *split_modules(model, language_config(config)))
 
 

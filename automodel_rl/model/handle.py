@@ -27,13 +27,13 @@ from automodel_rl.mixture.routers import router_shape, routers_of
 from automodel_rl.model.attention import choose_attention
 from automodel_rl.model.build import EmptyModel, build_empty_model
 from automodel_rl.model.compiled_layers import are_compiled
+from automodel_rl.model.encoder import as_encoder, freeze, parallelise_encoder
 from automodel_rl.model.float8 import check_float8
 from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.offload import Offload
 from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.model.split import split_model
-from automodel_rl.model.vision import encoder_of, freeze, parallelise_encoder
 from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout, Meshes, build_meshes
@@ -49,7 +49,7 @@ class Component:
     """Parts of the model that share meshes.
 
     Attributes:
-        name: "language", or "vision" for the encoder of images with its projector.
+        name: "language", or the encoder's, "vision" or "audio".
         parts: this rank's parts of the component.
         layout: this rank's place among the component's ranks.
     """
@@ -64,7 +64,7 @@ class Component:
 
 
 class ModelHandle:
-    """A causal or vision-language model on any layout: its parts, their layouts, and its tensors as they are in Hugging
+    """A causal or multimodal model on any layout: its parts, their layouts, and its tensors as they are in Hugging
     Face files. `StepRunner` runs it.
 
     Attributes:
@@ -77,14 +77,14 @@ class ModelHandle:
         meshes: the layouts of its components.
         stages: this rank's pipeline stages of the language model.
         layout: this rank's place among the ranks of the language model; it may be a guest there (see `Layout`).
-        flops: gives the FLOPs of a sequence in a training step by its length; those of the encoder do not count.
+        flops: gives the FLOPs of a sequence in a training step by its length; those of encoders do not count.
         router_shape: the shape of the whole model's routes; None for a dense model.
         num_deepstack: number of the language model's first layers after which features of images are added.
         extras: what a step needs of each part of the language model, in the order of `stages`.
         unused_tensors: names of tensors of the checkpoint that the model does not have, such as its MTP layers.
-        partial_in_encoder: parameters of the encoder, as (module, name), for which each tp rank's gradient is only a
+        partial_in_encoders: parameters of each encoder, as (module, name), for which each tp rank's gradient is only a
             summand.
-        trains_encoder: whether anything of the encoder or the projector is trained.
+        trained_encoders: names of the encoders of which anything is trained, projector included.
         has_changed: whether training or a checkpoint has changed the weights since they were loaded.
         tied: the two copies of a tied embedding that a pipeline has split; None for other models and layouts.
 
@@ -111,11 +111,12 @@ class ModelHandle:
         self.num_deepstack = num_deepstack(self.whole_config)
         self.extras = [parallelise(part, self.layout, model, memory, self.num_deepstack) for part in language]
         self.components = [Component("language", language, self.layout)] if language else []
-        self.trains_encoder = empty.vision is not None and any(p.requires_grad for p in empty.vision.parameters())
-        self.partial_in_encoder: list[tuple[nn.Module, str]] = []
-        if empty.vision is not None and meshes.vision is not None and not meshes.vision.is_guest:
-            self.partial_in_encoder = parallelise_encoder(empty.vision, meshes.vision, model, memory)
-            self.components.append(Component("vision", [empty.vision], meshes.vision))
+        self.trained_encoders = {n for n, of in empty.encoders.items() if any(p.requires_grad for p in of.parameters())}
+        self.partial_in_encoders: dict[str, list[tuple[nn.Module, str]]] = {}
+        for name, layout in meshes.encoders.items():
+            if not layout.is_guest:
+                self.partial_in_encoders[name] = parallelise_encoder(empty.encoders[name], layout, model, memory)
+                self.components.append(Component(name, [empty.encoders[name]], layout))
         self.parts = [part for component in self.components for part in component.parts]
         is_cut = self.whole_config.tie_word_embeddings and self.layout.parallel.pp > 1
         self.tied = tied_embedding(language, self.layout) if is_cut else None
@@ -140,8 +141,8 @@ class ModelHandle:
             model: folder or hub id, or a `ModelConfig` for more settings.
             parallel: sizes of the mesh axes; by default one rank.
             memory: what is recomputed, offloaded or compiled; by default nothing.
-            components: ranks and sizes for each component of a vision-language model, in place of `parallel`. By
-                default both components are on all ranks.
+            components: ranks and sizes for each component of a multimodal model, in place of `parallel`. By default
+                all components are on all ranks.
 
         Raises:
             InputError: the layout does not fit the model or the job, or the checkpoint is missing or damaged.
@@ -155,7 +156,7 @@ class ModelHandle:
         asked = Combination(description, model, parallel, memory, components)
         check_supported(asked)
         device = join_process_group(parallel.world_size if components is None else components.world_size)
-        meshes = build_meshes(parallel, components, device, has_encoder=description.vision is not None)
+        meshes = build_meshes(parallel, components, device, [*description.encoders])
         compute, master = dtypes_of(model)
         compiled = are_compiled(asked, device, compute)
         attention = choose_attention(asked, device, compute, compiled)
@@ -167,12 +168,12 @@ class ModelHandle:
         for part in empty.parts:
             checkpoint.check(part)
         unused = checkpoint.unused(empty.parts)
-        encoder = None if empty.vision is None else encoder_of(empty.vision)
-        lora = None if model.lora is None else add_adapters(empty.language, model.lora, encoder)
+        encoders = [as_encoder(part) for part in empty.encoders.values()]
+        lora = None if model.lora is None else add_adapters(empty.language, model.lora, encoders)
         if files.adapters is not None:
             files.adapters.check(empty.parts)
-        if empty.vision is not None:
-            freeze(empty.language, empty.vision, model.frozen)
+        if empty.encoders:
+            freeze(empty.language, empty.encoders, model.frozen)
         handle = cls(empty, meshes, model.model_copy(update={"lora": lora}), memory, checkpoint.family)
         handle._name = files.name
         handle._checkpoint, handle.unused_tensors = checkpoint, unused
@@ -207,8 +208,8 @@ class ModelHandle:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the model has an encoder of images."""
-        return self.meshes.vision is not None
+        """Whether the model has an encoder, of images or of audio."""
+        return bool(self.meshes.encoders)
 
     @property
     def is_mixture(self) -> bool:

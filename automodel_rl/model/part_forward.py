@@ -31,7 +31,7 @@ class ForwardContext:
         softcap: the soft cap of the final logits; None for no cap.
         compiled: whether layers are compiled, and with them the head.
         embedding_factor, logit_factor: what the model multiplies embeddings and logits with.
-        num_deepstack: number of first layers after which features of images are added (batch/images.py).
+        num_deepstack: number of first layers after which features of images are added (batch/media.py).
     """
 
     tp: TensorParallel
@@ -93,12 +93,12 @@ def part_forward(
         hidden = body.embed_tokens(hidden)
         if context.embedding_factor != 1.0:
             hidden = hidden * context.embedding_factor
-        if microbatch.images.embeddings is not None:
-            hidden, features = microbatch.images.put_into(hidden)
+        if microbatch.media.embeddings is not None:
+            hidden, features = microbatch.media.put_into(hidden)
     else:
         carried = num_carried(part, context.num_deepstack, before=True)
-        num_images = len(microbatch.images.places)
-        hidden, *rows = hidden.split([hidden.shape[1] - carried * num_images, *[num_images] * carried], dim=1)
+        num_tokens = len(microbatch.media.places)
+        hidden, *rows = hidden.split([hidden.shape[1] - carried * num_tokens, *[num_tokens] * carried], dim=1)
         features = [added.squeeze(0) for added in rows]
     positions = microbatch.position_ids[None]
     turned_by = positions if microbatch.rotary_positions is None else microbatch.rotary_positions[:, None]
@@ -119,7 +119,7 @@ def part_forward(
             cp_group=context.cp_group,
         )
         if number < context.num_deepstack:
-            hidden = microbatch.images.add_to(hidden, features.pop(0))
+            hidden = microbatch.media.add_to(hidden, features.pop(0))
     if part.lm_head is None:
         return torch.cat([hidden, *(rows[None] for rows in features)], dim=1) if features else hidden
     return part.lm_head(context.tp.enter(body.norm(hidden)).squeeze(0), microbatch, output_fn)

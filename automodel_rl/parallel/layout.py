@@ -1,7 +1,7 @@
 """The meshes of a component and the process groups that belong to them.
 
-A model of one component has one layout, over all ranks of the job. Each component of a vision-language model has a
-layout of its own, over the same ranks or over other ones.
+A model of one component has one layout, over all ranks of the job. Each component of a multimodal model has a layout
+of its own, over the same ranks or over other ones.
 
 Every rank of the job has every layout. A rank that does not belong to a component is a guest of its layout. A guest of
 the language model has none of its parts and no microbatches. It takes part in the collectives of the whole job, and a
@@ -9,7 +9,7 @@ leader sends it the results of each step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -156,31 +156,32 @@ class Meshes:
 
     Attributes:
         language: the language model's layout; this rank may be a guest there.
-        vision: the encoder's layout; None for a model that reads text only.
+        encoders: the layouts of the encoders by name; none for a model that reads text only.
         components: the ranks and sizes of each component; None for a model of one component.
     """
 
     language: Layout
-    vision: Layout | None = None
+    encoders: dict[str, Layout] = field(default_factory=dict)
     components: ComponentsConfig | None = None
 
 
 def build_meshes(
-    parallel: ParallelConfig, components: ComponentsConfig | None, device: torch.device, *, has_encoder: bool
+    parallel: ParallelConfig, components: ComponentsConfig | None, device: torch.device, encoders: Sequence[str]
 ) -> Meshes:
     """Builds the meshes of all components. A collective: every rank of the job calls it with the same sizes.
 
     Args:
         parallel: sizes of the language model's mesh axes.
-        components: ranks and sizes of each component; by default both are on all ranks.
+        components: ranks and sizes of each component; by default all are on all ranks.
         device: the device on which this rank computes.
-        has_encoder: whether the model has an encoder of images.
+        encoders: the names of the model's encoders.
     """
-    if not has_encoder:
+    if not encoders:
         return Meshes(build_layout(parallel, device))
-    components = components or one_layout(parallel)
+    components = components or one_layout(parallel, encoders)
     language = build_layout(parallel, device, components.language.ranks)
-    return Meshes(language, build_layout(components.vision.parallel, device, components.vision.ranks), components)
+    layouts = {name: build_layout(of.parallel, device, of.ranks) for name, of in components.encoders.items()}
+    return Meshes(language, layouts, components)
 
 
 def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence[int] | None = None) -> Layout:

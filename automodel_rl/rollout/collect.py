@@ -15,7 +15,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.episodes.episode import Episode
-from automodel_rl.rollout.image_inputs import prompt_images
+from automodel_rl.rollout.media_inputs import prompt_media
 from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike, Rollout, TurnRoutes
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
@@ -98,7 +98,7 @@ class RolloutCollector:
         """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
         requests = [
-            Request(prompt.token_ids, self._seed(prompt, sample), sampling, images=prompt_images(prompt.images))
+            Request(prompt.token_ids, self._seed(prompt, sample), sampling, media=prompt_media(prompt.media))
             for prompt, sample in asked
         ]
         pending = Pending(group_size, asked, requests, self.supervisor.ranks.deal(len(asked)))

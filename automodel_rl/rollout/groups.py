@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import single_image_tokens
+from automodel_rl.batch import Audio, single_media_tokens
 from automodel_rl.config import FilterConfig
 from automodel_rl.errors import InputError
 from automodel_rl.losses.advantages import has_signal, overlong_penalty
@@ -135,10 +135,13 @@ def _conversation_record(conversation: Conversation | None) -> dict[str, Any]:
     }
 
 
-def _picture_record(prompt: Promptlike) -> dict[str, Any]:
-    """The paths of a prompt's pictures; for a picture without a file, the number of its bytes."""
-    sources = [image.source for image in prompt.images]
-    return {"images": [s if isinstance(s, str) else f"{len(s or b'')} bytes" for s in sources]} if sources else {}
+def _media_record(prompt: Promptlike) -> dict[str, Any]:
+    """The paths of a prompt's pictures and clips; for one without a file, the number of its bytes."""
+    found: dict[str, list[str]] = {}
+    for item in prompt.media:
+        name = item.source if isinstance(item.source, str) else f"{len(item.source or b'')} bytes"
+        found.setdefault("audio" if isinstance(item, Audio) else "images", []).append(name)
+    return found
 
 
 def rollout_records(
@@ -157,8 +160,8 @@ def rollout_records(
     """
     return [
         {
-            "prompt": tokenizer.decode(single_image_tokens(rollout.prompt_of(group.prompt), group.prompt.images)),
-            **_picture_record(group.prompt),
+            "prompt": tokenizer.decode(single_media_tokens(rollout.prompt_of(group.prompt), group.prompt.media)),
+            **_media_record(group.prompt),
             "completion": rollout.text,
             "reward": reward,
             "rewards": dict(zip(rewards, rollout.score.parts, strict=True)),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import GRPOConfig, PromptDataConfig
-from automodel_rl.data.images import ImageReader
+from automodel_rl.data.media import open_readers
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.model.handle import ModelHandle
@@ -86,7 +86,7 @@ def _transformers(
         device,
         adapters=None if lora is None else (lora, handle.source),
         capture_routes=config.router_replay.enabled,
-        images=ImageReader(handle.source, handle.whole_config, pixels) if handle.has_encoder else None,
+        media=open_readers(handle.source, handle.whole_config, pixels),
     )
     writing = Writing(tokenizer, rollout.batch_size, rollout.stop_token_ids)
     if not rollout.own_process:

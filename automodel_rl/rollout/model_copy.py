@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from automodel_rl.config.model import LoraConfig
-from automodel_rl.data.images import ImageReader
+from automodel_rl.data.media import MediaReaders
 from automodel_rl.errors import InputError
 from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import persistent_tensors
@@ -19,8 +19,8 @@ from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.layers import install_adapters, is_adapter
 from automodel_rl.mixture.experts import EXPERTS, experts_of, register_experts, transpose_experts
 from automodel_rl.mixture.routers import RouterOutput, in_order, routers_of
+from automodel_rl.model.multimodal import language_model
 from automodel_rl.model.part_forward import numbered_layers
-from automodel_rl.model.vision import language_model
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.support.families import FAMILIES
 
@@ -36,7 +36,7 @@ class ModelCopy:
         adapters: if only adapters are synced, their config and the checkpoint of the frozen model, from which the
             copy loads its weights. Else None, and the copy has no weights until the first weight sync.
         capture_routes: whether to note which experts tokens go to.
-        images: reads the images of prompts; None for a model that reads text only.
+        media: reads the media of prompts; None for a model that reads text only.
     """
 
     config: PretrainedConfig
@@ -44,7 +44,7 @@ class ModelCopy:
     device: torch.device
     adapters: tuple[LoraConfig, Path] | None = None
     capture_routes: bool = False
-    images: ImageReader | None = None
+    media: MediaReaders | None = None
 
 
 def build_model(copy: ModelCopy) -> Any:
@@ -56,7 +56,7 @@ def build_model(copy: ModelCopy) -> Any:
     config = type(copy.config).from_dict(copy.config.to_dict())  # the trained model's config names its own attention
     # transformers' sdpa ignores soft caps and sinks, and its grouped_mm does not support float64.
     kernels: dict[str, Any] = {"attn_implementation": "eager" if describe_model(config).lacks_sdpa else "sdpa"}
-    whole = AutoModelForCausalLM if copy.images is None else AutoModelForImageTextToText
+    whole = AutoModelForCausalLM if copy.media is None else AutoModelForMultimodalLM
     family = FAMILIES[language_config(config).model_type]
     if family.files_turn_experts:
         register_experts()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from automodel_rl.batch import Image
+from automodel_rl.batch import Media
 from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.rewards.scorer import Score
 
@@ -97,7 +97,7 @@ class Promptlike(Protocol):
     @property
     def number(self) -> int: ...
     @property
-    def images(self) -> Sequence[Image]: ...
+    def media(self) -> Sequence[Media]: ...
 
 
 @dataclass(frozen=True)

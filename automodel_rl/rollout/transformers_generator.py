@@ -12,7 +12,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.rollout.image_inputs import ImageInputs, next_positions
+from automodel_rl.rollout.media_inputs import MediaInputs, next_positions
 from automodel_rl.rollout.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
 from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.support.description import language_config
@@ -54,7 +54,7 @@ class TransformersGenerator:
     def __init__(self, copy: ModelCopy, writing: Writing):
         self.copy, self.writing, self.works_alone = copy, writing, False
         self.stop_ids = stop_ids(language_config(copy.config), writing.tokenizer, writing.stop_token_ids)
-        self.images = ImageInputs(copy.config, copy.images)
+        self.media = MediaInputs(copy.config, copy.media)
         self.model = build_model(copy)
         self.receiver = Receiver(synced_tensors(self.model, copy))
         self.recorder = RouteRecorder.of(self.model) if copy.capture_routes else None
@@ -135,7 +135,7 @@ class TransformersGenerator:
             if not keep:
                 break
             mask = inputs["attention_mask"][keep]
-            inputs = {  # images are in the cache by now
+            inputs = {  # media are in the cache by now
                 "input_ids": chosen[keep, None],
                 "attention_mask": torch.cat([mask, mask.new_ones(len(keep), 1)], dim=1),
                 "position_ids": next_positions(inputs["position_ids"][..., keep, :]),
@@ -162,10 +162,10 @@ class TransformersGenerator:
         for row, request in enumerate(requests):
             ids[row, longest - len(request.prompt) :] = torch.tensor(request.prompt)
             mask[row, longest - len(request.prompt) :] = 1
-        positions = self.images.positions(requests, longest)
+        positions = self.media.positions(requests, longest)
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inputs = {name: tensor.to(self.copy.device) for name, tensor in inputs.items()}
-        return inputs | self.images.of(requests, inputs["input_ids"], self.copy.dtype)
+        return inputs | self.media.of(requests, inputs["input_ids"], self.copy.dtype)
 
     def _uniforms(self, requests: list[Request]) -> Tensor:
         """Random numbers in [0, 1), one for every token of every request: float64 [requests, most tokens]."""

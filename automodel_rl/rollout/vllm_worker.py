@@ -149,7 +149,7 @@ class Worker:
                 names.append(f"{order.number}/{place}")
                 prompt, adapter = prompt_of(request, pictures), self.adapters.get(self.version)
                 self.engine.llm_engine.add_request(names[-1], prompt, params, lora_request=adapter)
-                if request.images:
+                if request.media:
                     self.prompts[names[-1]] = request.prompt
         except Exception as error:
             traceback.print_exc()
@@ -259,16 +259,16 @@ def prompt_of(request: Any, pictures: dict[Any, Any]) -> dict[str, Any]:
         request: the request.
         pictures: pictures that are open, by their source; others are added.
     """
-    if not request.images:
+    if not request.media:
         return {"prompt_token_ids": request.prompt}
     from PIL import Image
     from transformers.image_utils import load_image
 
-    for source in {image.source for image in request.images} - pictures.keys():
+    for source in {image.source for image in request.media} - pictures.keys():
         pictures[source] = load_image(Image.open(source if isinstance(source, str) else io.BytesIO(source)))
-    rest = {place for image in request.images for place in range(image.start + 1, image.start + image.num_tokens)}
+    rest = {place for image in request.media for place in range(image.start + 1, image.start + image.num_tokens)}
     ids = [token for place, token in enumerate(request.prompt) if place not in rest]
-    return {"prompt_token_ids": ids, "multi_modal_data": {"image": [pictures[i.source] for i in request.images]}}
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": [pictures[i.source] for i in request.media]}}
 
 
 def describe(error: Exception) -> str:

@@ -219,7 +219,7 @@ class Completions:
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, False, {})
+        return ChatTemplate(self.tokenizer)
 
     def _text(self, sequence: SampledSequence, stop: str | list[str] | None) -> str:
         """The text of a completion, without the token or the text that ended it."""

@@ -1,15 +1,15 @@
 """The bridge between an encoder and a language model, each on a mesh of its own, beside the pipeline schedule.
 
-The encoder's embeddings of images go over the bridge to the language model, and their gradients come back: those of a
+The encoder's embeddings of media go over the bridge to the language model, and their gradients come back: those of a
 whole step at once where ranks have both components, microbatch by microbatch where they have one. How many there are
 may differ from microbatch to microbatch.
 
-A lane is a data rank. An encoder lane has the ranks of all stages that share the encoder's work on an image. A language
-lane has those ranks of the first stage that share its microbatches. The leader of a lane sends for it: the first rank
-of the encoder's last stage, or of the language model's first.
+A lane is a data rank. An encoder lane has the ranks of all stages that share the encoder's work on an image or clip. A
+language lane has those ranks of the first stage that share its microbatches. The leader of a lane sends for it: the
+first rank of the encoder's last stage, or of the language model's first.
 
 The numbers of lanes decide which serve which. With fewer encoder lanes than language lanes, an encoder lane serves
-several language lanes (fan out). With more, several encoder lanes serve one language lane and divide its images
+several language lanes (fan out). With more, several encoder lanes serve one language lane and divide its media
 (fan in).
 
 Embeddings are broadcast, each time in a group of one language lane and the leader of an encoder lane that serves it.
@@ -54,8 +54,8 @@ class Bridge:
     """This rank's end of the bridge. Every method is a collective of all ranks with the encoder or a first stage.
 
     Args:
-        vision, language: the layouts of both components; this rank may be a guest of one.
-        vision_ranks, language_ranks: the ranks of the job that have them.
+        encoder, language: the layouts of both components; this rank may be a guest of one.
+        encoder_ranks, language_ranks: the ranks of the job that have them.
 
     Attributes:
         lanes: the lanes that this rank belongs to, by the data rank of the language lane.
@@ -64,9 +64,9 @@ class Bridge:
             the encoder.
     """
 
-    def __init__(self, vision: Layout, language: Layout, vision_ranks: Sequence[int], language_ranks: Sequence[int]):
-        self.vision, self.language = vision, language
-        encoders = torch.tensor(vision_ranks).reshape(vision.parallel.pp, -1, vision.parallel.tp)
+    def __init__(self, encoder: Layout, language: Layout, encoder_ranks: Sequence[int], language_ranks: Sequence[int]):
+        self.encoder, self.language = encoder, language
+        encoders = torch.tensor(encoder_ranks).reshape(encoder.parallel.pp, -1, encoder.parallel.tp)
         encoder_lanes, last_stages = encoders.transpose(0, 1).flatten(1).tolist(), encoders[-1].tolist()
         sizes = language.parallel
         stages = torch.tensor(language_ranks).reshape(sizes.pp, sizes.num_data_ranks, sizes.cp * sizes.tp)
@@ -113,11 +113,11 @@ class Bridge:
     def any_encoder(self, flag: bool) -> bool:
         """Whether the flag is set on any rank with the encoder. A collective of those ranks alone."""
         vote = torch.tensor(int(flag))
-        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.vision.stage_control)
+        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.encoder.stage_control)
         return bool(vote)
 
     def to_language(self, embeddings: dict[int, Tensor], sizes: dict[int, list[int]], like: Tensor) -> list[Tensor]:
-        """Sends embeddings of images to every language lane.
+        """Sends embeddings to every language lane.
 
         Args:
             embeddings: [m, E] for each language lane that this rank's encoder lane serves; read on its leader only.
@@ -156,12 +156,12 @@ class Bridge:
             for share in range(len(lane.encoder_leaders)):
                 tensor = gradients[share] if number == self.own_lane else None
                 tensor = self._broadcast(tensor, sizes[number][share], like, lane.language_leader, lane, share)
-                if share == self.own_share and number in self.served_lanes and self.vision.has_last_stage:
+                if share == self.own_share and number in self.served_lanes and self.encoder.has_last_stage:
                     mine[number] = self._to_tp_peers(tensor, sizes[number][share], like)
         return mine
 
     def send_embeddings(self, lane: int, embeddings: Tensor) -> "Message":
-        """Starts to send embeddings [m, E] of images to a language lane, from a rank of an encoder lane that serves it.
+        """Starts to send embeddings [m, E] to a language lane, from a rank of an encoder lane that serves it.
         Each `send_embeddings` meets one `receive_embeddings`, in order.
         """
         assert self.own_share is not None
@@ -239,8 +239,8 @@ class Bridge:
     def _to_tp_peers(self, tensor: Tensor | None, size: int, like: Tensor) -> Tensor:
         """The tensor of an encoder lane's leader, on all ranks of the lane's last stage."""
         tensor = like.new_empty(size, like.shape[1]) if tensor is None else tensor
-        if self.vision.tp_group is not None and size:
-            dist.broadcast(tensor, group=self.vision.tp_group, group_src=0)
+        if self.encoder.tp_group is not None and size:
+            dist.broadcast(tensor, group=self.encoder.tp_group, group_src=0)
         return tensor
 
 

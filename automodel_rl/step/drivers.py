@@ -125,7 +125,7 @@ class PipelineDriver:
 
     def _shape(self, microbatch: LocalMicrobatch, carried: int) -> tuple[int, ...]:
         """The shape of a microbatch's activations with so many features of each image token."""
-        rows = microbatch.num_tokens // self.boundary_ranks + carried * len(microbatch.images.places)
+        rows = microbatch.num_tokens // self.boundary_ranks + carried * len(microbatch.media.places)
         return (1, rows, self.hidden_size)
 
     def _schedule(self, num_microbatches: int) -> Schedule:

@@ -1,15 +1,16 @@
 """The encoder on ranks of its own: it works alongside the language model, like a stage before the first one.
 
-While earlier microbatches are in the pipeline, the images of later ones are encoded. The encoder stays ahead by as many
+While earlier microbatches are in the pipeline, the media of later ones are encoded. The encoder stays ahead by as many
 microbatches as the first stage has forwards before it has a microbatch's gradient, and one more (`encoded_ahead`). Then
 it waits for the gradient of its oldest microbatch, runs that one's backward, and encodes the next. So it keeps the
-activations of no more images than that. parallel/pipeline/timeline.py plays the same order on paper.
+activations of no more media than that. parallel/pipeline/timeline.py plays the same order on paper.
 
 The first stage asks for a microbatch's embeddings in its forward. They are a leaf tensor. Once the backward has left
 the gradient there, it goes back. Both sides go through microbatches in order, so messages need no names.
 
-A step without any image leaves the encoder without gradients, so its optimizer does nothing, as in one process. A rank
-that has no image among the first microbatches encodes a blank one, to join its peers' collectives; it does not count.
+A step without any image or clip leaves the encoder without gradients, so its optimizer does nothing, as in one
+process. A rank that has none among the first microbatches encodes a blank one, to join its peers' collectives; it does
+not count.
 """
 
 import functools
@@ -19,36 +20,38 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import Image, Microbatch
+from automodel_rl.batch import Microbatch
+from automodel_rl.batch.media import EncoderName, Media
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.parallel.sharding import release_gathered
 from automodel_rl.step.bridge import Bridge, Message
 from automodel_rl.step.encoding import READING_THREADS, Encoding
-from automodel_rl.step.image_shares import ImageShares
+from automodel_rl.step.media_shares import MediaShares
 
 
 class EncoderAlongside:
-    """Embeds images while the language model works. All ranks of the job call every method.
+    """Embeds media while the language model works. All ranks of the job call every method.
 
     Args:
         encoding: the encoder; None on ranks with the language model.
         bridge: the bridge to the language model.
         like: a tensor [0, E] like the embeddings (see `Encoding`).
+        name: the encoder's component.
         trains: whether embeddings need gradients; the same on all ranks.
     """
 
-    def __init__(self, encoding: Encoding | None, bridge: Bridge, like: Tensor, trains: bool):
-        self.bridge, self.trains, self.shares = bridge, trains, ImageShares(bridge)
+    def __init__(self, encoding: Encoding | None, bridge: Bridge, like: Tensor, name: EncoderName, trains: bool):
+        self.bridge, self.trains, self.shares = bridge, trains, MediaShares(bridge, name)
         self._encoding = None if encoding is None else _EncoderEnd(encoding, bridge, self.shares)
         self._reading = None if bridge.own_lane is None else _LanguageEnd(bridge, self.shares, like, bridge.own_lane)
 
     @property
     def failure(self) -> Exception | None:
-        """Why images of the last step have no embeddings of their own; None if all have, or another rank encodes."""
+        """Why media of the last step have no embeddings of their own; None if all have, or another rank encodes."""
         return None if self._encoding is None else self._encoding.encoding.failure
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
-        """Starts a step. On ranks with the encoder it encodes the first microbatches' images, or without `train` all.
+        """Starts a step. On ranks with the encoder it encodes the first microbatches' media, or without `train` all.
 
         Args:
             microbatches: this data rank's microbatches.
@@ -83,7 +86,7 @@ class EncoderAlongside:
 class _EncoderEnd:
     """The work of a rank with the encoder."""
 
-    def __init__(self, encoding: Encoding, bridge: Bridge, shares: ImageShares):
+    def __init__(self, encoding: Encoding, bridge: Bridge, shares: MediaShares):
         self.encoding, self.bridge, self.shares = encoding, bridge, shares
         self._pool: ThreadPoolExecutor | None = None
         self.clear()
@@ -95,21 +98,21 @@ class _EncoderEnd:
         self._pool = None
         self._blank_chunk: Tensor | None = None
         self._chunks: dict[tuple[int, int], Tensor] = {}  # by microbatch and lane, those that wait for their gradient
-        self._pixels: dict[tuple[int, int], list[Future[Tensor]]] = {}
+        self._loads: dict[tuple[int, int], list[Future[Tensor]]] = {}
         self._sent: list[Message] = []
         self._keeps = self._works = False
 
     def start(self, keeps: bool) -> None:
-        """Encodes the images of the first microbatches; of all if nothing is kept for a backward."""
+        """Encodes the media of the first microbatches; of all if nothing is kept for a backward."""
         self.encoding.finish()  # of a forward without backward
         self.clear()
         self.encoding.failure, self._pool = None, ThreadPoolExecutor(READING_THREADS)
-        self._keeps, self._works = keeps, self.bridge.any_encoder(self.shares.has_images)
+        self._keeps, self._works = keeps, self.bridge.any_encoder(self.shares.has_media)
         if not self._works:
             return
         count = self.shares.num_microbatches
         ahead = min(count, encoded_ahead(self.bridge.language.parallel, count)) if keeps else count
-        if not any(self._images(number, lane) for number in range(ahead) for lane in self.bridge.served_lanes):
+        if not any(self._media(number, lane) for number in range(ahead) for lane in self.bridge.served_lanes):
             with torch.set_grad_enabled(keeps):
                 self._blank_chunk = self.encoding.forward_blank()
         for number in range(min(count, ahead + self._stages_after)):
@@ -121,13 +124,13 @@ class _EncoderEnd:
             release_gathered(self.encoding.part)
 
     def finish(self) -> None:
-        """Runs the backwards of all microbatches as their gradients come, and encodes the images of the others."""
+        """Runs the backwards of all microbatches as their gradients come, and encodes the media of the others."""
         if not (self._works and self._keeps):
             return
         count = self.shares.num_microbatches
         ahead = encoded_ahead(self.bridge.language.parallel, count) + self._stages_after
         places = [(number, lane) for number in range(count) for lane in self.bridge.served_lanes]
-        left = [place for place in places if self._images(*place)]
+        left = [place for place in places if self._media(*place)]
         if self._blank_chunk is not None:
             self.encoding.backward(torch.zeros_like(self._blank_chunk), is_last=not left)
         for number in range(count):
@@ -147,36 +150,36 @@ class _EncoderEnd:
     @property
     def _stages_after(self) -> int:
         """Number of the encoder's stages after this rank's. It is ahead of them, by one microbatch of each."""
-        return self.bridge.vision.parallel.pp - 1 - self.bridge.vision.pp_rank
+        return self.bridge.encoder.parallel.pp - 1 - self.bridge.encoder.pp_rank
 
     def _encode(self, number: int) -> None:
-        """Encodes the images of a microbatch, and sends their embeddings on their way."""
+        """Encodes the media of a microbatch, and sends their embeddings on their way."""
         for lane in self.bridge.served_lanes:
-            images = self._images(number, lane)
-            if not images:
+            media = self._media(number, lane)
+            if not media:
                 continue
             self._read(number, lane)
-            pixels = self._pixels.pop((number, lane))
+            loads = self._loads.pop((number, lane))
             for later in (number, number + 1):  # read while the device encodes
                 for other in self.bridge.served_lanes:
                     if (later, other) > (number, lane) and later < self.shares.num_microbatches:
                         self._read(later, other)
             with torch.set_grad_enabled(self._keeps):
-                chunk = self.encoding.forward(images, pixels)
+                chunk = self.encoding.forward(media, loads)
             if self._keeps:
                 self._chunks[number, lane] = chunk
             self._sent.append(self.bridge.send_embeddings(lane, chunk))
 
     def _read(self, number: int, lane: int) -> None:
-        """Starts to read the pixels of a microbatch's images, if that has not begun."""
+        """Starts to read a microbatch's images or clips, if that has not begun."""
         assert self._pool is not None
-        if (number, lane) not in self._pixels:
-            images = self._images(number, lane) if self.encoding.is_first else []
-            self._pixels[number, lane] = [self._pool.submit(image.load) for image in images]
+        if (number, lane) not in self._loads:
+            media = self._media(number, lane) if self.encoding.is_first else []
+            self._loads[number, lane] = [self._pool.submit(item.load) for item in media]
 
-    def _images(self, number: int, lane: int) -> list[Image]:
+    def _media(self, number: int, lane: int) -> list[Media]:
         assert self.bridge.own_share is not None
-        return self.shares.images(lane, self.bridge.own_share, number)
+        return self.shares.of_share(lane, self.bridge.own_share, number)
 
     def _wait(self) -> None:
         for message in self._sent:
@@ -186,7 +189,7 @@ class _EncoderEnd:
 class _LanguageEnd:
     """The work of a rank with the first stage. The arguments are those of `EncoderAlongside`, and its own lane."""
 
-    def __init__(self, bridge: Bridge, shares: ImageShares, like: Tensor, lane: int):
+    def __init__(self, bridge: Bridge, shares: MediaShares, like: Tensor, lane: int):
         self.bridge, self.shares, self.like, self.lane = bridge, shares, like, lane
         self.clear()
 
@@ -205,7 +208,7 @@ class _LanguageEnd:
     def finish(self) -> None:
         """Sends the gradients that are still missing, of microbatches that took no part in the loss."""
         for number in range(self._next_gradient, self.shares.num_microbatches if self._keeps else 0):
-            tokens = sum(image.num_embeddings for image in self.shares.of_lane(self.lane, number))
+            tokens = sum(item.num_embeddings for item in self.shares.of_lane(self.lane, number))
             self._gradients.setdefault(number, self.like.new_zeros(tokens, self.like.shape[1]))
         self._send()
         for message in self._sent:

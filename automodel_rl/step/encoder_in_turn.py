@@ -1,11 +1,11 @@
 """The encoder and the language model on the same ranks: they take turns in a step.
 
-The images of all microbatches of a step are encoded before the language model's first forward. The encoder's backward
+The media of all microbatches of a step are encoded before the language model's first forward. The encoder's backward
 runs after the language model's last one. So a pipeline schedule knows nothing of the encoder. The embeddings of each
 microbatch are a leaf tensor, in which the schedule leaves their gradient.
 
-A step without any image leaves the encoder without gradients, so its optimizer does nothing, as in one process. If only
-this rank has no image, it encodes a blank one to join its peers' collectives; that one does not count.
+A step without any image or clip leaves the encoder without gradients, so its optimizer does nothing, as in one
+process. If only this rank has none, it encodes a blank one to join its peers' collectives; that one does not count.
 """
 
 import functools
@@ -16,30 +16,32 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch
+from automodel_rl.batch.media import EncoderName
 from automodel_rl.parallel.sharding import release_gathered
 from automodel_rl.step.bridge import Bridge
 from automodel_rl.step.encoding import READING_THREADS, Encoding
-from automodel_rl.step.image_shares import ImageShares
+from automodel_rl.step.media_shares import MediaShares
 
 
 class EncoderInTurn:
-    """Embeds the images of all microbatches at once. Every method is a collective of all ranks of the job.
+    """Embeds the media of all microbatches at once. Every method is a collective of all ranks of the job.
 
     Args:
         encoding: the encoder.
         bridge: the bridge to the language model.
+        name: the encoder's component.
         trains: whether embeddings need gradients; the same on all ranks.
     """
 
-    def __init__(self, encoding: Encoding, bridge: Bridge, trains: bool):
+    def __init__(self, encoding: Encoding, bridge: Bridge, name: EncoderName, trains: bool):
         self.encoding, self.bridge, self.trains = encoding, bridge, trains
-        self.like, self.shares = encoding.like, ImageShares(bridge)
+        self.like, self.shares = encoding.like, MediaShares(bridge, name)
         self._encoded: list[tuple[int, Tensor]] = []
         self._leaves: list[Tensor] = []
 
     @property
     def failure(self) -> Exception | None:
-        """Why images of the last step have no embeddings of their own; None if all have."""
+        """Why media of the last step have no embeddings of their own; None if all have."""
         return self.encoding.failure
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
@@ -53,7 +55,7 @@ class EncoderInTurn:
         self.shares.exchange(microbatches)
         self.encoding.finish()  # of a forward without backward
         self._encoded, self._leaves, self.encoding.failure = [], [], None
-        if self.bridge.any_encoder(self.shares.has_images):
+        if self.bridge.any_encoder(self.shares.has_media):
             with torch.set_grad_enabled(train and self.trains):
                 self._encoded = self._encode()
         flat = {
@@ -107,23 +109,23 @@ class EncoderInTurn:
         self.shares.clear()
 
     def _encode(self) -> list[tuple[int, Tensor]]:
-        """The lane and the embeddings of each microbatch that has images for this rank, in order."""
+        """The lane and the embeddings of each microbatch that has media for this rank, in order."""
         assert self.bridge.own_share is not None
         of_microbatches = [
-            (lane, self.shares.images(lane, self.bridge.own_share, number))
+            (lane, self.shares.of_share(lane, self.bridge.own_share, number))
             for lane in self.bridge.served_lanes
             for number in range(self.shares.num_microbatches)
         ]
-        found = [(lane, images) for lane, images in of_microbatches if images]
+        found = [(lane, media) for lane, media in of_microbatches if media]
         if not found:
             return [(-1, self.encoding.forward_blank())]
-        # Pictures of later microbatches are read while the device encodes those of earlier ones.
+        # Files of later microbatches are read while the device encodes those of earlier ones.
         with ThreadPoolExecutor(READING_THREADS) as pool:
             reads = self.encoding.is_first
-            pixels = [[pool.submit(image.load) for image in images if reads] for _, images in found]
+            loads = [[pool.submit(item.load) for item in media if reads] for _, media in found]
             return [
-                (lane, self.encoding.forward(images, futures))
-                for (lane, images), futures in zip(found, pixels, strict=True)
+                (lane, self.encoding.forward(media, futures))
+                for (lane, media), futures in zip(found, loads, strict=True)
             ]
 
     def _sizes(self) -> dict[int, list[int]]:

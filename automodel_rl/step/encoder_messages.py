@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.config.components import VisionComponent
+from automodel_rl.config.components import EncoderComponent
 from automodel_rl.model.encoder_stages import StageLink
 from automodel_rl.parallel.layout import own_group
 
@@ -33,11 +33,11 @@ class Neighbour:
     gradients: dist.ProcessGroup
 
 
-def neighbours(vision: VisionComponent) -> tuple[Neighbour | None, Neighbour | None]:
+def neighbours(encoder: EncoderComponent) -> tuple[Neighbour | None, Neighbour | None]:
     """The stages before and after this rank's, if there are any. A collective of all ranks of the job."""
-    places = torch.tensor(vision.ranks).reshape(vision.pp, -1)
+    places = torch.tensor(encoder.ranks).reshape(encoder.pp, -1)
     found: list[Neighbour | None] = [None, None]
-    for stage in range(vision.pp - 1):
+    for stage in range(encoder.pp - 1):
         pairs = places[stage : stage + 2].T.tolist()
         hidden, gradients = own_group(pairs), own_group(pairs)
         if hidden is None or gradients is None:  # this rank has neither of the two stages

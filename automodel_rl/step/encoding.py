@@ -7,20 +7,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automodel_rl.batch import Image
+from automodel_rl.batch.media import Media
 from automodel_rl.errors import InputError
-from automodel_rl.model.vision import VisionPart, blank_image, pixel_shape
+from automodel_rl.model.encoder import EncoderPart
 from automodel_rl.parallel.gradients import sum_partial_gradients
 from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
 from automodel_rl.step.encoder_messages import StageMessages
-from automodel_rl.support.description import ImageForm, image_form
 
 READING_THREADS = 8
-"""Number of threads that read pictures on each rank with the encoder."""
+"""Number of threads that read pictures or clips on each rank with the encoder."""
 
 
 class Encoding:
-    """Runs an encoder, or one stage of its pipeline, forward and backward, a few images at a time.
+    """Runs an encoder, or one stage of its pipeline, forward and backward, a few images or clips at a time.
 
     An encoder that takes images one by one has a forward and a backward for each. Otherwise layers would run several
     times in a backward. FSDP reduces gradients each time, so ranks with other numbers of images would wait in vain.
@@ -28,33 +27,32 @@ class Encoding:
     Args:
         part: the encoder, or this rank's stage of it.
         like: a tensor [0, E] of the embeddings' dtype, on the device. E is the hidden size of the language model, or a
-            multiple of it if features follow each embedding (batch/images.py).
+            multiple of it if features follow each embedding (batch/media.py).
         partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
         tp_group: the ranks that split the encoder's layers; None for one.
         messages: the messages between stages; None if there is one stage.
 
     Attributes:
-        failure: why images of the last step have no embeddings of their own, but those of a black image or zeros; None
-            if all have.
+        failure: why media of the last step have no embeddings of their own, but those of a black image, of silence or
+            zeros; None if all have.
     """
 
     def __init__(
         self,
-        part: VisionPart,
+        part: EncoderPart,
         like: Tensor,
         partial: Sequence[tuple[nn.Module, str]],
         tp_group: dist.ProcessGroup | None,
         messages: StageMessages | None,
     ):
         self.part, self.like, self.partial, self.tp_group, self.messages = part, like, partial, tp_group, messages
-        self.one_by_one = image_form(part.config) is ImageForm.ANY_SIZE
         self._outputs: list[list[Tensor]] = []  # of forwards that wait for their backward
-        self.blank = blank_image(part.config)  # a rank without images encodes it, to join its peers' collectives
+        self.blank = part.blank()  # a rank without images or clips encodes it, to join its peers' collectives
         self.failure: Exception | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank reads images."""
+        """Whether this rank reads images or clips."""
         return self.messages is None or self.messages.is_first
 
     @property
@@ -62,24 +60,24 @@ class Encoding:
         """Whether this rank makes embeddings."""
         return self.messages is None or self.messages.is_last
 
-    def forward(self, images: Sequence[Image], pixels: Sequence[Future[Tensor]]) -> Tensor:
-        """Embeddings of images, [m, E], without their graph; zeros on all stages but the last.
+    def forward(self, media: Sequence[Media], loads: Sequence[Future[Tensor]]) -> Tensor:
+        """Embeddings of images or clips, [m, E], without their graph; zeros on all stages but the last.
 
-        If images cannot be read, or need another number of embeddings, it notes why and goes on with others, so that no
+        If some cannot be read, or need another number of embeddings, it notes why and goes on with others, so that no
         other rank waits in vain.
 
         Args:
-            images: the images.
-            pixels: what reads their pixels; empty on all stages but the first.
+            media: the images or clips.
+            loads: what reads their pixels or spectrograms; empty on all stages but the first.
         """
         if self.is_first:
-            loaded = [self._loaded(image, future) for image, future in zip(images, pixels, strict=True)]
+            loaded = [self._loaded(item, future) for item, future in zip(media, loads, strict=True)]
         else:
-            loaded = [self._black(image) for image in images]
-        return self._run(images, loaded)
+            loaded = [self._empty(item) for item in media]
+        return self._run(media, loaded)
 
     def forward_blank(self) -> Tensor:
-        """Embeddings of the blank image, which do not count."""
+        """Embeddings of the blank image or clip, which do not count."""
         return self._run([self.blank], [self.blank.load()])
 
     def backward(self, gradient: Tensor, is_last: bool) -> None:
@@ -114,49 +112,46 @@ class Encoding:
         if self.messages is not None:
             self.messages.clear()
 
-    def _loaded(self, image: Image, pixels: Future[Tensor]) -> Tensor:
+    def _loaded(self, item: Media, load: Future[Tensor]) -> Tensor:
         try:
-            loaded = pixels.result()
-            expected = self._shape(image)
+            loaded = load.result()
+            expected = self.part.shape(item)
             if loaded.shape != expected:
                 raise ValueError(
-                    f"an image with grid {image.grid} has pixels {list(loaded.shape)} and needs {list(expected)}: use "
-                    "the model's own image processor"
+                    f"{item.plural} of size {item.size} load {list(expected)}, and one loads {list(loaded.shape)}: use "
+                    "the model's own processor"
                 )
         except (InputError, ValueError) as error:
             self.failure = self.failure or error
-            return self._black(image)
+            return self._empty(item)
         return loaded
 
-    def _black(self, image: Image) -> Tensor:
-        """Pixels of the image's shape."""
-        return torch.zeros(()).expand(self._shape(image))
+    def _empty(self, item: Media) -> Tensor:
+        """Zeros of the shape that an image or clip loads."""
+        return torch.zeros(()).expand(self.part.shape(item))
 
-    def _shape(self, image: Image) -> tuple[int, ...]:
-        return pixel_shape(self.part.config, self.blank, image.grid)
-
-    def _run(self, images: Sequence[Image], loaded: Sequence[Tensor]) -> Tensor:
-        size = 1 if self.one_by_one else len(images)
+    def _run(self, media: Sequence[Media], loaded: Sequence[Tensor]) -> Tensor:
+        size = 1 if self.part.one_by_one else len(media)
         outputs = [
-            self._run_once(images[start : start + size], loaded[start : start + size])
-            for start in range(0, len(images), size)
+            self._run_once(media[start : start + size], loaded[start : start + size])
+            for start in range(0, len(media), size)
         ]
         if torch.is_grad_enabled():
             self._outputs.append(outputs)
         return torch.cat([output.detach() for output in outputs])
 
-    def _run_once(self, images: Sequence[Image], loaded: Sequence[Tensor]) -> Tensor:
-        output = self.part([pixels.to(self.like) for pixels in loaded], [image.grid for image in images])
-        expected = sum(image.num_embeddings for image in images), self.like.shape[1]
+    def _run_once(self, media: Sequence[Media], loaded: Sequence[Tensor]) -> Tensor:
+        output = self.part([tensor.to(self.like) for tensor in loaded], media)
+        expected = sum(item.num_embeddings for item in media), self.like.shape[1]
         if self.messages is not None:
             self.messages.end_forward(output if isinstance(output, list) else [])
         if isinstance(output, list):
             return self.like.new_zeros(()).expand(expected)
         if output.shape != expected:
             self.failure = self.failure or ValueError(
-                f"{len(images)} images with grids {[image.grid for image in images]} need {expected[0]} embeddings in "
-                f"their sequences, but the encoder makes {len(output)} embeddings of them: use the model's own "
-                "image processor, and as many tokens as it says"
+                f"{len(media)} {media[0].plural} of sizes {[item.size for item in media]} need {expected[0]} "
+                f"embeddings in their sequences, but the encoder makes {len(output)} embeddings of them: use the "
+                "model's own processor, and as many tokens as it says"
             )
             return output.sum() * 0 + self.like.new_zeros(expected)
         return output

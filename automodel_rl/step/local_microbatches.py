@@ -1,5 +1,5 @@
 """This rank's tokens of a step's microbatches, on its device. They are cut over cp and tp, and have the routes of this
-rank's layers and the embeddings of images."""
+rank's layers and the embeddings of media."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ def local_microbatches(
 
     Args:
         microbatches: this data rank's microbatches.
-        embeddings: give the embeddings of the images of every microbatch; empty on ranks that do not use them.
+        embeddings: give the embeddings of the media of every microbatch; empty on ranks that do not use them.
         handle: the model. This rank's layers decide which routes are needed.
         logprob_gradient: gives the derivative of the loss by the log-probabilities of a microbatch and its place in
             the step, float64 [T]; None if it is not known before the forward.
@@ -36,13 +36,13 @@ def local_microbatches(
     merge = rotary_merge(handle.whole_config)
     parts = []
     for number, microbatch in enumerate(microbatches):
-        positions = None if merge is None else multimodal_positions(microbatch.images, microbatch.lengths, merge)
+        positions = None if merge is None else multimodal_positions(microbatch.media, microbatch.lengths, merge)
         if microbatch.routes is not None:
             microbatch = dataclasses.replace(microbatch, routes=microbatch.routes.select(handle.router_layers))
         gradient = None if logprob_gradient is None else logprob_gradient(microbatch, number)
         part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, positions, gradient)
         if embeddings:
-            part = dataclasses.replace(part, images=dataclasses.replace(part.images, embeddings=embeddings[number]))
+            part = dataclasses.replace(part, media=dataclasses.replace(part.media, embeddings=embeddings[number]))
         if sequence_parallel:
             part = part.between_blocks(layout.parallel.tp, layout.tp_rank)
         parts.append(dataclasses.replace(part, index=number).to(layout.device))

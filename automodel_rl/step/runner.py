@@ -20,8 +20,8 @@ from automodel_rl.parallel.host_collectives import tensor_from_last_stage
 from automodel_rl.parallel.sharding import abandon_step, release_gathered
 from automodel_rl.step.agreement import GlobalBatch, agree_on_batch, raise_everywhere
 from automodel_rl.step.drivers import Driver, PipelineDriver, SequentialDriver
-from automodel_rl.step.image_encoder import ImageEncoder, make_image_encoder
 from automodel_rl.step.local_microbatches import local_microbatches
+from automodel_rl.step.media_encoders import MediaEncoder, make_encoders
 from automodel_rl.step.outputs import LogitsCapturer, PPLossAdapter, whole_microbatches
 from automodel_rl.step.totals import LossTotals
 
@@ -46,7 +46,7 @@ class StepRunner:
 
     def __init__(self, handle: ModelHandle):
         self.handle, self.layout = handle, handle.layout
-        self._encoder: ImageEncoder | None = make_image_encoder(handle)
+        self._encoder: MediaEncoder | None = make_encoders(handle)
         self._driver: Driver | None = None
         if len(handle.stages) and self.layout.parallel.pp > 1:
             self._driver = PipelineDriver(
@@ -105,7 +105,7 @@ class StepRunner:
             self._complete_gradients()
             if self._encoder is not None:
                 self._encoder.backward()
-                self._raise_for_images()
+                self._raise_for_media()
             raise_everywhere(adapter.failure, self.layout)
             return adapter.totals
 
@@ -241,18 +241,18 @@ class StepRunner:
             with self._microbatches_let_go():
                 self._driver.forward(self._local(filled, embeddings), capturer)
         if self._encoder is not None:
-            self._raise_for_images()
+            self._raise_for_media()
         if self._driver is None:
             return []
         whole = torch.cat(capturer.outputs) if self.layout.has_last_stage else None
         results = tensor_from_last_stage(whole, self.layout).split([microbatch.num_tokens for microbatch in filled])
         return list(results[: len(microbatches)])
 
-    def _raise_for_images(self) -> None:
-        """Raises on every rank if the encoder of any could not read or encode an image. A collective."""
+    def _raise_for_media(self) -> None:
+        """Raises on every rank if the encoder of any could not read or encode an image or clip. A collective."""
         assert self._encoder is not None
         failure = self._encoder.failure
-        problem = None if failure is None else MicrobatchError("encoding of images", innermost(failure))
+        problem = None if failure is None else MicrobatchError("encoding of media", innermost(failure))
         try:
             raise_everywhere(problem, self.layout)
         except MicrobatchError:

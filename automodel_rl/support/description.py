@@ -10,13 +10,31 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from automodel_rl.support.families import FAMILIES, VISION_FAMILIES
+from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
+from automodel_rl.support.families import FAMILIES
 
 LINEAR_ATTENTION = "linear_attention"
 """The entry of a config's `layer_types` for layers without attention scores (Gated DeltaNet)."""
 
-NOISE = re.compile("dropout|pdrop|jitter")
+NOISE = re.compile("dropout|layerdrop|pdrop|jitter")
 """Pattern of a config's keys that make training random."""
+
+
+@dataclass(frozen=True)
+class EncoderDescription:
+    """Facts of one encoder.
+
+    Attributes:
+        kind: its `model_type`.
+        num_heads: number of its attention heads.
+        num_layers: number of its layers.
+        features: the layers whose output the projector takes, as transformers counts them; empty for the last.
+    """
+
+    kind: str
+    num_heads: int = 1
+    num_layers: int = 1
+    features: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,11 +57,8 @@ class ModelDescription:
         is_bidirectional_in_images: whether only tokens of an image see each other both ways.
         quantization: the method by which the checkpoint's weights are quantized; empty if they are plain.
         context: length of the longest sequence in tokens; None if the config does not say.
-        vision: the `model_type` of the whole model, if it is a vision-language model; else None.
-        encoder: the `model_type` of the encoder; empty without one.
-        vision_heads: number of attention heads of the encoder.
-        encoder_layers: number of its layers.
-        encoder_features: the layers whose output the projector takes, as transformers counts them; empty for the last.
+        multimodal: the `model_type` of the whole model, if it has encoders; else None.
+        encoders: the encoders by component, "vision" or "audio".
     """
 
     family: str
@@ -65,11 +80,8 @@ class ModelDescription:
     is_bidirectional_in_images: bool = False
     quantization: str = ""
     context: int | None = None
-    vision: str | None = None
-    encoder: str = ""
-    vision_heads: int = 1
-    encoder_layers: int = 1
-    encoder_features: tuple[int, ...] = ()
+    multimodal: str | None = None
+    encoders: dict[str, EncoderDescription] = field(default_factory=dict)
 
     @property
     def lacks_sdpa(self) -> bool:
@@ -79,18 +91,20 @@ class ModelDescription:
 
 def describe_model(config: PretrainedConfig) -> ModelDescription:
     """Describes a model by its config. For a family that is not supported, only the name is read."""
-    vision = config.model_type if config.model_type in VISION_FAMILIES else None
-    if vision is not None:
-        described, encoder = describe_model(language_config(config)), config.vision_config.to_dict()
+    whole = MULTIMODAL_FAMILIES.get(config.model_type)
+    if whole is not None:
+        described = describe_model(language_config(config))
+        noise = {
+            f"{name}_config.{key}": size
+            for name in whole.encoders
+            for key, size in _noise(encoder_config(config, name).to_dict()).items()
+        }
         return dataclasses.replace(
             described,
-            noise=described.noise | {f"vision_config.{name}": size for name, size in _noise(encoder).items()},
-            is_bidirectional_in_images=VISION_FAMILIES[vision].is_bidirectional,
-            vision=vision,
-            encoder=encoder["model_type"],
-            vision_heads=encoder.get("num_attention_heads") or encoder.get("num_heads") or 1,
-            encoder_layers=encoder.get("num_hidden_layers") or encoder.get("depth") or 1,
-            encoder_features=_encoder_features(config.to_dict()),
+            noise=described.noise | noise,
+            is_bidirectional_in_images=whole.is_bidirectional,
+            multimodal=config.model_type,
+            encoders={name: _describe_encoder(config, name) for name in whole.encoders},
         )
     if config.model_type not in FAMILIES:  # its config may have other fields
         return ModelDescription(family=config.model_type, num_layers=0)
@@ -119,9 +133,28 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
     )
 
 
-def _encoder_features(values: dict[str, Any]) -> tuple[int, ...]:
-    layers = values.get("vision_feature_layer")
-    return tuple(layers) if isinstance(layers, list) else () if layers is None else (layers,)
+def encoder_config(config: PretrainedConfig, name: str) -> PretrainedConfig:
+    """The config of one encoder.
+
+    Args:
+        config: the config of the whole model.
+        name: the encoder's component.
+    """
+    return config.vision_config if name == "vision" else config.audio_config
+
+
+def _describe_encoder(config: PretrainedConfig, name: str) -> EncoderDescription:
+    values, layers = encoder_config(config, name).to_dict(), config.to_dict().get(f"{name}_feature_layer")
+
+    def first(*keys: str) -> int:
+        return next((values[key] for key in keys if values.get(key)), 1)
+
+    return EncoderDescription(
+        values["model_type"],
+        first("num_attention_heads", "num_heads", "encoder_attention_heads"),
+        first("num_hidden_layers", "depth", "encoder_layers"),
+        tuple(layers) if isinstance(layers, list) else () if layers is None else (layers,),
+    )
 
 
 def _head_dim(values: dict[str, Any]) -> int:
@@ -133,7 +166,7 @@ def _head_dim(values: dict[str, Any]) -> int:
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:
     """The config of the language model. For most models it is the config itself."""
-    if config.model_type not in VISION_FAMILIES:
+    if config.model_type not in MULTIMODAL_FAMILIES:
         return config
     language = copy.deepcopy(config.text_config)
     language.tie_word_embeddings = config.tie_word_embeddings
@@ -154,12 +187,12 @@ class ImageForm(Enum):
 
 
 def image_form(config: PretrainedConfig) -> ImageForm:
-    """The form in which the encoder of a vision-language model takes images.
+    """The form in which the encoder of images takes them.
 
     Args:
         config: the config of the whole model.
     """
-    if VISION_FAMILIES[config.model_type].has_rotary_grid:
+    if MULTIMODAL_FAMILIES[config.model_type].has_rotary_grid:
         return ImageForm.PATCHES
     return ImageForm.ANY_SIZE if config.vision_config.model_type == "pixtral" else ImageForm.ONE_SIZE
 
@@ -171,7 +204,8 @@ def num_deepstack(config: PretrainedConfig) -> int:
     Args:
         config: the config of the whole model.
     """
-    if config.model_type not in VISION_FAMILIES:
+    family = MULTIMODAL_FAMILIES.get(config.model_type)
+    if family is None or "vision" not in family.encoders:
         return 0
     return len(config.vision_config.to_dict().get("deepstack_visual_indexes") or ())
 

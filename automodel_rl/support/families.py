@@ -9,14 +9,11 @@ from automodel_rl.parallel.tensor_parallel import (
     FUSED,
     FUSED_HEADS,
     FUSED_STATES,
-    FUSED_THREE,
     REPLICATED,
     ROWS,
     WIDE_NORM,
 )
-
-TPPlan = tuple[tuple[str, str], ...]
-"""Names, and how tensor parallelism splits what they name."""
+from automodel_rl.support.encoders import MULTIMODAL_FAMILIES, Multimodal, TPPlan
 
 
 @dataclass(frozen=True)
@@ -32,35 +29,6 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-
-
-@dataclass(frozen=True)
-class VisionNames:
-    """The encoder of a vision-language family. Names of modules are those below `model`.
-
-    Attributes:
-        projectors: the modules that make embeddings of the language model; what comes before them is the encoder
-            proper.
-        in_files: pairs of the beginning of a name in the model's parts and its beginning in files. The first pair that
-            fits counts.
-        has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
-            arXiv:2409.12191).
-        is_bidirectional: whether tokens of an image see each other both ways in the language model.
-        image_text: what chat templates write for an image, and what the model's processor puts in its place, with a
-            single image token; None if templates write that token.
-        tp_plan: how the encoder's linear layers split over tp, by the last two parts of their name.
-    """
-
-    projectors: tuple[str, ...]
-    in_files: tuple[tuple[str, str], ...]
-    has_rotary_grid: bool = False
-    is_bidirectional: bool = False
-    image_text: tuple[str, str] | None = None
-    tp_plan: TPPlan = ()
-
-    def tp_style(self, layer: str) -> str | None:
-        """How a linear layer splits over tp, by its name; None if it does not."""
-        return dict(self.tp_plan).get(".".join(layer.split(".")[-2:]))
 
 
 @dataclass(frozen=True)
@@ -89,7 +57,7 @@ class Family:
         tp_plan: how tensor parallelism splits modules or parameters of a layer, by their names below it, where
             transformers' own plan for the model says nothing or says what this package does not do.
         nemo_class: module and name of nemo_automodel's own class, if this package can run it.
-        vision: the names of its encoder, if it has one. All other facts are then those of its language model's family.
+        multimodal: its encoders, if it has any. All other facts are then those of its language model's family.
         is_part: whether it is the language model of such a family, and no model of its own.
         names_in_files_of: for an entry that only stands for other names in files, the family of these models; else
             None.
@@ -116,7 +84,7 @@ class Family:
     computes_in_fp32: bool = False
     tp_plan: TPPlan = ()
     nemo_class: tuple[str, str] | None = None
-    vision: VisionNames | None = None
+    multimodal: Multimodal | None = None
     is_part: bool = False
     names_in_files_of: str | None = None
     tell_tale: str = ""
@@ -198,24 +166,6 @@ _DELTA_NET_PLAN = (
     ("linear_attn.conv1d", REPLICATED),
     ("linear_attn.norm", REPLICATED),
     ("linear_attn.out_proj", ROWS),
-)
-_PARTS_APART = (
-    ("model.vision_tower.", "vision_tower."),
-    ("model.multi_modal_projector.", "multi_modal_projector."),
-    ("", "language_model."),
-)
-_QWEN_ATTENTION = (("attn.qkv", FUSED_THREE), ("attn.proj", ROWS))
-_QWEN3_VISION = VisionNames(
-    projectors=("visual.merger", "visual.deepstack_merger_list"),
-    in_files=(("model.visual.", "model.visual."), ("model.", "model.language_model.")),
-    has_rotary_grid=True,
-    tp_plan=(*_QWEN_ATTENTION, ("mlp.linear_fc1", COLUMNS), ("mlp.linear_fc2", ROWS)),
-)
-_CLIP_PLAN = (
-    *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
-    ("self_attn.out_proj", ROWS),
-    ("mlp.fc1", COLUMNS),
-    ("mlp.fc2", ROWS),
 )
 _MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
@@ -323,42 +273,17 @@ FAMILIES = {
         files_turn_experts=True,
         tp_plan=(*_ATTENTION, *_NORMS_OF_HEADS),
     ),
-    "llava": Family(
-        vision=VisionNames(
-            projectors=("multi_modal_projector",),
-            in_files=_PARTS_APART,
-            tp_plan=_CLIP_PLAN,
-        )
-    ),
-    "gemma3": Family(
-        computes_in_fp32=True,
-        vision=VisionNames(
-            projectors=("multi_modal_projector",),
-            in_files=_PARTS_APART,
-            is_bidirectional=True,
-            image_text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
-            tp_plan=_CLIP_PLAN,
-        ),
-    ),
-    "mistral3": Family(vision=VisionNames(projectors=("multi_modal_projector",), in_files=_PARTS_APART)),
-    "qwen2_5_vl": Family(
-        vision=VisionNames(
-            projectors=("visual.merger",),
-            in_files=(("model.visual.", "visual."),),
-            has_rotary_grid=True,
-            tp_plan=(*_QWEN_ATTENTION, *_MLP),
-        )
-    ),
-    "qwen3_vl": Family(vision=_QWEN3_VISION),
-    "qwen3_vl_moe": Family(vision=_QWEN3_VISION, transposes_experts=True),
+    **{name: Family(multimodal=encoders) for name, encoders in MULTIMODAL_FAMILIES.items()},
+    "gemma3": Family(multimodal=MULTIMODAL_FAMILIES["gemma3"], computes_in_fp32=True),
+    "qwen3_vl_moe": Family(multimodal=MULTIMODAL_FAMILIES["qwen3_vl_moe"], transposes_experts=True),
 }
 
 # Names in files that transformers 4 wrote, which are on the hub.
 for _name in ("llava", "gemma3"):
-    _names = FAMILIES[_name].vision
+    _names = FAMILIES[_name].multimodal
     assert _names is not None
     FAMILIES[f"{_name} of transformers 4"] = Family(
-        vision=replace(_names, in_files=(("model.vision_tower.", "vision_tower.vision_model."), *_names.in_files)),
+        multimodal=replace(_names, in_files=(("model.vision_tower.", "vision_tower.vision_model."), *_names.in_files)),
         names_in_files_of=_name,
         tell_tale=r"^vision_tower\.vision_model\.",
     )
@@ -384,11 +309,5 @@ FAMILIES["qwen3_5_moe_text in a vision-language model, experts in one tensor"] =
 TEXT_FAMILIES = {
     name: family
     for name, family in FAMILIES.items()
-    if family.vision is None and not family.is_part and family.names_in_files_of is None
+    if family.multimodal is None and not family.is_part and family.names_in_files_of is None
 }
-VISION_FAMILIES = {
-    name: family.vision
-    for name, family in FAMILIES.items()
-    if family.vision is not None and family.names_in_files_of is None
-}
-"""The encoders by the model_type of the whole model. All other facts are those of its language model's family."""

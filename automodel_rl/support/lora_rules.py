@@ -2,8 +2,8 @@
 
 from automodel_rl.config import GRPOConfig, SFTConfig
 from automodel_rl.support.model_rules import NEMO_CLASSES
+from automodel_rl.support.multimodal_rules import LLAVA
 from automodel_rl.support.rule import Combination, Example, Rule
-from automodel_rl.support.vision_rules import LLAVA
 
 GROUPED_MULTIPLE = 8
 """Sizes of bfloat16 matrices that torch's grouped products take: 16 bytes."""
@@ -78,8 +78,8 @@ def _adapters_alone(asked: Combination) -> str | None:
         return None
     if lora is None:
         return "weight_sync.adapters=alone needs model.lora: set it, or use merged"
-    if asked.description.vision is not None:
-        name = asked.description.vision
+    if asked.description.multimodal is not None:
+        name = asked.description.multimodal
         return f"weight_sync.adapters=alone: generators of a {name!r} model get merged ones: use merged"
     if run.rollout.vllm.servers:
         return "weight_sync.adapters=alone with rollout.vllm.servers: servers get whole weights: use merged"

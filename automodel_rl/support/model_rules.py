@@ -2,6 +2,7 @@
 
 from automodel_rl.support.attention import ATTENTION
 from automodel_rl.support.families import COMPOSITES, TEXT_FAMILIES
+from automodel_rl.support.multimodal_rules import LLAVA
 from automodel_rl.support.rule import Combination, Example, Rule
 
 NEMO_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.nemo_class is not None)
@@ -24,7 +25,7 @@ NEMO_CLASSES = {"model.implementation": "nemo_automodel"}
 def _family(asked: Combination) -> str | None:
     implementation = asked.model.implementation
     known = tuple(TEXT_FAMILIES) if implementation == "transformers" else NEMO_FAMILIES
-    if asked.description.family in known or asked.description.vision is not None:
+    if asked.description.family in known or asked.description.multimodal is not None:
         return None
     return (
         f"model.path: a {asked.description.family!r} model with implementation {implementation} is not supported: "
@@ -232,8 +233,8 @@ def _float8(asked: Combination) -> str | None:
         return f"model.fp8={recipe} with parallel.tp={asked.parallel.tp}: split layers have no fp8: use tp=1"
     if model.implementation != "transformers":
         return f"model.fp8={recipe} with model.implementation={model.implementation}: use transformers"
-    if asked.description.vision is not None:
-        return f"model.fp8={recipe}: a vision-language model has no fp8 layers: set it to null"
+    if asked.description.multimodal is not None:
+        return f"model.fp8={recipe}: a multimodal model has no fp8 layers: set it to null"
     return None
 
 
@@ -249,9 +250,9 @@ FLOAT8 = Rule(
         Example("model.fp8=rowwise with parallel.tp=2: split layers", {"parallel.tp": 2}, _FP8),
         Example("model.fp8=rowwise with model.implementation=nemo_automodel", NEMO_CLASSES, _FP8),
         Example(
-            "model.fp8=rowwise: a vision-language model has no fp8",
+            "model.fp8=rowwise: a multimodal model has no fp8",
             _FP8,
-            {"description.vision": "llava", "description.encoder": "clip_vision_model"},
+            LLAVA,
         ),
     ),
 )

@@ -4,12 +4,12 @@ Requirements of a config alone, whatever the model (a schedule's name, a batch's
 """
 
 from automodel_rl.errors import InputError
-from automodel_rl.support import layout_rules, lora_rules, model_rules, run_rules, vision_rules
+from automodel_rl.support import layout_rules, lora_rules, model_rules, multimodal_rules, run_rules
 from automodel_rl.support.rule import Combination
 
 RULES = (
     model_rules.FAMILY,
-    vision_rules.VISION,
+    multimodal_rules.MULTIMODAL,
     model_rules.NEMO,
     model_rules.QUANTIZED,
     model_rules.NOISE,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from automodel_rl.batch import single_image_tokens
+from automodel_rl.batch import single_media_tokens
 from automodel_rl.config import GRPOConfig
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.prompts import PromptStream
@@ -334,7 +334,7 @@ class GRPOTrainer:
         rollouts = [rollout for _, group in pairs for rollout in group]
         samples = [
             Sample(
-                prompt=self.tokenizer.decode(single_image_tokens(prompt.token_ids, prompt.images)),
+                prompt=self.tokenizer.decode(single_media_tokens(prompt.token_ids, prompt.media)),
                 completion=group[0].text,
                 expected=f"{prompt.example.get('answer', '')} (reward {group[0].score.total:g})",
             )

@@ -74,7 +74,7 @@ def _to_sequence(group: Group, rollout: Rollout, config: GRPOConfig) -> TokenSeq
         torch.tensor([*prompt, *completion.token_ids]),
         torch.tensor([False] * len(prompt) + [counts and sampled for sampled in completion.sampled]),
         {"rollout_logprobs": torch.tensor([0.0] * len(prompt) + completion.logprobs, dtype=torch.float64)},
-        images=tuple(group.prompt.images),
+        media=tuple(group.prompt.media),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import TokenSequence, pack_microbatch, single_image_tokens
+from automodel_rl.batch import TokenSequence, pack_microbatch, single_media_tokens
 from automodel_rl.engine import Engine
 from automodel_rl.observe.samples import Sample
 from automodel_rl.parallel.host_collectives import share_with_guests
@@ -34,7 +34,7 @@ def greedy_samples(
 
 
 def _shown(tokenizer: PreTrainedTokenizerBase, prompt: TokenSequence) -> str:
-    return str(tokenizer.decode(single_image_tokens(prompt.input_ids.tolist(), prompt.images)))
+    return str(tokenizer.decode(single_media_tokens(prompt.input_ids.tolist(), prompt.media)))
 
 
 def greedy_completions(
@@ -66,4 +66,4 @@ def greedy_completions(
 
 def _continued(prompt: TokenSequence, text: list[int]) -> TokenSequence:
     ids = torch.cat([prompt.input_ids, torch.tensor(text, dtype=torch.int64)])
-    return TokenSequence(ids, torch.zeros(len(ids), dtype=torch.bool), images=prompt.images)
+    return TokenSequence(ids, torch.zeros(len(ids), dtype=torch.bool), media=prompt.media)

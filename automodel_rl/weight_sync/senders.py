@@ -1,6 +1,6 @@
 """Senders of a weight sync: the stages of every component, and how a bucket of one reaches all ranks.
 
-Senders have numbers: first the pipeline ranks of the language model, then the encoder.
+Senders have numbers: first the pipeline ranks of the language model, then those of each encoder.
 """
 
 from typing import TypeVar
@@ -26,16 +26,18 @@ class Senders:
 
     def __init__(self, handle: ModelHandle):
         self.handle, self.layout = handle, handle.layout
-        self.own: dict[int, Component] = {self._number(component): component for component in handle.components}
+        self._layouts = {"language": self.layout, **handle.meshes.encoders}
+        self._stages = [(name, stage) for name, of in self._layouts.items() for stage in range(of.parallel.pp)]
+        self.own: dict[int, Component] = {
+            self._stages.index((component.name, component.layout.pp_rank)): component for component in handle.components
+        }
         components = handle.meshes.components
-        self._is_apart = components is not None and not components.is_colocated
-        self._first_ranks: list[int] = []
+        self._is_apart, self._first_ranks = False, list[int]()
         if components is not None:
-            assert handle.meshes.vision is not None
-            self._first_ranks = [
-                *components.language.ranks[:: self.layout.ranks_per_stage],
-                *components.vision.ranks[:: handle.meshes.vision.ranks_per_stage],
-            ]
+            self._is_apart = not all(map(components.is_colocated, components.encoders))
+            ranks = {"language": components.language.ranks} | {n: of.ranks for n, of in components.encoders.items()}
+            for name, layout in self._layouts.items():
+                self._first_ranks += ranks[name][:: layout.ranks_per_stage]
 
     @property
     def written(self) -> list[int]:
@@ -54,13 +56,7 @@ class Senders:
         if self._is_apart:
             dist.broadcast(buffer, src=self._first_ranks[sender])
             return
-        layout, stage = self.layout, sender
-        if sender >= self.layout.parallel.pp:
-            assert self.handle.meshes.vision is not None
-            layout, stage = self.handle.meshes.vision, sender - self.layout.parallel.pp
+        name, stage = self._stages[sender]
+        layout = self._layouts[name]
         if layout.parallel.pp > 1:
             dist.broadcast(buffer, group=layout.pp_group, group_src=stage)
-
-    def _number(self, component: Component) -> int:
-        before = 0 if component.name == "language" else self.layout.parallel.pp
-        return before + component.layout.pp_rank

@@ -67,43 +67,43 @@ def _clip_by_component() -> Any:
 
 
 def _embeddings_off_by_one() -> Any:
-    from automodel_rl.batch import ImageTokens
+    from automodel_rl.batch import MediaTokens
 
-    put_into = ImageTokens.put_into
+    put_into = MediaTokens.put_into
 
-    def off(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def off(tokens: MediaTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         assert tokens.embeddings is not None
         rolled = tokens.embeddings().roll(1, 0)
         return put_into(dataclasses.replace(tokens, embeddings=lambda: rolled), hidden)
 
-    return mock.patch.object(ImageTokens, "put_into", off)
+    return mock.patch.object(MediaTokens, "put_into", off)
 
 
 def _features_at_another_layer() -> Any:
-    from automodel_rl.batch import ImageTokens
+    from automodel_rl.batch import MediaTokens
 
-    put_into = ImageTokens.put_into
+    put_into = MediaTokens.put_into
 
-    def turned(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def turned(tokens: MediaTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         hidden, features = put_into(tokens, hidden)
         return hidden, features[::-1]
 
-    return mock.patch.object(ImageTokens, "put_into", turned)
+    return mock.patch.object(MediaTokens, "put_into", turned)
 
 
 def _shared_image_twice() -> Any:
-    from automodel_rl.batch import ImageTokens
+    from automodel_rl.batch import MediaTokens
 
-    put_into = ImageTokens.put_into
+    put_into = MediaTokens.put_into
 
-    def twice(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def twice(tokens: MediaTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         assert tokens.embeddings is not None
         known = tokens.embeddings()
         is_shared = tokens.rows.bincount(minlength=len(known)) > 1
         doubled = known + (known - known.detach()) * is_shared[:, None]
         return put_into(dataclasses.replace(tokens, embeddings=lambda: doubled), hidden)
 
-    return mock.patch.object(ImageTokens, "put_into", twice)
+    return mock.patch.object(MediaTokens, "put_into", twice)
 
 
 def _images_seen_one_way() -> Any:

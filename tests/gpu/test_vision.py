@@ -11,7 +11,7 @@ from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.engine import Engine
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.tools.verify.comparison import Case
-from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.distributed.model.test_vision import (
     LLAVA,
@@ -60,7 +60,7 @@ def test_float64_equals_transformers(
 def difference_in_bf16(folder: Path, components: ComponentsConfig) -> float:
     """Mean absolute difference of log-probabilities to transformers, with the kernels of 16 bits on both components."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), components=components)
-    sequences = [with_images(s, handle.whole_config, n + 1) for n, s in enumerate(make_sequences(6, 0))]
+    sequences = [with_media(s, handle.whole_config, n + 1) for n, s in enumerate(make_sequences(6, 0))]
     microbatches = [] if handle.layout.is_guest else [pack_microbatch(sequences)]
     found = Engine(handle).logprobs(microbatches)
     expected = OneProcess(folder, torch.bfloat16, Training(), handle.layout.device)

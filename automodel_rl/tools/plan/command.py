@@ -16,7 +16,7 @@ from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.tools.plan.alternatives import Search, with_layout
 from automodel_rl.tools.plan.devices import Device
-from automodel_rl.tools.plan.encoder import EncoderMemory, plan_encoder
+from automodel_rl.tools.plan.encoders import EncoderMemory, plan_encoders
 from automodel_rl.tools.plan.packing import AnyConfig, Packing, measure_packing, microbatches
 
 USABLE = 0.92
@@ -50,11 +50,11 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
     model = MemoryModel(full, config.model, config.batch.capacity, config.optimizer)
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
-    components = (config.components or one_layout(parallel)) if description.vision else None
-    encoder = None
+    components = (config.components or one_layout(parallel, description.encoders)) if description.encoders else None
+    encoders: dict[str, EncoderMemory] = {}
     if components is not None:
-        encoder = plan_encoder(full, config.model, config.memory, components, packing, config.optimizer)
-    peak = _peak(step, encoder, components)
+        encoders = plan_encoders(full, config.model, config.memory, components, packing, config.optimizer)
+    peak = _peak(step, encoders, components)
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
     model_bytes = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
     phases = rollout_phases(config, language_config(full), model_bytes, fullest, device.num_bytes)
@@ -63,7 +63,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
     fits = peak <= capacity and rollouts_fit
     search = Search(model, description, config, packing, device, capacity)
     seconds = search.seconds(parallel, config.memory, step.timeline.bubble)
-    others = _others(search, parallel, fits, seconds) if encoder is None and rollouts_fit else []
+    others = _others(search, parallel, fits, seconds) if not encoders and rollouts_fit else []
     if as_json:
         record = _record(parallel, step, packing, device.name, fits, [other for _, other in others])
         record |= {
@@ -76,12 +76,12 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
             "seconds": seconds,
             "tokens_per_second": search.num_tokens / seconds,
         }
-        of_encoder = {} if encoder is None else {"encoder": {**asdict(encoder), "peak": encoder.peak}}
-        print(json.dumps(record | of_encoder))
+        of_encoders = {name: {**asdict(encoder), "peak": encoder.peak} for name, encoder in encoders.items()}
+        print(json.dumps(record | ({"encoders": of_encoders} if encoders else {})))
     else:
         print(_tables(parallel, step, packing, device.name, config.batch.capacity))
-        if encoder is not None and components is not None:
-            print(_encoder_table(encoder, components, packing))
+        if components is not None:
+            print(_encoders_table(encoders, components, packing))
         if phases.rollout:
             print(_phases_text(phases))
         print(_speed_text(seconds, search.num_tokens))
@@ -141,23 +141,26 @@ def _with_microbatch_size(config: AnyConfig, full: PretrainedConfig, device: Dev
     return config.model_copy(update={"batch": batch})
 
 
-def _peak(step: StepPlan, encoder: EncoderMemory | None, components: ComponentsConfig | None) -> int:
-    """Bytes on the fullest rank. A rank that has both components needs the sum of both."""
-    if encoder is None or components is None:
+def _peak(step: StepPlan, encoders: dict[str, EncoderMemory], components: ComponentsConfig | None) -> int:
+    """Bytes on the fullest rank. A rank that has several components needs the sum of them."""
+    if components is None:
         return step.peak
-    return step.peak + encoder.peak if components.is_colocated else max(step.peak, encoder.peak)
+    beside = sum(encoder.peak for name, encoder in encoders.items() if components.is_colocated(name))
+    return max(step.peak + beside, *(encoder.peak for encoder in encoders.values()))
 
 
-def _encoder_table(encoder: EncoderMemory, components: ComponentsConfig, packing: Packing) -> str:
-    parts = {name: value for name, value in asdict(encoder).items() if name != "parameters"}
-    sizes = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items())
-    images = (
-        "images not known: no data to look at" if packing.patches is None else f"{packing.patches:,} patches a step"
-    )
-    return (
-        f"\n{components}\nencoder {encoder.parameters / 1e9:.3f}B, {images}; GiB on a rank: {sizes}, together "
-        f"{encoder.peak / GIB:.2f}"
-    )
+def _encoders_table(encoders: dict[str, EncoderMemory], components: ComponentsConfig, packing: Packing) -> str:
+    lines = [f"\n{components}"]
+    for name, encoder in encoders.items():
+        parts = {key: value for key, value in asdict(encoder).items() if key != "parameters"}
+        sizes = ", ".join(f"{key} {value / GIB:.2f}" for key, value in parts.items())
+        known = packing.positions.get(name)
+        media = "media not known: no data to look at" if known is None else f"{known:,} positions a step"
+        lines.append(
+            f"{name} {encoder.parameters / 1e9:.3f}B, {media}; GiB on a rank: {sizes}, together "
+            f"{encoder.peak / GIB:.2f}"
+        )
+    return "\n".join(lines)
 
 
 def _on_gpus(config: AnyConfig, num_gpus: int | None) -> AnyConfig:

@@ -1,12 +1,14 @@
 """The number of microbatches in a step, estimated by packing a sample of the user's data."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.read import read_config
+from automodel_rl.model.multimodal import num_positions
 from automodel_rl.support.description import describe_model
 
 AnyConfig = SFTConfig | DPOConfig | GRPOConfig
@@ -22,13 +24,14 @@ class Packing:
     Attributes:
         microbatches: number of microbatches of a step, over all data ranks.
         efficiency: tokens / (microbatches x capacity); None if there is no data to look at.
-        patches: number of patches of all images of a step; None if there is no data to look at.
+        positions: number of positions that the media of a step take in the layers of each encoder, by its name; none if
+            there is no data to look at.
         lengths: tokens of some sequences, for the work of attention; without data, of one that fills a microbatch.
     """
 
     microbatches: int
     efficiency: float | None
-    patches: int | None = None
+    positions: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()
 
 
@@ -50,8 +53,9 @@ def measure_packing(config: AnyConfig) -> Packing:
     from automodel_rl.data.sampler import BatchSampler, Order
 
     kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
-    context = describe_model(read_config(find_model(config.model, with_weights=False).folder)).context
-    dataset = kind(config.data.train, open_chat_tokenizer(config), config.batch, context, config.data)
+    whole = read_config(find_model(config.model, with_weights=False).folder)
+    model = describe_model(whole)
+    dataset = kind(config.data.train, open_chat_tokenizer(config), config.batch, model.context, config.data)
     size = min(count // kind.together, SAMPLE)
     draws = next(iter(BatchSampler(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))
     examples = [checked(dataset[draw]) for draw in draws]
@@ -59,9 +63,11 @@ def measure_packing(config: AnyConfig) -> Packing:
     single = tuple(len(sequence) for example in examples for sequence in example.sequences)
     bins = assign_bins(lengths, capacity)
     share = len(draws) * kind.together / count
-    images = [image for example in examples for sequence in example.sequences for image in sequence.images]
-    patches = math.ceil(sum(math.prod(image.grid) for image in images) / share)
-    return Packing(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), patches, single)
+    positions = dict.fromkeys(model.encoders, 0)
+    for item in (item for example in examples for sequence in example.sequences for item in sequence.media):
+        positions[item.encoder] += num_positions(whole, item)
+    scaled = {name: math.ceil(number / share) for name, number in positions.items()}
+    return Packing(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), scaled, single)
 
 
 def microbatches(packing: Packing, parallel: ParallelConfig) -> int:

@@ -22,7 +22,7 @@ from automodel_rl.tools.verify.bf16 import compare_bf16
 from automodel_rl.tools.verify.cause import likeliest_cause
 from automodel_rl.tools.verify.comparison import NO_STEP, Case, Differences, compare
 from automodel_rl.tools.verify.layout import layout_to_verify, ranks_to_verify
-from automodel_rl.tools.verify.small_model import save_random_model, shrink, shrink_vision
+from automodel_rl.tools.verify.small_model import save_random_model, shrink, shrink_multimodal
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,11 @@ def verify(config: RunConfig, as_json: bool) -> None:
             if not as_json:
                 how = f"{description.num_layers} layers, {components or parallel}, {dtype}, {config.optimizer.name}"
                 print(f"small {full.model_type}, {how}")
-            if description.vision is None:
+            if description.multimodal is None:
                 small = shrink(full, parallel)
             else:
-                small = shrink_vision(full, parallel, 1 if components is None else components.vision.tp)
+                vision = None if components is None else components.vision
+                small = shrink_multimodal(full, parallel, 1 if vision is None else vision.tp)
             save_random_model(small, folder / "model", getattr(torch, dtype))
         dist.barrier()
         case, left_out = case_of(config, full, parallel, dtype)
@@ -151,7 +152,7 @@ def case_of(
 def in_bf16(config: RunConfig, full: PretrainedConfig) -> bool:
     """Whether a step in bf16 is compared as well: on CUDA, where runs have kernels and compiled layers of their own."""
     model = config.model
-    plain = model.implementation == "transformers" and describe_model(full).vision is None
+    plain = model.implementation == "transformers" and describe_model(full).multimodal is None
     return torch.cuda.is_available() and model.dtype == "bfloat16" and plain
 
 

@@ -23,7 +23,7 @@ from automodel_rl.optimizers import learning_rate
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import gather_whole
-from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from automodel_rl.tools.verify.routes import RouteCheck, with_routes
 
@@ -211,7 +211,7 @@ def microbatches_of(
         )
     if handle.has_encoder:
         microbatches = [
-            [with_images(s, handle.whole_config, 7 * m + 5 * rank + n + step) for n, s in enumerate(microbatch)]
+            [with_media(s, handle.whole_config, 7 * m + 5 * rank + n + step) for n, s in enumerate(microbatch)]
             for m, microbatch in enumerate(microbatches)
         ]
     if step == 0 and rank % 2:
@@ -362,7 +362,7 @@ def _two_sequences(handle: ModelHandle, seed: int) -> list[TokenSequence]:
     sequences = make_sequences(2, seed, handle.config.vocab_size)
     if not handle.has_encoder:
         return sequences
-    return [with_images(s, handle.whole_config, 1 + n) for n, s in enumerate(sequences)]
+    return [with_media(s, handle.whole_config, 1 + n) for n, s in enumerate(sequences)]
 
 
 def _largest(actual: Tensor, expected: Tensor) -> float:

@@ -18,15 +18,17 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
 )
 
-from automodel_rl.batch import Routes, TokenSequence
+from automodel_rl.batch import Audio, Image, Routes, TokenSequence
 from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
+from automodel_rl.model.audio import clip_arguments
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
-from automodel_rl.support.families import FAMILIES, VISION_FAMILIES, Family
+from automodel_rl.support.families import FAMILIES, MULTIMODAL_FAMILIES, Family
+from automodel_rl.tools.verify.media import clips_of
 
 
 def written_out(
@@ -200,8 +202,8 @@ class OneProcess:
         config = AutoConfig.from_pretrained(folder).to_dict()
         # transformers' sdpa ignores soft caps and sinks.
         plain = config.get("attn_logit_softcapping") is None and not FAMILIES[config["model_type"]].has_sinks
-        has_encoder = config["model_type"] in VISION_FAMILIES
-        kind = AutoModelForImageTextToText if has_encoder else AutoModelForCausalLM
+        has_encoder = config["model_type"] in MULTIMODAL_FAMILIES
+        kind = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
@@ -216,7 +218,7 @@ class OneProcess:
         self.routes: Routes | None = None  # routes of the current sequence
         # Logits and choices of a microbatch's sequences, by layer.
         self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        body = self.model.model.language_model if has_encoder else self.model.model
+        body = self.model.get_decoder()
         self.family = family = FAMILIES[config["text_config"]["model_type"] if has_encoder else config["model_type"]]
         if family.is_moe:
             for number, layer in enumerate(body.layers):
@@ -246,26 +248,33 @@ class OneProcess:
         """Log-probabilities of a sequence's tokens, [n], aligned with the tokens; the first entry is 0."""
         self.routes = sequence.routes
         ids = sequence.input_ids.to(self.device)
-        logits = self.model(ids[None], **self._images(sequence)).logits[0, :-1]
+        logits = self.model(ids[None], **self._media(sequence)).logits[0, :-1]
         scores = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         return torch.cat([scores.new_zeros(1), scores])
 
-    def _images(self, sequence: TokenSequence) -> dict[str, Tensor]:
-        """The arguments of transformers' model for a sequence's images."""
-        if not sequence.images:
-            return {}
-        pixels = [image.load().to(self.device, next(self.model.parameters()).dtype) for image in sequence.images]
+    def _media(self, sequence: TokenSequence) -> dict[str, Tensor]:
+        """The arguments of transformers' model for a sequence's images and clips."""
+        dtype = next(self.model.parameters()).dtype
+        found: dict[str, Tensor] = {}
+        if any(isinstance(item, Audio) for item in sequence.media):
+            spectrograms, num_frames = clips_of(sequence)
+            found = clip_arguments(torch.stack(spectrograms).to(self.device, dtype), num_frames)
+        images = [item for item in sequence.media if isinstance(item, Image)]
+        return found | self._images(sequence, images, dtype) if images else found
+
+    def _images(self, sequence: TokenSequence, images: list[Image], dtype: torch.dtype) -> dict[str, Tensor]:
+        pixels = [image.load().to(self.device, dtype) for image in images]
         kinds = (sequence.input_ids == self.model.config.image_token_id).int()[None].to(self.device)
         if self.takes_kinds:
             return {"pixel_values": torch.stack(pixels), "token_type_ids": kinds}
-        if not self.takes_grids and len({image.shape for image in pixels}) == 1 and not sequence.images[0].row:
+        if not self.takes_grids and len({image.shape for image in pixels}) == 1 and not images[0].row:
             return {"pixel_values": torch.stack(pixels)}
         if not self.takes_grids:  # padded to one size, as transformers' image processor does
             sizes = torch.tensor([image.shape[-2:] for image in pixels], device=self.device)
             height, width = sizes.amax(0).tolist()
             padded = [torch.nn.functional.pad(i, (0, width - i.shape[2], 0, height - i.shape[1])) for i in pixels]
             return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
-        grids = torch.tensor([image.grid for image in sequence.images], device=self.device)
+        grids = torch.tensor([image.grid for image in images], device=self.device)
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": kinds}
 
     def backward(self, microbatches: list[list[TokenSequence]]) -> float:

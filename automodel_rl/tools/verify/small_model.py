@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from automodel_rl.config import ParallelConfig
-from automodel_rl.support.description import experts_per_token, language_config
-from automodel_rl.support.families import VISION_FAMILIES
+from automodel_rl.support.description import encoder_config, experts_per_token, language_config
+from automodel_rl.support.families import MULTIMODAL_FAMILIES
 
 HEAD_DIM = 8
 WINDOW = 6
@@ -30,6 +30,16 @@ MOST_EXPERTS = 16
 
 
 SIZES_OF_HEADS = ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "query_pre_attn_scalar")
+
+SPECIAL_IDS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "audio_token_index",
+)
+"""Keys of configs with ids of tokens that have a meaning."""
 
 
 def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool = False) -> PretrainedConfig:
@@ -100,13 +110,13 @@ def _rotary(values: dict[str, Any]) -> dict[str, Any]:
     return {**changed, "rope_parameters": kinds.get("", kinds)} if rope else changed
 
 
-def shrink_vision(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -> PretrainedConfig:
-    """A vision-language config whose two components are small, but keep their numbers of layers.
+def shrink_multimodal(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -> PretrainedConfig:
+    """A multimodal config whose components are small, but keep their numbers of layers.
 
     Args:
         config: the whole model's config.
         parallel: the language model's layout.
-        tp: number of ranks that split the encoder's layers.
+        tp: number of ranks that split the layers of the encoder of images.
     """
     language = shrink(language_config(config), parallel)
     heads = math.lcm(2, tp)
@@ -121,19 +131,23 @@ def shrink_vision(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -
         "patch_size": PATCH,
         "image_size": 3 * PATCH,
         "window_size": 4 * PATCH,
+        "d_model": heads * HEAD_DIM,
+        "encoder_attention_heads": heads,
+        "encoder_ffn_dim": 16 * heads,
+        "num_mel_bins": 2 * PATCH,
+        "max_source_positions": 12,
     }
-    encoder = config.vision_config.to_dict()
     values = config.to_dict()
     last = language.vocab_size - 1
-    names = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids = {name: last - number for number, name in enumerate(name for name in names if name in values)}
+    ids = {name: last - number for number, name in enumerate(name for name in SPECIAL_IDS if name in values)}
     kept = {key: value for key, value in values.items() if key not in ("architectures", "dtype")}
     if "mm_tokens_per_image" in values:
         kept["mm_tokens_per_image"] = (small["image_size"] // PATCH) ** 2
-    changed = {
-        "text_config": language.to_dict(),
-        "vision_config": {**encoder, **{key: size for key, size in small.items() if encoder.get(key) is not None}},
-    }
+    changed = {"text_config": language.to_dict()}
+    for name in MULTIMODAL_FAMILIES[config.model_type].encoders:
+        encoder = encoder_config(config, name).to_dict()
+        smaller = {key: size for key, size in small.items() if encoder.get(key) is not None}
+        changed[f"{name}_config"] = {**encoder, **smaller}
     return type(config).from_dict({**kept, **ids, **changed})
 
 
@@ -148,7 +162,7 @@ def _num_experts(config: PretrainedConfig, key: str, parallel: ParallelConfig) -
 def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """Writes a checkpoint with livelier weights than the default initialisation, so that differences show."""
     generator = torch.Generator().manual_seed(0)
-    kind = AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
+    kind = AutoModelForMultimodalLM if config.model_type in MULTIMODAL_FAMILIES else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

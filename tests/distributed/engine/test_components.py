@@ -16,7 +16,7 @@ from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import gather_whole
 from automodel_rl.tools.verify.comparison import make_sequences
-from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.distributed.model.test_vision import ONE_TO_PIPELINE, ONE_TO_TWO, QWEN, microbatches_of
 from tests.rank_pool import RankPool
@@ -57,7 +57,7 @@ def test_components_have_settings_of_their_own_and_one_norm(ranks: RankPool, tmp
     )
     for step, factor in enumerate((0.5, 1.0, 1.0)):
         (sequence,) = make_sequences(1, 10 * step, VOCAB)
-        reference.backward([[with_images(sequence, read_config(tmp_path), 2)]])
+        reference.backward([[with_media(sequence, read_config(tmp_path), 2)]])
         norm = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.5).item()
         for group in optimizer.param_groups:
             group["lr"] = factor * group["peak"]

@@ -21,7 +21,7 @@ from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.tools.export import merged_tensors, open_weights
-from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_vision_model
@@ -40,7 +40,7 @@ WHOLE_PROJECTOR = LoraConfig(rank=4, alpha=8.0, modules_to_save=("multi_modal_pr
 def sequences_of(folder: Path, step: int, data_rank: int, microbatch: int) -> list[TokenSequence]:
     seed = 100 * step + 10 * data_rank + microbatch
     sequences = make_sequences(1 + (microbatch + data_rank) % 3, seed)
-    return [with_images(sequence, read_config(folder), seed + n) for n, sequence in enumerate(sequences)]
+    return [with_media(sequence, read_config(folder), seed + n) for n, sequence in enumerate(sequences)]
 
 
 def train(folder: Path, lora: LoraConfig, components: ComponentsConfig) -> tuple[list[float], dict[str, Tensor]]:

@@ -299,7 +299,7 @@ def test_a_checkpoint_without_a_component_is_refused(ranks: RankPool, tmp_path: 
 def train_on_a_wrong_count(folder: Path) -> str:
     engine = make_engine(folder, components_of({"ranks": 0}, {"ranks": 0}))
     image = Image(1, 3, (1, 3, 3), torch.zeros(3, 12, 12))
-    sequence = TokenSequence(torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.bool), images=(image,))
+    sequence = TokenSequence(torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.bool), media=(image,))
     try:
         engine.train_step([pack_microbatch([sequence])], sft_loss)
     except ValueError as error:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import ImageTokens, Microbatch, TokenSequence, pack_microbatch
+from automodel_rl.batch import MediaTokens, Microbatch, TokenSequence, pack_microbatch
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.engine import Engine
@@ -20,7 +20,7 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead, simulate
 from automodel_rl.step.encoding import Encoding
 from automodel_rl.tools.verify.comparison import make_sequences
-from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.media import with_media
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_vision_model
 
@@ -57,7 +57,7 @@ def microbatches_of(engine: Engine) -> list[Microbatch]:
     handle = engine.handle
     sequences: list[TokenSequence] = make_sequences(MICROBATCHES, 0, handle.config.vocab_size)
     return (
-        [] if handle.layout.is_guest else [pack_microbatch([with_images(s, handle.whole_config, 1)]) for s in sequences]
+        [] if handle.layout.is_guest else [pack_microbatch([with_media(s, handle.whole_config, 1)]) for s in sequences]
     )
 
 
@@ -65,9 +65,9 @@ def seconds_of_a_step(folder: Path, components: ComponentsConfig | None) -> floa
     """The time of a step after the first, with layers that sleep."""
     engine = make_engine(folder, components)
     microbatches = microbatches_of(engine)
-    put_into, forward, backward = ImageTokens.put_into, Encoding.forward, Encoding.backward
+    put_into, forward, backward = MediaTokens.put_into, Encoding.forward, Encoding.backward
 
-    def slow_put_into(tokens: ImageTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def slow_put_into(tokens: MediaTokens, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
         hidden, features = put_into(tokens, hidden)
         return Sleep.apply(hidden, LANGUAGE), features
 
@@ -81,7 +81,7 @@ def seconds_of_a_step(folder: Path, components: ComponentsConfig | None) -> floa
 
     engine.train_step(microbatches, sft_loss)
     with (
-        mock.patch.object(ImageTokens, "put_into", slow_put_into),
+        mock.patch.object(MediaTokens, "put_into", slow_put_into),
         mock.patch.object(Encoding, "forward", slow_forward),
         mock.patch.object(Encoding, "backward", slow_backward),
     ):
@@ -143,7 +143,7 @@ def late_image(folder: Path, components: ComponentsConfig) -> tuple[float, float
     for number in range(0 if handle.layout.is_guest else 6):
         (sequence,) = make_sequences(1, number, handle.config.vocab_size)
         has_image = handle.layout.data_rank == 0 or number == 5
-        microbatches.append(pack_microbatch([with_images(sequence, handle.whole_config, int(has_image))]))
+        microbatches.append(pack_microbatch([with_media(sequence, handle.whole_config, int(has_image))]))
     output = engine.train_step(microbatches, sft_loss)
     return output.loss, output.grad_norm
 
@@ -172,7 +172,7 @@ def train_on_a_damaged_image(folder: Path, components: ComponentsConfig) -> tupl
     engine, found = make_engine(folder, components), []
     whole = microbatches_of(engine)
     broken = [
-        dataclasses.replace(microbatch, images=(dataclasses.replace(microbatch.images[0], pixels=damaged),))
+        dataclasses.replace(microbatch, media=(dataclasses.replace(microbatch.media[0], pixels=damaged),))
         for microbatch in whole
     ]
     for work in (lambda: engine.train_step(broken, sft_loss), lambda: engine.logprobs(broken)):

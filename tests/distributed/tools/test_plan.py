@@ -26,9 +26,9 @@ from automodel_rl.parallel.pipeline.timeline import simulate
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.tools.plan.command import plan
 from automodel_rl.tools.plan.devices import find_device
-from automodel_rl.tools.plan.encoder import plan_encoder
+from automodel_rl.tools.plan.encoders import plan_encoders
 from automodel_rl.tools.plan.packing import Packing
-from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.media import with_media
 from tests.distributed.tools.test_verify import config_of
 from tests.processes import run_command
 from tests.rank_pool import RankPool
@@ -175,7 +175,7 @@ def allocate_encoder(model: ModelConfig, components: ComponentsConfig) -> tuple[
     """Bytes of this rank's shards of the encoder, of their moments, and of its whole weights."""
     handle = ModelHandle.from_pretrained(model, components=components)
     engine = Engine(handle, ADAMW)
-    sequence = with_images(make_sequences(1, 0)[0], handle.whole_config, seed=1)
+    sequence = with_media(make_sequences(1, 0)[0], handle.whole_config, seed=1)
     engine.train_step([] if handle.layout.is_guest else [pack_microbatch([sequence])], sft_loss)
     (part,) = next((module.parts for module in handle.components if module.name == "vision"), [None])
     if part is None:
@@ -199,7 +199,7 @@ def test_bytes_of_an_encoder_are_those_of_a_run(
     save_tiny_vision_model(tmp_path, family)
     components = ComponentsConfig.model_validate({"vision": vision, "language": {"ranks": 2}})
     model = ModelConfig(path=str(tmp_path), dtype="float32", frozen=frozen)
-    planned = plan_encoder(read_config(tmp_path), model, MemoryConfig(), components, Packing(1, None, 100), ADAMW)
+    planned = plan_encoders(read_config(tmp_path), model, MemoryConfig(), components, Packing(1, None, 100), ADAMW)
     real = ranks(3).run(allocate_encoder, model, components)
     assert max(weights for weights, _, _ in real) == planned.weights
     # An encoder's last layer may take no part, and has no moments then.

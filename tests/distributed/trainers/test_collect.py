@@ -69,7 +69,7 @@ def collected() -> list[tuple[str, float]]:
     tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
     config: Any = SimpleNamespace(seed=0, rollout=rollout, router_replay=SimpleNamespace(enabled=False))
     collector = RolloutCollector(config, supervisor, tokenizer, scorer)  # type: ignore[arg-type]
-    prompts: Any = [SimpleNamespace(token_ids=[1], example={}, number=number, images=()) for number in range(2)]
+    prompts: Any = [SimpleNamespace(token_ids=[1], example={}, number=number, media=()) for number in range(2)]
     try:
         groups = collector.collect(prompts, 2, config.rollout.sampling)
     finally:

@@ -91,7 +91,7 @@ def test_tokens_of_an_image_also_see_the_rest_of_it(cp: int, window: int) -> Non
         TokenSequence(
             torch.zeros(26, dtype=torch.int64),
             torch.ones(26, dtype=torch.bool),
-            images=tuple(Image(a, n, (1, 1, n), torch.zeros(0), is_bidirectional=True) for a, n in of_sequence),
+            media=tuple(Image(a, n, (1, 1, n), torch.zeros(0), is_bidirectional=True) for a, n in of_sequence),
         )
         for of_sequence in spans
     ]
@@ -99,7 +99,7 @@ def test_tokens_of_an_image_also_see_the_rest_of_it(cp: int, window: int) -> Non
     found = visible(shares(microbatch, cp, 2), microbatch, window)
     place = torch.arange(microbatch.num_tokens)
     image = torch.full_like(place, -1)
-    for number, of_image in enumerate(microbatch.images):
+    for number, of_image in enumerate(microbatch.media):
         image[of_image.start : of_image.start + of_image.num_tokens] = number
     same = (image[:, None] == image[None]) & (image >= 0)[:, None]
     expected = (place[:, None] // 26 == place[None] // 26) & ((place[:, None] >= place[None]) | same)

@@ -13,7 +13,8 @@ from transformers import AutoImageProcessor, AutoTokenizer, Gemma3Processor
 from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.images import ImageReader, cut
+from automodel_rl.data.images import ImageReader
+from automodel_rl.data.media import cut
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import read_chat
 from automodel_rl.errors import InputError
@@ -122,9 +123,9 @@ def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None
     named = [{**part, "path": picture} if part["type"] == "image" else part for part in parts]
     sequence = ChatTokenizer(tokenizer, "all", reader)(Chat([{"role": "user", "content": named}, chat[1]]), "here")
     assert sequence.input_ids.tolist() == expected["input_ids"][0].tolist()
-    assert torch.equal(sequence.images[1].load(), expected["pixel_values"][1])
+    assert torch.equal(sequence.media[1].load(), expected["pixel_values"][1])
     assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]).startswith("It is red.")
-    assert all(image.is_bidirectional and image.num_tokens == 9 for image in sequence.images)
+    assert all(image.is_bidirectional and image.num_tokens == 9 for image in sequence.media)
 
 
 def test_a_template_that_writes_no_images_is_for_texts_only(tmp_path: Path) -> None:
@@ -154,8 +155,8 @@ def test_images_cut_in_several_are_refused(tmp_path: Path) -> None:
 
 def test_a_cut_keeps_no_part_of_an_image() -> None:
     images = (Image(1, 3, (1, 1, 3), torch.zeros(0)), Image(6, 3, (1, 1, 3), torch.zeros(0)))
-    whole = TokenSequence(torch.arange(10), torch.ones(10, dtype=torch.bool), images=images)
-    assert [(len(cut(whole, limit)), len(cut(whole, limit).images)) for limit in (2, 4, 7, 9)] == [
+    whole = TokenSequence(torch.arange(10), torch.ones(10, dtype=torch.bool), media=images)
+    assert [(len(cut(whole, limit)), len(cut(whole, limit).media)) for limit in (2, 4, 7, 9)] == [
         (1, 0),
         (4, 1),
         (6, 1),

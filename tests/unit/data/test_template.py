@@ -199,7 +199,7 @@ def with_renders_counted(template: str) -> tuple[ChatTemplate, list[int]]:
         return apply(messages, **options)
 
     tokenizer.apply_chat_template = counted
-    checked = ChatTemplate(tokenizer, sees_images=False)
+    checked = ChatTemplate(tokenizer)
     written.clear()
     return checked, written
 
@@ -245,7 +245,7 @@ def test_the_cost_of_a_check_grows_with_the_chat_alone(template: str, messages: 
 def test_what_is_left_out_is_refused_after_something_like_it_was_accepted(
     template: str, accepted: tuple[Message, ...], refused: tuple[Message, ...]
 ) -> None:
-    checked = ChatTemplate(tokenizer_of(template), sees_images=False)
+    checked = ChatTemplate(tokenizer_of(template))
     checked.check(Chat([QUESTION, *accepted]), "d.jsonl:1")
     with pytest.raises(InputError, match="d.jsonl:2: the chat template leaves out"):
         checked.check(Chat([QUESTION, *refused]), "d.jsonl:2")

@@ -18,18 +18,18 @@ KNOWN = {
 
 @pytest.mark.parametrize(("form", "name"), [(form, name) for form, names in KNOWN.items() for name in names])
 def test_the_format_of_a_template_is_found_by_reading_back_what_it_writes(form: str, name: str) -> None:
-    found = find_format(ChatTemplate(stock_tokenizer(name), sees_images=False))
+    found = find_format(ChatTemplate(stock_tokenizer(name)))
     assert found["fields"] == FORMATS[form]["fields"]
 
 
 @pytest.mark.parametrize("name", SILENT)
 def test_templates_without_calls_have_no_format(name: str) -> None:
     with pytest.raises(InputError, match="the chat template (leaves out calls|refuses a message)"):
-        find_format(ChatTemplate(stock_tokenizer(name), sees_images=False))
+        find_format(ChatTemplate(stock_tokenizer(name)))
 
 
 def test_a_call_within_a_thought_is_none() -> None:
-    template = ChatTemplate(stock_tokenizer("qwen3"), sees_images=False)
+    template = ChatTemplate(stock_tokenizer("qwen3"))
     form = find_format(template)
     call = '<tool_call>\n{"name": "look_up", "arguments": {"text": "7", "count": 7}}\n</tool_call>'
     text = f"<think>\nPerhaps {call}\n</think>\n\nIt is 7.<|im_end|>"

@@ -33,7 +33,7 @@ ONE_CALL = ("llama3_1", "llama3_2", "gptoss")
 )
 def test_the_suffix_is_that_of_the_whole_conversation(name: str, num_calls: int) -> None:
     tokenizer = stock_tokenizer(name)
-    template = ChatTemplate(tokenizer, sees_images=False)
+    template = ChatTemplate(tokenizer)
     before, answers = conversation(num_calls)
     text = template.opening_text(Chat([*before, *answers], (PROBE_TOOL,)))
     tail = text[text.rindex("Ben") :]
@@ -45,6 +45,6 @@ def test_the_suffix_is_that_of_the_whole_conversation(name: str, num_calls: int)
 @pytest.mark.parametrize("name", SILENT)
 def test_templates_that_leave_calls_out_are_refused(name: str) -> None:
     tokenizer = stock_tokenizer(name)
-    suffix = TurnSuffix(ChatTemplate(tokenizer, sees_images=False), [PROBE_TOOL])
+    suffix = TurnSuffix(ChatTemplate(tokenizer), [PROBE_TOOL])
     with pytest.raises(InputError, match="the chat template (leaves out calls of tools|refuses a message of tool)"):
         suffix(conversation(1)[1], ["look_up"], 0)

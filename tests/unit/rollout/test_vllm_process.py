@@ -24,7 +24,7 @@ from automodel_rl.generator_messages import (
     Loaded,
     LoadWeights,
     MakeRoom,
-    PromptImage,
+    PromptMedia,
     Ready,
     Request,
     Sampling,
@@ -191,12 +191,12 @@ def test_pictures_go_with_their_prompt_and_one_that_vllm_sees_otherwise_fails_it
     picture = str(tmp_path / "three.png")
     prompt = [1, 7, 7, 7, 2, 7, 7, 7]
     both = tuple(
-        PromptImage(start, 3, (1, 2, 6), source) for start, source in ((1, picture), (5, Path(picture).read_bytes()))
+        PromptMedia(start, 3, (1, 2, 6), source) for start, source in ((1, picture), (5, Path(picture).read_bytes()))
     )
     generator = make_process()
     try:
-        right = Request(prompt, 8, Sampling(3, 0.5), images=both)
-        wrong = Request([1, 7, 7, 2], 8, Sampling(3, 0.5), images=(PromptImage(1, 2, (1, 2, 4), picture),))
+        right = Request(prompt, 8, Sampling(3, 0.5), media=both)
+        wrong = Request([1, 7, 7, 2], 8, Sampling(3, 0.5), media=(PromptMedia("image", 1, 2, (1, 2, 4), picture),))
         seen, otherwise = generator.generate([right, wrong])
         assert (seen.token_ids, seen.finish, seen.num_cached) == ([1, 0, len(prompt)], "stop", 3)
         assert otherwise.finish == "error"

@@ -17,12 +17,12 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.hf.read import read_config
-from automodel_rl.tools.plan.encoder import plan_encoder
+from automodel_rl.tools.plan.encoders import plan_encoders
 from automodel_rl.tools.plan.packing import Packing
 from automodel_rl.tools.verify.comparison import make_sequences
-from automodel_rl.tools.verify.images import with_images
+from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
-from automodel_rl.tools.verify.small_model import save_random_model, shrink_vision
+from automodel_rl.tools.verify.small_model import save_random_model, shrink_multimodal
 
 CONFIGS = [Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig, Mistral3Config, Gemma3Config]
 MODEL = ModelConfig(path="x")
@@ -41,18 +41,18 @@ def test_a_family_shrinks_to_a_model_that_sees(tmp_path: Path, kind: type[Pretra
     setattr(config.vision_config, "num_hidden_layers" if kind in (Mistral3Config, Gemma3Config) else "depth", 4)
     if "deepstack_visual_indexes" in config.vision_config.to_dict():
         config.vision_config.deepstack_visual_indexes = [0, 1, 2]
-    save_random_model(shrink_vision(config, ParallelConfig(), tp=2), tmp_path, torch.float64)
+    save_random_model(shrink_multimodal(config, ParallelConfig(), tp=2), tmp_path, torch.float64)
     small = read_config(tmp_path)
     model = OneProcess(tmp_path, torch.float64, Training(), torch.device("cpu"))
     (sequence,) = make_sequences(1, 0, small.text_config.vocab_size)
-    assert model.logprobs(with_images(sequence, small, 2)).isfinite().all()
+    assert model.logprobs(with_media(sequence, small, 2)).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_activations_of_an_encoder_grow_with_its_images(kind: type[PretrainedConfig]) -> None:
     components = one_layout(ParallelConfig())
     found = [
-        plan_encoder(
+        plan_encoders(
             kind(), ModelConfig(path="x"), MemoryConfig(), components, Packing(1, None, patches), OptimizerConfig()
         )
         for patches in (1000, 2000)
@@ -68,7 +68,7 @@ def test_an_encoder_on_ranks_of_its_own_keeps_what_it_is_ahead() -> None:
     apart = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": interleaved})
     together = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": 0}})
     planned = [
-        plan_encoder(
+        plan_encoders(
             Qwen3VLConfig(),
             ModelConfig(path="x"),
             MemoryConfig(),
@@ -83,7 +83,7 @@ def test_an_encoder_on_ranks_of_its_own_keeps_what_it_is_ahead() -> None:
 
 def test_stages_of_an_encoder_divide_its_memory() -> None:
     whole, half = (
-        plan_encoder(
+        plan_encoders(
             Qwen3VLConfig(),
             MODEL,
             MemoryConfig(),

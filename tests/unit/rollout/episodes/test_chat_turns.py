@@ -44,7 +44,7 @@ def written_turn(template: ChatTemplate, before: list[dict[str, Any]], turn: dic
 @pytest.mark.parametrize("name", READ)
 def test_an_episode_is_made_of_sampled_turns_and_the_templates_suffixes(name: str) -> None:
     tokenizer = stock_tokenizer(name)
-    template = ChatTemplate(tokenizer, sees_images=False)
+    template = ChatTemplate(tokenizer)
     codec = ChatTurns(template, [PROBE_TOOL], 64)
     prompt = codec.opening([QUESTION])
     mark = tokenizer.convert_ids_to_tokens(min(codec.stop_ids))
@@ -78,7 +78,7 @@ def test_an_episode_is_made_of_sampled_turns_and_the_templates_suffixes(name: st
 @pytest.mark.parametrize("name", [*SILENT, *UNKNOWN])
 def test_templates_that_cannot_call_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="chat template"):
-        ChatTurns(ChatTemplate(stock_tokenizer(name), sees_images=False), [PROBE_TOOL], 64)
+        ChatTurns(ChatTemplate(stock_tokenizer(name)), [PROBE_TOOL], 64)
 
 
 SFT_ALIKE = ("qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "llama3_1")
@@ -117,7 +117,7 @@ def test_supervised_fine_tuning_trains_the_tokens_that_a_rollout_trains(name: st
 @pytest.mark.parametrize("end", ["", "<|im_end|>"])
 def test_calls_that_cannot_be_read_are_told(text: str, end: str) -> None:
     tokenizer = stock_tokenizer("qwen3")
-    codec = ChatTurns(ChatTemplate(tokenizer, sees_images=False), [PROBE_TOOL], 64)
+    codec = ChatTurns(ChatTemplate(tokenizer), [PROBE_TOOL], 64)
     ids = tokenizer(text + end, add_special_tokens=False)["input_ids"]
     turn = codec.read(codec.opening([QUESTION]), ids)
     assert not turn.calls
@@ -126,7 +126,7 @@ def test_calls_that_cannot_be_read_are_told(text: str, end: str) -> None:
 
 def test_answers_are_cut_in_the_middle() -> None:
     tokenizer = train_tokenizer(["hello"], 300)
-    codec = ChatTurns(ChatTemplate(tokenizer, sees_images=False), [PROBE_TOOL], 16)
+    codec = ChatTurns(ChatTemplate(tokenizer), [PROBE_TOOL], 16)
     text = "begin " + "x" * 100_000 + " end"
     turn = codec.read([], tokenizer("Hello", add_special_tokens=False)["input_ids"])
     suffix = tokenizer.decode(codec.suffix([{"role": "user", "content": text}], turn, tokenizer.eos_token_id))

@@ -21,7 +21,7 @@ def sequence_of(texts: list[int], sides: list[tuple[int, int]]) -> TokenSequence
             height, width = sides[number]
             images.append(Image(len(ids), height * width, (1, 2 * height, 2 * width), torch.zeros(0)))
             ids += [IMAGE] * (height * width)
-    return TokenSequence(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool), images=tuple(images))
+    return TokenSequence(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool), media=tuple(images))
 
 
 def test_positions_are_those_of_transformers() -> None:
@@ -33,12 +33,12 @@ def test_positions_are_those_of_transformers() -> None:
         texts = [int(n) for n in generator.integers(1, 6, count + 1)]
         sequences.append(sequence_of(texts, [tuple(generator.integers(1, 5, 2).tolist()) for _ in range(count)]))
     microbatch = pack_microbatch(sequences)
-    pieces = multimodal_positions(microbatch.images, microbatch.lengths, merge=2).split(microbatch.lengths, dim=1)
+    pieces = multimodal_positions(microbatch.media, microbatch.lengths, merge=2).split(microbatch.lengths, dim=1)
     for sequence, piece in zip(sequences, pieces, strict=True):
         expected = torch.arange(len(sequence)).expand(3, -1)
-        if sequence.images:
+        if sequence.media:
             kinds = (sequence.input_ids == IMAGE).int()[None]
-            grids = torch.tensor([image.grid for image in sequence.images])
+            grids = torch.tensor([image.grid for image in sequence.media])
             stub = torch.nn.Module()
             stub.config = config
             stub.get_vision_position_ids = lambda *a, **k: Qwen2_5_VLModel.get_vision_position_ids(None, *a, **k)
@@ -49,12 +49,12 @@ def test_positions_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("cp", [1, 2])
 def test_every_image_token_gets_its_own_embedding_on_some_rank(cp: int) -> None:
     microbatch = pack_microbatch([sequence_of([2, 3], [(1, 3)]), sequence_of([4], []), sequence_of([1, 2], [(2, 2)])])
-    num_embeddings = sum(image.num_tokens for image in microbatch.images)
+    num_embeddings = sum(image.num_tokens for image in microbatch.media)
     seen = []
     for rank in range(cp):
         part = local_microbatch(microbatch, cp, rank)
-        assert (part.input_ids[part.images.places] == IMAGE).all()
-        seen += part.images.rows.tolist()
+        assert (part.input_ids[part.media.places] == IMAGE).all()
+        seen += part.media.rows.tolist()
     assert sorted(seen) == list(range(num_embeddings))
 
 
@@ -62,4 +62,4 @@ def test_every_image_token_gets_its_own_embedding_on_some_rank(cp: int) -> None:
 def test_images_that_overlap_or_lie_outside_are_refused(images: tuple[tuple[int, int], ...]) -> None:
     placed = tuple(Image(start, count, (1, 1, 1), torch.zeros(0)) for start, count in images)
     with pytest.raises(ValueError, match="images lie within the sequence, in order and apart"):
-        TokenSequence(torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.bool), images=placed)
+        TokenSequence(torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.bool), media=placed)

@@ -1,0 +1,264 @@
+"""Media in token sequences: the tokens that stand for images and audio, and what the rank that encodes them reads.
+
+Some models also add features of earlier encoder layers to image tokens, after their first few layers (DeepStack,
+arXiv:2406.04334). These features follow a token's embedding in one row.
+
+Shape letters: T tokens of a microbatch, m embeddings of its distinct media, i media tokens of a rank, H hidden size, D
+layers after which features are added.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automodel_rl.batch.move import move
+
+Grid = tuple[int, int, int]
+"""Patches of an image in time, height and width, as the model's image processor counts them."""
+
+EncoderName = Literal["vision", "audio"]
+"""The component that encodes a kind of media."""
+
+ENCODERS: tuple[EncoderName, ...] = ("vision", "audio")
+"""All of them, in the order in which a microbatch's embeddings stand."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image in a sequence. Its tokens are consecutive.
+
+    Attributes:
+        start: place of its first token in the sequence, or in the microbatch.
+        num_tokens: number of tokens that stand for it, breaks included.
+        grid: its patches in time, height and width.
+        pixels: the output of the model's image processor for one image, or a picklable function that returns it. The
+            function is called on the rank that encodes the image, so pixels are not sent between ranks.
+        source: what the pixels are read from: the path of a picture's file, or the file's bytes. A microbatch's images
+            with the same source and grid are encoded once. None if no other image has these pixels.
+        row: number of tokens with embeddings in a row of the image, after which one token of text breaks the row; 0 if
+            there are no breaks and all tokens have embeddings.
+        is_bidirectional: whether its tokens see each other both ways in attention, as Gemma 3's do. They still see
+            nothing after the image.
+
+    Example:
+        >>> import torch
+        >>> image = Image(start=3, num_tokens=16, grid=(1, 4, 4), pixels=torch.zeros(3, 56, 56))
+        >>> image.load().shape
+        torch.Size([3, 56, 56])
+    """
+
+    encoder: ClassVar[EncoderName] = "vision"
+    plural: ClassVar[str] = "images"
+
+    start: int
+    num_tokens: int
+    grid: Grid
+    pixels: Tensor | Callable[[], Tensor]
+    source: str | bytes | None = None
+    row: int = 0
+    is_bidirectional: bool = False
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of its tokens that an embedding replaces."""
+        return self.num_tokens // (self.row + 1) * self.row if self.row else self.num_tokens
+
+    @property
+    def places(self) -> np.ndarray:
+        """Places of these tokens, counted from its first token, int64 [num_embeddings]."""
+        every = np.arange(self.num_tokens)
+        return every[every % (self.row + 1) < self.row] if self.row else every
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The grid."""
+        return self.grid
+
+    def load(self) -> Tensor:
+        """The image's pixels, on the host."""
+        return self.pixels() if callable(self.pixels) else self.pixels
+
+    def moved(self, places: int) -> "Image":
+        """The same image, `places` tokens further on."""
+        return dataclasses.replace(self, start=self.start + places)
+
+
+@dataclass(frozen=True)
+class Audio:
+    """A clip of audio in a sequence. Its tokens are consecutive.
+
+    Attributes:
+        start, source: as of an `Image`.
+        num_tokens: number of tokens that stand for it; an embedding replaces each.
+        num_frames: frames of its spectrogram, without those of silence that fill it up.
+        features: the output of the model's feature extractor for one clip, a log-mel spectrogram [mels, frames], or a
+            picklable function that returns it. It is called on the rank that encodes the clip.
+
+    Example:
+        >>> import torch
+        >>> clip = Audio(start=3, num_tokens=25, num_frames=100, features=torch.zeros(128, 3000))
+        >>> clip.load().shape
+        torch.Size([128, 3000])
+    """
+
+    encoder: ClassVar[EncoderName] = "audio"
+    plural: ClassVar[str] = "clips"
+    is_bidirectional: ClassVar[bool] = False
+
+    start: int
+    num_tokens: int
+    num_frames: int
+    features: Tensor | Callable[[], Tensor]
+    source: str | bytes | None = None
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of its tokens that an embedding replaces."""
+        return self.num_tokens
+
+    @property
+    def places(self) -> np.ndarray:
+        """Places of these tokens, counted from its first token, int64 [num_embeddings]."""
+        return np.arange(self.num_tokens)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The number of frames."""
+        return (self.num_frames,)
+
+    def load(self) -> Tensor:
+        """The clip's features, on the host."""
+        return self.features() if callable(self.features) else self.features
+
+    def moved(self, places: int) -> "Audio":
+        """The same clip, `places` tokens further on."""
+        return dataclasses.replace(self, start=self.start + places)
+
+
+Media = Image | Audio
+"""What an encoder makes embeddings of."""
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """The media tokens among a rank's tokens, and the embeddings that replace them before the first layer.
+
+    Attributes:
+        places: places of the media tokens among this rank's tokens, int64 [i].
+        rows: the row of `embeddings` for each of these tokens, int64 [i].
+        embeddings: waits for the embeddings of the distinct media of the microbatch, encoder by encoder and in order,
+            and for features that are added later, [m, (1 + D) * H]; None on ranks that do not use them.
+    """
+
+    places: Tensor
+    rows: Tensor
+    embeddings: Callable[[], Tensor] | None = None
+
+    def to(self, device: torch.device) -> "MediaTokens":
+        """The same tokens, with `places` and `rows` on `device`. Embeddings are made on the device, so they stay."""
+        return dataclasses.replace(self, places=move(self.places, device), rows=move(self.rows, device))
+
+    def within(self, start: int, stop: int) -> "MediaTokens":
+        """The tokens from `start` up to `stop`, with places that count from `start`."""
+        inside = (self.places >= start) & (self.places < stop)
+        return dataclasses.replace(self, places=self.places[inside] - start, rows=self.rows[inside])
+
+    def put_into(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Puts embeddings of media in the place of those of their tokens.
+
+        Args:
+            hidden: embeddings of all tokens, [1, t, H].
+
+        Returns:
+            Hidden states [1, t, H], and what is to be added to media tokens after each of the first D layers, [i, H].
+        """
+        assert self.embeddings is not None
+        # Sequences may share media. Indexing sums their gradients in a fixed order; index_select would not on CUDA.
+        found, *features = self.embeddings()[self.rows].split(hidden.shape[-1], dim=1)
+        return hidden.squeeze(0).index_copy(0, self.places, found).unsqueeze(0), features
+
+    def add_to(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """Hidden states [1, t, H] with features [i, H] added to those of the media tokens."""
+        return hidden.index_add(1, self.places, features[None])
+
+
+NO_MEDIA = MediaTokens(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+
+
+def check_media(media: Sequence[Media], num_tokens: int) -> None:
+    """Raises ValueError if media of a sequence overlap, are out of order, or lie outside the sequence."""
+    end = 0
+    for number, item in enumerate(media):
+        if item.start < end or item.num_tokens < 1 or item.start + item.num_tokens > num_tokens:
+            raise ValueError(
+                f"media {number} has tokens {item.start} to {item.start + item.num_tokens - 1} of {num_tokens}: "
+                "images and clips lie within the sequence, in order and apart"
+            )
+        end = item.start + item.num_tokens
+
+
+def distinct_media(media: Sequence[Media], encoder: EncoderName) -> tuple[Media, ...]:
+    """A microbatch's media of one encoder without those of the same content as an earlier one, in order."""
+    first: dict[Hashable, Media] = {}
+    for number, item in enumerate(media):
+        if item.encoder == encoder:
+            first.setdefault(_identity(number, item), item)
+    return tuple(first.values())
+
+
+def media_places(media: Sequence[Media], num_tokens: int) -> np.ndarray:
+    """The place of every token among the tokens of the microbatch's distinct media, encoder by encoder; -1 for text;
+    int64 [T]."""
+    rows = np.full(num_tokens, -1)
+    first: dict[Hashable, int] = {}
+    seen = 0
+    for number, item in sorted(enumerate(media), key=lambda pair: ENCODERS.index(pair[1].encoder)):
+        start = first.setdefault(_identity(number, item), seen)
+        seen += item.num_embeddings if start == seen else 0
+        rows[item.start + item.places] = np.arange(start, start + item.num_embeddings)
+    return rows
+
+
+def _identity(number: int, item: Media) -> Hashable:
+    """What is equal for media with the same content."""
+    return number if item.source is None else (item.encoder, item.source, item.size)
+
+
+def single_media_tokens(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
+    """The token ids with a single token for each image and clip, as a chat template writes them."""
+    rest = {place for item in media for place in range(item.start + 1, item.start + item.num_tokens)}
+    return [token for place, token in enumerate(token_ids) if place not in rest]
+
+
+def multimodal_positions(media: Sequence[Media], lengths: Sequence[int], merge: int) -> Tensor:
+    """Rotary positions in time, height and width (M-RoPE, arXiv:2409.12191, section 2.1), int64 [3, T].
+
+    A text token's position is one more than the position before it, on all three axes. An image's tokens add their
+    place in the image's grid to the position at which the image begins. The text after an image goes on from the
+    largest position of the image. A clip of audio counts like text. Every sequence starts at 0.
+
+    Args:
+        media: the microbatch's images and clips, in order.
+        lengths: tokens of each sequence.
+        merge: number of patches that one token covers along height, and along width.
+    """
+    pieces: list[np.ndarray] = []
+    start, left = 0, [item for item in media if isinstance(item, Image)]
+    for length in lengths:
+        position, done = 0, start
+        while left and left[0].start < start + length:
+            image = left.pop(0)
+            pieces.append(np.tile(position + np.arange(image.start - done), (3, 1)))
+            position += image.start - done
+            time, height, width = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
+            pieces.append(np.indices((time, height, width)).reshape(3, -1) + position)
+            position += max(height, width)
+            done = image.start + image.num_tokens
+        pieces.append(np.tile(position + np.arange(start + length - done), (3, 1)))
+        start += length
+    return torch.from_numpy(np.concatenate(pieces, axis=1))

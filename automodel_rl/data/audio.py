@@ -1,0 +1,118 @@
+"""Audio of chats. Its length decides its number of tokens; its samples are read on the rank that encodes it."""
+
+import functools
+import importlib
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoFeatureExtractor, PretrainedConfig
+
+from automodel_rl.batch import Audio
+from automodel_rl.errors import InputError
+from automodel_rl.model.audio import LEAST_TOKENS, num_audio_tokens, num_frames_of, spectrogram_shape
+
+
+class AudioReader:
+    """Reads clips of audio in the form that a model takes. It can be pickled, and goes with clips to the ranks that
+    encode them.
+
+    Args:
+        folder: the checkpoint's folder, with its feature extractor.
+        config: the config of the whole model.
+
+    Raises:
+        InputError: transformers cannot open the feature extractor, it does not fit the model, or a library that reads
+            audio is missing.
+    """
+
+    def __init__(self, folder: Path, config: PretrainedConfig):
+        self.token_id = config.audio_token_id
+        _library("soundfile")
+        _library("soxr")
+        try:
+            self.extractor: Any = AutoFeatureExtractor.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"model.path={folder}: no feature extractor that transformers opens ({reason})") from None
+        made, taken = (self.extractor.feature_size, self.extractor.nb_max_frames), spectrogram_shape(config)
+        if made != taken:
+            raise InputError(
+                f"model.path={folder}: the feature extractor makes {made[0]} mels of {made[1]} frames and the encoder "
+                f"takes {taken[0]} of {taken[1]}: use the preprocessor_config.json that belongs to the model"
+            )
+
+    def __call__(self, source: Any, where: str) -> Audio:
+        """A clip whose samples are not read yet.
+
+        Args:
+            source: the path of an audio file, or the file's bytes.
+            where: its place in the data, for error messages.
+
+        Raises:
+            InputError: the file cannot be opened, or the clip is too long or too short.
+        """
+        if not isinstance(source, str | bytes):
+            raise InputError(f"{where}: audio is a {type(source).__name__}: give the path of a file, or its bytes")
+        num_frames = -(-self._num_samples(source, where) // self.extractor.hop_length)
+        seconds = num_frames * self.extractor.hop_length / self.extractor.sampling_rate
+        if num_frames > self.extractor.nb_max_frames:
+            most = self.extractor.n_samples / self.extractor.sampling_rate
+            raise InputError(f"{where}: audio of {seconds:.1f} s, and the model hears {most:g} s: cut the file")
+        if num_frames < num_frames_of(LEAST_TOKENS):
+            raise InputError(f"{where}: audio of {seconds:.2f} s has no {LEAST_TOKENS} tokens: leave it out")
+        features = functools.partial(self.load, source, where)
+        return Audio(0, num_audio_tokens(num_frames), num_frames, features, source)
+
+    def load(self, source: str | bytes, where: str) -> Tensor:
+        """The log-mel spectrogram [mels, frames] of a clip, filled up with silence, from the model's own extractor.
+
+        Args:
+            source: the path of an audio file, or the file's bytes.
+            where: its place in the data, for error messages.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        wave = self.samples(source, where)
+        rate = self.extractor.sampling_rate
+        return torch.as_tensor(self.extractor(wave, sampling_rate=rate, return_tensors="np")["input_features"][0])
+
+    def samples(self, source: str | bytes, where: str) -> np.ndarray:
+        """A clip's samples at the model's sampling rate, the mean of its channels, float32 [n]."""
+        soundfile, soxr = _library("soundfile"), _library("soxr")
+        try:
+            wave, rate = soundfile.read(_file(source), dtype="float32", always_2d=True)
+        except (OSError, soundfile.SoundFileError) as error:
+            raise _unreadable(source, where, error) from None
+        wave = soxr.resample(wave.mean(axis=1), rate, self.extractor.sampling_rate)
+        wanted = self._num_samples(source, where)  # a resampler may give one more or one less
+        return np.pad(wave[:wanted], (0, max(0, wanted - len(wave))))
+
+    def _num_samples(self, source: str | bytes, where: str) -> int:
+        """Samples of a clip at the model's sampling rate, from the file's header."""
+        soundfile = _library("soundfile")
+        try:
+            info = soundfile.info(_file(source))
+        except (OSError, soundfile.SoundFileError) as error:
+            raise _unreadable(source, where, error) from None
+        return -(-info.frames * self.extractor.sampling_rate // info.samplerate)
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise InputError(f"audio needs the package {name}: pip install 'automodel-rl[audio]'") from None
+
+
+def _file(source: str | bytes) -> Any:
+    return source if isinstance(source, str) else io.BytesIO(source)
+
+
+def _unreadable(source: str | bytes, where: str, error: Exception) -> InputError:
+    name = source if isinstance(source, str) else "in its bytes"
+    return InputError(f"{where}: cannot read the audio {name} ({error}): give an intact file")

@@ -1,0 +1,99 @@
+"""Runs the encoders of a multimodal model beside the language model, in turns or alongside it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import Microbatch
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.multimodal import PARTS
+from automodel_rl.step.bridge import Bridge
+from automodel_rl.step.encoder_alongside import EncoderAlongside
+from automodel_rl.step.encoder_in_turn import EncoderInTurn
+from automodel_rl.step.encoder_messages import StageMessages, neighbours
+from automodel_rl.step.encoding import Encoding
+
+
+class MediaEncoder(Protocol):
+    """Embeds the media of a step's microbatches on the ranks with the encoder, for the ranks with a first stage.
+
+    All ranks of the job call every method.
+    """
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why media of the last step, on this rank, have no embeddings of their own; None if all have."""
+        ...
+
+    def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
+        """Functions that give the embeddings [m, E] of every microbatch of this rank; none on ranks without a first
+        stage. Each is called once, in order."""
+        ...
+
+    def backward(self) -> None:
+        """Ends a step: the encoder has its gradients. Called after the language model's schedule."""
+        ...
+
+    def abandon_step(self) -> None:
+        """Drops what is kept for a backward that will not come."""
+        ...
+
+
+class MediaEncoders:
+    """All encoders of a model as one, each of which embeds its kind of media.
+
+    Args:
+        encoders: the encoders, in the order of `ENCODERS` (batch/media.py).
+    """
+
+    def __init__(self, encoders: Sequence[MediaEncoder]):
+        self.encoders = encoders
+
+    @property
+    def failure(self) -> Exception | None:
+        return next((encoder.failure for encoder in self.encoders if encoder.failure is not None), None)
+
+    def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
+        of_encoders = [encoder.forward(microbatches, train) for encoder in self.encoders]
+        return [functools.partial(_joined, of_microbatch) for of_microbatch in zip(*of_encoders, strict=True)]
+
+    def backward(self) -> None:
+        for encoder in self.encoders:
+            encoder.backward()
+
+    def abandon_step(self) -> None:
+        for encoder in self.encoders:
+            encoder.abandon_step()
+
+
+def _joined(embeddings: Sequence[Callable[[], Tensor]]) -> Tensor:
+    """The embeddings of all encoders, [m, E]."""
+    return torch.cat([of_encoder() for of_encoder in embeddings])
+
+
+def make_encoders(handle: ModelHandle) -> MediaEncoder | None:
+    """The encoders of a multimodal model, on all ranks of the job; None for a model that reads text only."""
+    encoders = [_make_encoder(handle, name) for name in handle.meshes.encoders]
+    return MediaEncoders(encoders) if encoders else None
+
+
+def _make_encoder(handle: ModelHandle, name: str) -> MediaEncoder:
+    layout, components = handle.meshes.encoders[name], handle.meshes.components
+    assert components is not None
+    part = next((component.parts[0] for component in handle.components if component.name == name), None)
+    bridge = Bridge(layout, handle.layout, components.encoders[name].ranks, components.language.ranks)
+    width = handle.config.hidden_size * (1 + handle.num_deepstack)
+    like = torch.empty(0, width, dtype=handle.dtype, device=handle.layout.device)
+    before, after = neighbours(components.encoders[name])
+    encoding = None
+    if part is not None:
+        messages = None if part.link is None else StageMessages(part.link, before, after)
+        encoding = Encoding(part, like, handle.partial_in_encoders[name], layout.tp_group, messages)
+    kind, trains = PARTS[name].name, name in handle.trained_encoders
+    if components.is_colocated(name):
+        assert encoding is not None
+        return EncoderInTurn(encoding, bridge, kind, trains)
+    return EncoderAlongside(encoding, bridge, like, kind, trains)

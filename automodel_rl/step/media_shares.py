@@ -1,0 +1,108 @@
+"""Shares of encoder lanes in the media of a step. `bridge.py` says what lanes are.
+
+Media of a microbatch with the same content, as in a pair of completions or a group of them, are encoded once.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import Microbatch, distinct_media
+from automodel_rl.batch.media import EncoderName, Media
+from automodel_rl.step.bridge import Bridge
+
+
+class MediaShares:
+    """The media of one encoder in a step, dealt to encoder lanes: in each microbatch largest first, each to the lane
+    with least work.
+
+    Args:
+        bridge: the bridge between encoder and language model.
+        name: the encoder's component.
+    """
+
+    def __init__(self, bridge: Bridge, name: EncoderName):
+        self.bridge, self.name = bridge, name
+        self._media: dict[int, list[tuple[Media, ...]]] = {}
+        self._shares: dict[int, list[list[list[int]]]] = {}
+
+    def exchange(self, microbatches: Sequence[Microbatch]) -> None:
+        """Tells the ranks of this rank's lanes of the media. A collective of all ranks with the encoder or a first
+        stage.
+
+        Args:
+            microbatches: this data rank's microbatches.
+        """
+        own = [distinct_media(microbatch.media, self.name) for microbatch in microbatches]
+        self._media = {lane: media or [] for lane, media in self.bridge.exchange(own).items()}
+        self._shares = {lane: self._dealt(lane) for lane in self._media}
+
+    def clear(self) -> None:
+        """Lets go of a step's media."""
+        self._media, self._shares = {}, {}
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches of each data rank."""
+        return max(map(len, self._media.values()), default=0)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether any lane of this rank has an image or clip."""
+        return any(any(map(len, of_lane)) for of_lane in self._media.values())
+
+    def of_lane(self, lane: int, microbatch: int) -> tuple[Media, ...]:
+        """All media of a microbatch, in order."""
+        return self._media[lane][microbatch]
+
+    def numbers(self, lane: int, share: int, microbatch: int) -> list[int]:
+        """Places of the media that one encoder lane encodes, among those of the microbatch, in order.
+
+        Args:
+            lane: the language lane.
+            share: the place of the encoder lane among those that serve it.
+            microbatch: the microbatch's index.
+        """
+        return self._shares[lane][microbatch][share]
+
+    def of_share(self, lane: int, share: int, microbatch: int) -> list[Media]:
+        """The media that one encoder lane encodes of a microbatch. The arguments are those of `numbers`."""
+        return [self._media[lane][microbatch][number] for number in self.numbers(lane, share, microbatch)]
+
+    def size(self, lane: int, share: int, microbatch: int) -> int:
+        """Number of embeddings of these media. The arguments are those of `numbers`."""
+        return sum(item.num_embeddings for item in self.of_share(lane, share, microbatch))
+
+    def joined(self, lane: int, microbatch: int, of_shares: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The embeddings [m, E] of a microbatch's media in order, from those that each encoder lane has made."""
+        media = self.of_lane(lane, microbatch)
+        pieces: dict[int, Tensor] = {}
+        for share, tensor in enumerate(of_shares):
+            numbers = self.numbers(lane, share, microbatch)
+            split = tensor.split([media[number].num_embeddings for number in numbers]) if numbers else ()
+            pieces |= dict(zip(numbers, split, strict=True))
+        return torch.cat([like, *(pieces[number] for number in range(len(media)))])
+
+    def divided(self, lane: int, microbatch: int, joined: Tensor) -> list[Tensor]:
+        """The parts of what `joined` returned, or of its gradient, for each encoder lane."""
+        media = self.of_lane(lane, microbatch)
+        pieces = joined.split([item.num_embeddings for item in media]) if media else ()
+        return [
+            torch.cat([joined[:0], *(pieces[number] for number in numbers)])
+            for numbers in self._shares[lane][microbatch]
+        ]
+
+    def _dealt(self, lane: int) -> list[list[list[int]]]:
+        num_lanes = len(self.bridge.lanes[lane].encoder_leaders)
+        load, dealt = [0] * num_lanes, []
+        for media in self._media[lane]:
+            shares: list[list[int]] = [[] for _ in range(num_lanes)]
+            work = [math.prod(item.size) for item in media]
+            for number in sorted(range(len(media)), key=lambda n: (-work[n], n)):
+                least = load.index(min(load))
+                shares[least].append(number)
+                load[least] += work[number]
+            dealt.append([sorted(share) for share in shares])
+        return dealt

@@ -1,0 +1,104 @@
+"""Facts of multimodal families that are not in their configs: the names of their encoders, and how media stand in the
+language model."""
+
+from dataclasses import dataclass
+
+from automodel_rl.parallel.tensor_parallel import COLUMNS, FUSED_THREE, ROWS
+
+TPPlan = tuple[tuple[str, str], ...]
+"""Names, and how tensor parallelism splits what they name."""
+
+
+@dataclass(frozen=True)
+class EncoderNames:
+    """One encoder of a multimodal family. Names of modules are those below the model's part with the encoder.
+
+    Attributes:
+        modules: all modules of the encoder with its projectors.
+        projectors: the modules that make embeddings of the language model; what comes before them is the encoder
+            proper.
+        tp_plan: how the encoder's linear layers split over tp, by the last two parts of their name.
+    """
+
+    modules: tuple[str, ...]
+    projectors: tuple[str, ...]
+    tp_plan: TPPlan = ()
+
+    def tp_style(self, layer: str) -> str | None:
+        """How a linear layer splits over tp, by its name; None if it does not."""
+        return dict(self.tp_plan).get(".".join(layer.split(".")[-2:]))
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """The encoders of a multimodal family, and how their media stand in the language model.
+
+    Attributes:
+        encoders: the encoders by the component's name, "vision" or "audio".
+        in_files: pairs of the beginning of a name in the model's parts and its beginning in files. The first pair that
+            fits counts.
+        has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
+            arXiv:2409.12191).
+        is_bidirectional: whether tokens of an image see each other both ways in the language model.
+        image_text: what chat templates write for an image, and what the model's processor puts in its place, with a
+            single image token; None if templates write that token.
+    """
+
+    encoders: dict[str, EncoderNames]
+    in_files: tuple[tuple[str, str], ...]
+    has_rotary_grid: bool = False
+    is_bidirectional: bool = False
+    image_text: tuple[str, str] | None = None
+
+
+_PARTS_APART = (
+    ("model.vision_tower.", "vision_tower."),
+    ("model.audio_tower.", "audio_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("", "language_model."),
+)
+_QWEN_ATTENTION = (("attn.qkv", FUSED_THREE), ("attn.proj", ROWS))
+_QWEN_MLP = (("mlp.gate_proj", COLUMNS), ("mlp.up_proj", COLUMNS), ("mlp.down_proj", ROWS))
+_QWEN3_VISION = Multimodal(
+    {
+        "vision": EncoderNames(
+            ("visual",),
+            ("visual.merger", "visual.deepstack_merger_list"),
+            (*_QWEN_ATTENTION, ("mlp.linear_fc1", COLUMNS), ("mlp.linear_fc2", ROWS)),
+        )
+    },
+    in_files=(("model.visual.", "model.visual."), ("model.", "model.language_model.")),
+    has_rotary_grid=True,
+)
+_CLIP_PLAN = (
+    *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
+    ("self_attn.out_proj", ROWS),
+    ("mlp.fc1", COLUMNS),
+    ("mlp.fc2", ROWS),
+)
+
+
+def _tower(name: str, tp_plan: TPPlan = ()) -> EncoderNames:
+    """An encoder whose projector stands beside it."""
+    return EncoderNames((f"{name}_tower", "multi_modal_projector"), ("multi_modal_projector",), tp_plan)
+
+
+MULTIMODAL_FAMILIES = {
+    "llava": Multimodal({"vision": _tower("vision", _CLIP_PLAN)}, _PARTS_APART),
+    "gemma3": Multimodal(
+        {"vision": _tower("vision", _CLIP_PLAN)},
+        _PARTS_APART,
+        is_bidirectional=True,
+        image_text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),
+    ),
+    "mistral3": Multimodal({"vision": _tower("vision")}, _PARTS_APART),
+    "qwen2_5_vl": Multimodal(
+        {"vision": EncoderNames(("visual",), ("visual.merger",), (*_QWEN_ATTENTION, *_QWEN_MLP))},
+        in_files=(("model.visual.", "visual."),),
+        has_rotary_grid=True,
+    ),
+    "qwen3_vl": _QWEN3_VISION,
+    "qwen3_vl_moe": _QWEN3_VISION,
+    "qwen2_audio": Multimodal({"audio": _tower("audio")}, _PARTS_APART),
+}
+"""By the model_type of the whole model. All other facts are those of its language model's family."""

@@ -1,0 +1,295 @@
+"""The rule of multimodal models."""
+
+from automodel_rl.config import GRPOConfig, RunConfig
+from automodel_rl.support.description import EncoderDescription
+from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
+from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
+from automodel_rl.support.rule import Combination, Example, Rule
+
+SEEING_FAMILIES = (
+    "llama",
+    "mistral",
+    "ministral3",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    *(name for name, family in FAMILIES.items() if family.is_part),
+)
+"""Families of language models that can have an encoder."""
+
+ENCODERS = (
+    "clip_vision_model",
+    "siglip_vision_model",
+    "pixtral",
+    "qwen2_5_vl_vision",
+    "qwen3_vl_vision",
+    "qwen3_vl_moe_vision",
+    "qwen2_audio_encoder",
+)
+
+UNSPLIT_ENCODERS = {"pixtral": "Pixtral's encoder", "qwen2_audio_encoder": "Qwen2-Audio's encoder"}
+"""Encoders whose layers are not split over tp, and their names in messages."""
+
+
+def _with(encoder: EncoderDescription, name: str = "vision") -> dict[str, dict[str, EncoderDescription]]:
+    return {"description.encoders": {name: encoder}}
+
+
+LLAVA = {
+    "description.family": "llama",
+    "description.multimodal": "llava",
+    **_with(EncoderDescription("clip_vision_model", num_heads=3)),
+}
+_QWEN = {
+    "description.family": "qwen2_5_vl_text",
+    "description.multimodal": "qwen2_5_vl",
+    **_with(EncoderDescription("qwen2_5_vl_vision")),
+}
+_AUDIO = {
+    "description.family": "qwen2",
+    "description.multimodal": "qwen2_audio",
+    **_with(EncoderDescription("qwen2_audio_encoder", num_heads=4, num_layers=4), "audio"),
+}
+_ON_TWO_RANKS = {"ranks": "0-1", "dp_shard": 2}
+
+
+def _meshes(name: str = "vision", **encoder: object) -> dict[str, object]:
+    return {"components": {name: {"ranks": "0-1", **encoder}, "language": _ON_TWO_RANKS}}
+
+
+def _multimodal(asked: Combination) -> str | None:
+    multimodal, model = asked.description.multimodal, asked.model
+    if multimodal is None:
+        return _without_encoder(asked)
+    name = f"a {multimodal!r} model"
+    if problem := _rollouts(asked, name, multimodal):
+        return problem
+    if asked.run is not None and _sets_pixels(asked.run) and not MULTIMODAL_FAMILIES[multimodal].has_rotary_grid:
+        return f"data.min_pixels and data.max_pixels: {name} has no image processor with limits: leave them out"
+    if asked.run is not None and asked.run.batch.microbatch_tokens == "auto":
+        return f"batch.microbatch_tokens=auto: the memory of {name} depends on its images or audio: give a number"
+    if asked.description.family not in SEEING_FAMILIES:
+        return (
+            f"model.path: {name} with a {asked.description.family!r} language model is not supported: use one with "
+            f"{', '.join(SEEING_FAMILIES)}"
+        )
+    for encoder in asked.description.encoders.values():
+        if encoder.kind not in ENCODERS:
+            return f"model.path: {name} with a {encoder.kind!r} encoder is not supported: use {', '.join(ENCODERS)}"
+    if model.implementation != "transformers":
+        return f"model.implementation={model.implementation}: {name} runs transformers' classes only: use transformers"
+    if model.lora is not None and model.frozen:
+        return "model.frozen with model.lora: all but adapters and modules to save is frozen: leave frozen out"
+    if problem := _names(asked, name):
+        return problem
+    if {*model.frozen} == {*asked.description.encoders, "projector", "language"}:
+        return "model.frozen: all parts are frozen and nothing is left to train: leave one out"
+    layouts = {} if asked.components is None else asked.components.encoders
+    found = (_layout(asked, which, layout.pp, layout.tp) for which, layout in layouts.items())
+    return next((problem for problem in found if problem), None)
+
+
+def _sets_pixels(run: RunConfig) -> bool:
+    return run.data.min_pixels is not None or run.data.max_pixels is not None
+
+
+def _rollouts(asked: Combination, name: str, multimodal: str) -> str | None:
+    run = asked.run
+    if not isinstance(run, GRPOConfig):
+        return None
+    if run.rollout.has_turns:
+        return f"rollout: prompts of {name} have media, and conversations have none: leave tools and environment out"
+    if run.rollout.vllm.servers:
+        return f"rollout.vllm.servers: servers get no media of {name}: let ranks start vLLM, with rollout.vllm.python"
+    if run.rollout.generator == "vllm" and MULTIMODAL_FAMILIES[multimodal].is_bidirectional:
+        return f"rollout.generator=vllm: vLLM computes causal attention in images of {name}: use transformers"
+    if run.rollout.generator == "vllm" and "audio" in asked.description.encoders:
+        return f"rollout.generator=vllm: vLLM gets no audio of {name}: use transformers"
+    return None
+
+
+def _names(asked: Combination, name: str) -> str | None:
+    """Refuses names of encoders that the model does not have, and layouts that leave one out."""
+    known = [*asked.description.encoders]
+    for other in ("vision", "audio"):
+        if other in known:
+            continue
+        if other in asked.model.frozen:
+            return f"model.frozen: {name} has no encoder {other}: name {', '.join([*known, 'projector', 'language'])}"
+        if asked.model.lora is not None and other in asked.model.lora.targets:
+            return f"model.lora.targets: {name} has no encoder {other}: leave it out"
+    if asked.components is not None and [*asked.components.encoders] != known:
+        return (
+            f"components: {name} has {', '.join([*known, 'language'])}, and layouts are given for "
+            f"{', '.join([*asked.components.encoders, 'language'])}: give one for each"
+        )
+    return None
+
+
+def _layout(asked: Combination, which: str, pp: int, tp: int) -> str | None:
+    """Refuses a layout that an encoder cannot have."""
+    encoder = asked.description.encoders[which]
+    if pp > 1 and which == "audio":
+        return f"components.audio.pp={pp}: encoders of audio have no stages: use dp_shard"
+    if pp > encoder.num_layers:
+        return (
+            f"components.{which}.pp={pp}: the encoder has {encoder.num_layers} layers: use at most "
+            f"{encoder.num_layers} stages"
+        )
+    if pp > 1 and any(layer >= 0 or -layer > encoder.num_layers // pp + 1 for layer in encoder.features):
+        return (
+            f"components.{which}.pp={pp}: the projector takes the output of layers {[*encoder.features]} of "
+            f"{encoder.num_layers}, and all of them must be on its stage, the last, counted from the end: use pp=1"
+        )
+    if tp > 1 and asked.model.lora is not None:
+        return f"components.{which}.tp={tp}: adapters need tp=1: use dp_shard"
+    if tp > 1 and encoder.kind in UNSPLIT_ENCODERS:
+        return f"components.{which}.tp={tp}: {UNSPLIT_ENCODERS[encoder.kind]} is not split over tp: use dp_shard"
+    if encoder.num_heads % tp:
+        return f"components.{which}.tp={tp} must divide the encoder's {encoder.num_heads} attention heads"
+    return None
+
+
+def _without_encoder(asked: Combination) -> str | None:
+    name = f"a {asked.description.family!r} model"
+    if asked.components is not None:
+        return f"components: {name} has one component: give its layout in parallel"
+    lora = asked.model.lora
+    if lora is not None and {"vision", "audio", "projector"} & {*lora.targets}:
+        return f"model.lora.targets: {name} has no encoder: leave vision, audio and projector out"
+    if asked.run is not None and _sets_pixels(asked.run):
+        return f"data.min_pixels and data.max_pixels: {name} reads no images: leave them out"
+    return f"model.frozen: {name} has no encoder: leave it out" if asked.model.frozen else None
+
+
+MULTIMODAL = Rule(
+    "multimodal models",
+    f"{', '.join(MULTIMODAL_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or their "
+    "own; encoders of CLIP, SigLIP, Pixtral or their own; images and audio; sft, dpo and grpo; every layout of the "
+    "language model; encoders: dp_shard, dp_replicate, pp but for audio and, but for Pixtral and audio, tp; "
+    "LoRA on each part; batch.microbatch_tokens as a number; gemma3 and audio without vLLM",
+    _multimodal,
+    (
+        Example("components: a 'qwen3' model has one component: give its layout in parallel", _meshes(dp_shard=2)),
+        Example("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
+        Example(
+            "data.min_pixels and data.max_pixels: a 'qwen3' model reads no images: leave them out",
+            {"data.max_pixels": 1000},
+        ),
+        Example(
+            "data.min_pixels and data.max_pixels: a 'llava' model has no image processor with limits",
+            {"data.min_pixels": 1000},
+            LLAVA,
+        ),
+        Example(
+            "model.lora.targets: a 'qwen3' model has no encoder: leave vision, audio and projector out",
+            {"model.lora": {"targets": ["q_proj", "projector"]}},
+            {"model.lora": {}},
+        ),
+        Example(
+            "rollout: prompts of a 'llava' model have media, and conversations have none: leave tools",
+            {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 2},
+            {**LLAVA, "algorithm": "grpo"},
+        ),
+        Example(
+            "rollout.vllm.servers: servers get no media of a 'qwen2_5_vl' model: let ranks start vLLM",
+            {"rollout.generator": "vllm", "rollout.vllm.servers": ["http://127.0.0.1:1"]},
+            {**_QWEN, "algorithm": "grpo"},
+        ),
+        Example(
+            "rollout.generator=vllm: vLLM computes causal attention in images of a 'gemma3' model: use transformers",
+            {"rollout.generator": "vllm"},
+            {**LLAVA, "description.family": "gemma3_text", "description.multimodal": "gemma3", "algorithm": "grpo"},
+        ),
+        Example(
+            "batch.microbatch_tokens=auto: the memory of a 'llava' model depends on its images or audio: give a number",
+            {"batch.microbatch_tokens": "auto"},
+            LLAVA,
+        ),
+        Example(
+            "model.path: a 'llava' model with a 'gemma2' language model is not supported: use one with llama,",
+            {"description.family": "gemma2"},
+            LLAVA,
+        ),
+        Example(
+            "model.path: a 'llava' model with a 'dinov2' encoder is not supported: use clip_vision_model",
+            _with(EncoderDescription("dinov2")),
+            LLAVA,
+        ),
+        Example(
+            "model.implementation=nemo_automodel: a 'llava' model runs transformers' classes only: use transformers",
+            {"model.implementation": "nemo_automodel"},
+            LLAVA,
+        ),
+        Example(
+            "model.frozen with model.lora: all but adapters and modules to save is frozen",
+            {"model.frozen": ["vision"]},
+            {**LLAVA, "model.lora": {}},
+        ),
+        Example(
+            "components.vision.tp=2: adapters need tp=1: use dp_shard",
+            _meshes(tp=2),
+            {
+                **LLAVA,
+                **_with(EncoderDescription("clip_vision_model", num_heads=4)),
+                "model.lora": {},
+                **_meshes(dp_shard=2),
+            },
+        ),
+        Example(
+            "model.frozen: all parts are frozen and nothing is left to train: leave one out",
+            {"model.frozen": ["vision", "projector", "language"]},
+            {**LLAVA, "model.frozen": ["vision", "projector"]},
+        ),
+        Example(
+            "components.vision.tp=2: Pixtral's encoder is not split over tp: use dp_shard",
+            _meshes(tp=2),
+            {**LLAVA, **_with(EncoderDescription("pixtral")), **_meshes(dp_shard=2)},
+        ),
+        Example(
+            "components.vision.pp=2: the encoder has 1 layers: use at most 1 stages",
+            _meshes(pp=2),
+            {**LLAVA, **_meshes(dp_shard=2)},
+        ),
+        Example(
+            "components.vision.pp=2: the projector takes the output of layers [-4] of 4, and all of them must be",
+            _with(EncoderDescription("clip_vision_model", num_layers=4, features=(-4,))),
+            {**LLAVA, **_with(EncoderDescription("clip_vision_model", num_layers=4)), **_meshes(pp=2)},
+        ),
+        Example(
+            "components.vision.tp=2 must divide the encoder's 3 attention heads",
+            _meshes(tp=2),
+            {**LLAVA, **_meshes(dp_shard=2)},
+        ),
+        Example(
+            "model.frozen: a 'qwen2_audio' model has no encoder vision: name audio, projector, language",
+            {"model.frozen": ["vision"]},
+            _AUDIO,
+        ),
+        Example(
+            "model.lora.targets: a 'llava' model has no encoder audio: leave it out",
+            {"model.lora": {"targets": ["q_proj", "audio"]}},
+            {**LLAVA, "model.lora": {}},
+        ),
+        Example(
+            "components: a 'qwen2_audio' model has audio, language, and layouts are given for vision, language",
+            _meshes(dp_shard=2),
+            _AUDIO,
+        ),
+        Example(
+            "components.audio.pp=2: encoders of audio have no stages: use dp_shard",
+            _meshes("audio", pp=2),
+            {**_AUDIO, **_meshes("audio", dp_shard=2)},
+        ),
+        Example(
+            "components.audio.tp=2: Qwen2-Audio's encoder is not split over tp: use dp_shard",
+            _meshes("audio", tp=2),
+            {**_AUDIO, **_meshes("audio", dp_shard=2)},
+        ),
+        Example(
+            "rollout.generator=vllm: vLLM gets no audio of a 'qwen2_audio' model: use transformers",
+            {"rollout.generator": "vllm"},
+            {**_AUDIO, "algorithm": "grpo"},
+        ),
+    ),
+)

@@ -1,0 +1,88 @@
+"""Random media for random sequences, with other numbers and sizes on every rank and in every microbatch."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from automodel_rl.batch import Audio, Image, Media, TokenSequence
+from automodel_rl.model.audio import LEAST_TOKENS, num_audio_tokens, num_frames_of, spectrogram_shape
+from automodel_rl.model.vision import blank_image
+from automodel_rl.support.description import ImageForm, image_form
+from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
+
+NUM_COUNTS = 3
+"""Number of different counts: a sequence has 0, 1 or 2 images or clips."""
+
+
+def with_media(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> TokenSequence:
+    """Adds none, one or two random images or clips to a sequence, at random places with text between them.
+
+    Tokens that break the rows of an image are text. Sometimes both are the same, which a layout encodes once and the
+    reference twice. Not for Qwen's encoders of images: they turn queries and keys in fp32, so that a sum of gradients
+    is rounded otherwise.
+
+    Args:
+        sequence: a sequence of text.
+        config: the whole model's config.
+        seed: the random seed, which also decides the number of images or clips.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    family = MULTIMODAL_FAMILIES[config.model_type]
+    tokens = {name: _token_id(config, name) for name in family.encoders}
+    # Media tokens, and video tokens, have a meaning; the video's id is next to the image's in configs.
+    ids = sequence.input_ids.where(sequence.input_ids < min(tokens.values()) - 1, 0)
+    mask = sequence.loss_mask
+    places = torch.randperm(len(sequence), generator=generator)[: seed % NUM_COUNTS].sort().values.tolist()
+    media: list[Media] = []
+    for number, place in enumerate(places):
+        kind = [*family.encoders][(seed + number) % len(family.encoders)]
+        random = random_image(config, generator) if kind == "vision" else random_clip(config, generator)
+        item: Media = dataclasses.replace(random, source=f"{seed} {len(media)}")
+        if media and seed % 2 and media[0].encoder == kind and not family.has_rotary_grid:
+            item = media[0].moved(-media[0].start)
+        start = place + sum(before.num_tokens for before in media)
+        own = torch.zeros(item.num_tokens, dtype=torch.int64)
+        own[torch.from_numpy(item.places)] = tokens[kind]
+        ids = torch.cat([ids[:start], own, ids[start:]])
+        mask = torch.cat([mask[:start], torch.zeros(item.num_tokens, dtype=torch.bool), mask[start:]])
+        media.append(item.moved(start))
+    return dataclasses.replace(sequence, input_ids=ids, loss_mask=mask, media=tuple(media))
+
+
+def _token_id(config: PretrainedConfig, encoder: str) -> int:
+    return config.image_token_id if encoder == "vision" else config.audio_token_id
+
+
+def random_image(config: PretrainedConfig, generator: torch.Generator) -> Image:
+    """An image of noise, of a random size if the model takes images of any size."""
+    blank = blank_image(config)
+    form = image_form(config)
+    if form is ImageForm.ONE_SIZE:
+        return dataclasses.replace(blank, pixels=torch.randn(blank.load().shape, generator=generator))
+    merge, channels = blank.grid[1], blank.load().shape[1]
+    height, width = torch.randint(1, 4, (2,), generator=generator).tolist()
+    grid = (1, height * merge, width * merge)
+    if form is ImageForm.ANY_SIZE:
+        colours, side, _ = blank.load().shape
+        width += 1  # plain transformers fails on an image of one token
+        grid = (1, height * merge, width * merge)
+        pixels = torch.randn(colours, height * side, width * side, generator=generator)
+        return Image(0, height * (width + 1), grid, pixels, row=width)
+    pixels = torch.randn(height * width * merge**2, channels, generator=generator)
+    return Image(0, height * width, grid, pixels)
+
+
+def random_clip(config: PretrainedConfig, generator: torch.Generator) -> Audio:
+    """A clip of noise and of a random length, with other noise in the place of the silence that fills it up."""
+    mels, frames = spectrogram_shape(config)
+    shortest = num_frames_of(LEAST_TOKENS)
+    num_frames = int(torch.randint(shortest, min(frames, shortest + 12) + 1, (1,), generator=generator))
+    return Audio(0, num_audio_tokens(num_frames), num_frames, torch.randn(mels, frames, generator=generator))
+
+
+def clips_of(sequence: TokenSequence) -> tuple[list[Tensor], list[int]]:
+    """The spectrograms of a sequence's clips, and the frames of each."""
+    clips = [item for item in sequence.media if isinstance(item, Audio)]
+    return [clip.load() for clip in clips], [clip.num_frames for clip in clips]
