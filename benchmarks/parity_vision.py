@@ -22,7 +22,7 @@ from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_vision_model
+from tests.tiny import save_tiny_multimodal_model
 from tests.vision import compare_exactly, components_of
 
 OUTPUT = Path(__file__).with_name("parity_vision.md")
@@ -76,9 +76,9 @@ def row(pool: RankPool, family: str, components: ComponentsConfig) -> str:
     with tempfile.TemporaryDirectory() as folder:
         if family == "llava with SigLIP":
             ids = {"vision_feature_select_strategy": "full"}
-            save_tiny_vision_model(Path(folder), "llava", vision=SIGLIP, ids=ids)
+            save_tiny_multimodal_model(Path(folder), "llava", encoders={"vision": SIGLIP}, ids=ids)
         else:
-            save_tiny_vision_model(Path(folder), family)
+            save_tiny_multimodal_model(Path(folder), family)
         case = Case(microbatches=(3, 1, 4), components=components)
         found = judge(pool(components.world_size).run(compare_exactly, case, Path(folder))[0], FLOAT64)
     verdict = "equal" if all(comparison.is_equal for comparison in found) else "different"

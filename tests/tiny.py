@@ -14,6 +14,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen2AudioConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -105,20 +106,39 @@ _QWEN3_VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1, 2],
 }
-VISION_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] = {
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+    "image_size": 12,
+    "patch_size": 4,
+    "projection_dim": 16,
+}
+_QWEN2_5_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "depth": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
+_QWEN_AUDIO = {
+    "d_model": 16,
+    "encoder_ffn_dim": 32,
+    "encoder_attention_heads": 2,
+    "encoder_layers": 2,
+    "num_mel_bins": 8,
+    "max_source_positions": 12,
+}
+MULTIMODAL_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] = {
     "llava": (
         LlavaConfig,
         {**DENSE, "model_type": "llama"},
-        {
-            "model_type": "clip_vision_model",
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 3,
-            "image_size": 12,
-            "patch_size": 4,
-            "projection_dim": 16,
-        },
+        {"vision": _CLIP},
         {"image_token_id": VOCAB - 1, "vision_feature_layer": -2},
     ),
     "qwen2_5_vl": (
@@ -127,41 +147,38 @@ VISION_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] = {
             **{key: value for key, value in DENSE.items() if key != "head_dim"},
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
         },
-        {
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "depth": 2,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
+        {"vision": _QWEN2_5_VISION},
         _QWEN_IDS,
     ),
     "gemma3": (
         Gemma3Config,
         SIZES["gemma3_text"],  # its window is shorter than an image
-        _SIGLIP,
+        {"vision": _SIGLIP},
         {"image_token_index": VOCAB - 1, "mm_tokens_per_image": 9},
     ),
     "mistral3": (
         Mistral3Config,
         {**DENSE, "model_type": "mistral"},
-        _PIXTRAL,
+        {"vision": _PIXTRAL},
         {"image_token_id": VOCAB - 1, "spatial_merge_size": 2},
     ),
-    "qwen3_vl": (Qwen3VLConfig, _QWEN3_TEXT, _QWEN3_VISION, _QWEN_IDS),
+    "qwen3_vl": (Qwen3VLConfig, _QWEN3_TEXT, {"vision": _QWEN3_VISION}, _QWEN_IDS),
     "qwen3_vl_moe": (
         Qwen3VLMoeConfig,
         {**_QWEN3_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-        _QWEN3_VISION,
+        {"vision": _QWEN3_VISION},
         _QWEN_IDS,
+    ),
+    "qwen2_audio": (
+        Qwen2AudioConfig,
+        {**{key: value for key, value in DENSE.items() if key != "head_dim"}, "model_type": "qwen2"},
+        {"audio": _QWEN_AUDIO},
+        {"audio_token_index": VOCAB - 1},
     ),
 }
 
 
-def save_tiny_vision_model(
+def save_tiny_multimodal_model(
     folder: Path,
     family: str = "llava",
     *,
@@ -169,14 +186,15 @@ def save_tiny_vision_model(
     num_layers: int = 4,
     dtype: torch.dtype = torch.float64,
     text: dict | None = None,
-    vision: dict | None = None,
+    encoders: dict | None = None,
     ids: dict | None = None,
 ) -> None:
-    """A vision-language checkpoint with weights as lively."""
-    config_class, text_sizes, vision_sizes, special = VISION_CONFIGS[family]
+    """A multimodal checkpoint with weights as lively."""
+    config_class, text_sizes, of_encoders, special = MULTIMODAL_CONFIGS[family]
+    changed = encoders or {}
     config = config_class(
         text_config={**text_sizes, "num_hidden_layers": num_layers, **(text or {})},
-        vision_config={**vision_sizes, **(vision or {})},
+        **{f"{name}_config": {**sizes, **changed.get(name, {})} for name, sizes in of_encoders.items()},
         tie_word_embeddings=tied,
         **{**special, **(ids or {})},
     )

@@ -29,7 +29,7 @@ from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
 from automodel_rl.tools.verify.media import with_media
 from tests.rank_pool import RankPool
-from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
+from tests.tiny import MULTIMODAL_CONFIGS, save_tiny_multimodal_model
 from tests.tiny_families import VOCAB
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230)}
@@ -105,8 +105,8 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
         "<image>", "{{ '<start_of_image>' }}" if family == "gemma3" else marks[0]
     )
     image_id = tokenizer.convert_tokens_to_ids(marks[0])
-    vision = VISION_CONFIGS[family][2]
-    save_tiny_vision_model(
+    vision = MULTIMODAL_CONFIGS[family][2]["vision"]
+    save_tiny_multimodal_model(
         folder / "model", family, num_layers=2, dtype=torch.float32,
         text={"vocab_size": len(tokenizer)}, ids={IMAGE_TOKENS.get(family, "image_token_id"): image_id},
     )  # fmt: skip

@@ -278,14 +278,22 @@ FAMILIES = {
     "qwen3_vl_moe": Family(multimodal=MULTIMODAL_FAMILIES["qwen3_vl_moe"], transposes_experts=True),
 }
 
-# Names in files that transformers 4 wrote, which are on the hub.
-for _name in ("llava", "gemma3"):
-    _names = FAMILIES[_name].multimodal
-    assert _names is not None
-    FAMILIES[f"{_name} of transformers 4"] = Family(
-        multimodal=replace(_names, in_files=(("model.vision_tower.", "vision_tower.vision_model."), *_names.in_files)),
+_OTHER_NAMES = (
+    # Of transformers 4, which are on the hub.
+    ("llava", "4", r"^vision_tower\.vision_model\.", ("model.vision_tower.", "vision_tower.vision_model.")),
+    ("gemma3", "4", r"^vision_tower\.vision_model\.", ("model.vision_tower.", "vision_tower.vision_model.")),
+    # transformers 5 writes other names than it finds on the hub, and reads both.
+    ("qwen2_audio", "5", r"^language_model\.model\.model\.", ("model.", "language_model.model.model.")),
+)
+"""Families with other names in files of a release of transformers, and what differs there."""
+
+for _name, _release, _tell_tale, _pair in _OTHER_NAMES:
+    _names = MULTIMODAL_FAMILIES[_name]
+    _place = next(place for place, pair in enumerate(_names.in_files) if _pair[0].startswith(pair[0]))
+    FAMILIES[f"{_name} of transformers {_release}"] = Family(
+        multimodal=replace(_names, in_files=(*_names.in_files[:_place], _pair, *_names.in_files[_place:])),
         names_in_files_of=_name,
-        tell_tale=r"^vision_tower\.vision_model\.",
+        tell_tale=_tell_tale,
     )
 
 COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}

@@ -55,10 +55,10 @@ def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> lis
 
 
 def save_model(caught_by: Verified, folder: Path) -> None:
-    from tests.tiny import save_tiny_model, save_tiny_vision_model
+    from tests.tiny import save_tiny_model, save_tiny_multimodal_model
 
     if caught_by.components is not None:
-        save_tiny_vision_model(folder, caught_by.family)
+        save_tiny_multimodal_model(folder, caught_by.family)
     else:
         save_tiny_model(folder, caught_by.family, tied=caught_by.tied)
 

@@ -24,7 +24,7 @@ from tests.distributed.model.test_vision import (
     components_of,
 )
 from tests.rank_pool import RankPool
-from tests.tiny import make_sequences, save_tiny_vision_model
+from tests.tiny import make_sequences, save_tiny_multimodal_model
 
 pytestmark = pytest.mark.gpu
 SIDE_BY_SIDE = components_of({"ranks": 0}, {"ranks": 1})
@@ -53,7 +53,7 @@ def test_float64_equals_transformers(
     ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
 ) -> None:
     needs(components)
-    save_tiny_vision_model(tmp_path, family)
+    save_tiny_multimodal_model(tmp_path, family)
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
 
 
@@ -73,5 +73,5 @@ def difference_in_bf16(folder: Path, components: ComponentsConfig) -> float:
 
 @pytest.mark.parametrize("family", [LLAVA, QWEN])
 def test_kernels_of_16_bits_agree_with_transformers(ranks: RankPool, tmp_path: Path, family: str) -> None:
-    save_tiny_vision_model(tmp_path, family)
+    save_tiny_multimodal_model(tmp_path, family)
     assert max(ranks(needs(SIDE_BY_SIDE)).run(difference_in_bf16, tmp_path, SIDE_BY_SIDE)) < 0.02

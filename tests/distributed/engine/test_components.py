@@ -20,7 +20,7 @@ from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.distributed.model.test_vision import ONE_TO_PIPELINE, ONE_TO_TWO, QWEN, microbatches_of
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_vision_model
+from tests.tiny import save_tiny_multimodal_model
 from tests.tiny_families import VOCAB
 
 
@@ -37,7 +37,7 @@ def train_with_settings_of_components(folder: Path) -> tuple[float, dict[str, Te
 
 
 def test_components_have_settings_of_their_own_and_one_norm(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_vision_model(tmp_path, QWEN)
+    save_tiny_multimodal_model(tmp_path, QWEN)
     of_ranks = ranks(3).run(train_with_settings_of_components, tmp_path)
     reference = OneProcess(tmp_path, torch.float64, Training(max_grad_norm=0.5), torch.device("cpu"))
     groups: dict[tuple[bool, bool, bool], list[Tensor]] = {}
@@ -90,7 +90,7 @@ def settings_refused(folder: Path, vision: OptimizerConfig, language: OptimizerC
 @pytest.mark.parametrize("misnamed", ["vision", "language"])
 def test_a_group_of_a_component_names_its_own_parameters(ranks: RankPool, tmp_path: Path, misnamed: str) -> None:
     """One of the language model that names the encoder would do nothing, for the encoder has settings of its own."""
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     whole = OptimizerConfig(decay="constant")
     named = {"vision": "lm_head", "language": "vision_tower"}[misnamed]
     groups = OptimizerConfig(decay="constant", groups=({"names": [named], "lr": 1e-6},))

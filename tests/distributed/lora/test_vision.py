@@ -24,7 +24,7 @@ from automodel_rl.tools.export import merged_tensors, open_weights
 from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.rank_pool import RankPool
-from tests.tiny import make_sequences, save_tiny_vision_model
+from tests.tiny import make_sequences, save_tiny_multimodal_model
 
 STEPS, MICROBATCHES, DATA_RANKS = 3, 2, 2
 APART = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": "1-4", "pp": 2, "dp_shard": 2}})
@@ -97,7 +97,7 @@ def logprobs_of_adapters(folder: Path, adapters: Path) -> list[Tensor]:
 def test_training_and_files_are_those_of_peft(
     ranks: RankPool, tmp_path: Path, family: str, lora: LoraConfig, components: ComponentsConfig
 ) -> None:
-    save_tiny_vision_model(tmp_path, family)
+    save_tiny_multimodal_model(tmp_path, family)
     of_ranks = ranks(components.world_size).run(train, tmp_path, lora, components)
     expected_losses, expected = train_with_peft(tmp_path)
     assert of_ranks[0][0] == pytest.approx(expected_losses, rel=1e-9)

@@ -12,7 +12,7 @@ from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.tools.verify.comparison import Case
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_vision_model
+from tests.tiny import save_tiny_multimodal_model
 from tests.vision import assert_equal, components_of, microbatches_of
 
 LLAVA, QWEN, QWEN3, QWEN3_MOE = "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
@@ -41,14 +41,14 @@ FOUR_STAGES = components_of({"ranks": "0-3", "pp": 4}, {"ranks": "4"})
 def test_stages_of_an_encoder_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
 ) -> None:
-    save_tiny_vision_model(tmp_path, family)
+    save_tiny_multimodal_model(tmp_path, family)
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 1, 4), components=components))
 
 
 @pytest.mark.parametrize("frozen", [("vision",), ("projector",), ("vision", "projector"), ("language",)], ids=str)
 def test_frozen_parts_leave_stages_right(ranks: RankPool, tmp_path: Path, frozen: tuple[str, ...]) -> None:
     """A stage before the last has projectors as well, of the features of its layers."""
-    save_tiny_vision_model(tmp_path, QWEN3)
+    save_tiny_multimodal_model(tmp_path, QWEN3)
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 1), components=STAGES_TO_ONE, frozen=frozen))
 
 
@@ -66,7 +66,7 @@ def train_and_export_stages(folder: Path, lora: LoraConfig | None) -> tuple[floa
 def test_a_stage_without_trained_weights_lets_go_of_them(
     ranks: RankPool, tmp_path: Path, lora: LoraConfig | None
 ) -> None:
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     found = ranks(3).run(train_and_export_stages, tmp_path, lora)
     assert len({loss for loss, _ in found}) == 1
     assert all(is_finite for _, is_finite in found)

@@ -24,7 +24,7 @@ from automodel_rl.step.bridge import Bridge
 from automodel_rl.tools.verify.comparison import Case
 from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool
-from tests.tiny import VISION_CONFIGS, save_tiny_vision_model
+from tests.tiny import MULTIMODAL_CONFIGS, save_tiny_multimodal_model
 from tests.vision import assert_equal, components_of, microbatches_of
 
 LLAVA, QWEN, QWEN3, QWEN3_MOE = "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
@@ -54,7 +54,7 @@ ONE_TO_FOUR = components_of({"ranks": 0}, {"ranks": "1-4", "dp_shard": 4})
 def test_modules_on_meshes_of_their_own_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig, microbatches: tuple[int, ...]
 ) -> None:
-    save_tiny_vision_model(tmp_path, family)
+    save_tiny_multimodal_model(tmp_path, family)
     assert_equal(ranks, tmp_path, Case(microbatches=microbatches, components=components))
 
 
@@ -84,7 +84,7 @@ V_PLACED = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZB
 def test_any_layout_of_either_module_equals_one_process(
     ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
 ) -> None:
-    save_tiny_vision_model(tmp_path, family)
+    save_tiny_multimodal_model(tmp_path, family)
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
 
 
@@ -105,7 +105,7 @@ def test_any_layout_of_either_module_equals_one_process(
 def test_both_modules_on_all_ranks_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, tied: bool, case: Case
 ) -> None:
-    save_tiny_vision_model(tmp_path, family, tied=tied)
+    save_tiny_multimodal_model(tmp_path, family, tied=tied)
     assert_equal(ranks, tmp_path, case)
 
 
@@ -135,7 +135,7 @@ def test_both_modules_on_all_ranks_equal_one_process(
 def test_features_that_enter_several_layers_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, case: Case
 ) -> None:
-    save_tiny_vision_model(tmp_path, family)
+    save_tiny_multimodal_model(tmp_path, family)
     assert_equal(ranks, tmp_path, case)
 
 
@@ -144,16 +144,16 @@ def test_features_that_enter_several_layers_equal_one_process(
 def test_rows_of_images_with_breaks_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, stages: int
 ) -> None:
-    pixtral = VISION_CONFIGS["mistral3"][2]
+    pixtral = MULTIMODAL_CONFIGS["mistral3"][2]["vision"]
     ids = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
-    save_tiny_vision_model(tmp_path, family, vision=pixtral, ids=ids if family == LLAVA else {})
+    save_tiny_multimodal_model(tmp_path, family, encoders={"vision": pixtral}, ids=ids if family == LLAVA else {})
     components = ONE_TO_CUT if stages == 1 else components_of({"ranks": "0-1", "pp": 2}, {"ranks": "2-3", "cp": 2})
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
 
 
 def test_encoder_ranks_with_unequal_images_of_any_size_wait_for_nobody(ranks: RankPool, tmp_path: Path) -> None:
     """Pixtral takes images one by one, other numbers of them on every rank."""
-    save_tiny_vision_model(tmp_path, "mistral3")
+    save_tiny_multimodal_model(tmp_path, "mistral3")
     components = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-5", "dp_shard": 4})
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 1, 4), components=components))
 
@@ -169,21 +169,24 @@ def test_encoder_ranks_with_unequal_images_of_any_size_wait_for_nobody(ranks: Ra
     ids=str,
 )
 def test_images_that_are_seen_both_ways_equal_one_process(ranks: RankPool, tmp_path: Path, case: Case) -> None:
-    save_tiny_vision_model(tmp_path, "gemma3", tied=True)
+    save_tiny_multimodal_model(tmp_path, "gemma3", tied=True)
     assert_equal(ranks, tmp_path, case)
 
 
 @pytest.mark.parametrize("strategy", ["full", "default"])
 def test_another_encoder_equals_one_process(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
-    save_tiny_vision_model(
-        tmp_path, LLAVA, vision={"model_type": "siglip_vision_model"}, ids={"vision_feature_select_strategy": strategy}
+    save_tiny_multimodal_model(
+        tmp_path,
+        LLAVA,
+        encoders={"vision": {"model_type": "siglip_vision_model"}},
+        ids={"vision_feature_select_strategy": strategy},
     )
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=SPLIT_ENCODER))
 
 
 @pytest.mark.parametrize("frozen", [("vision", "projector"), ("language",), ("vision", "language")], ids=" and ".join)
 def test_frozen_parts_leave_the_others_right(ranks: RankPool, tmp_path: Path, frozen: tuple[str, ...]) -> None:
-    save_tiny_vision_model(tmp_path, QWEN)
+    save_tiny_multimodal_model(tmp_path, QWEN)
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=ONE_TO_PIPELINE, frozen=frozen))
 
 
@@ -215,7 +218,7 @@ def train_with_few_images(
 def test_encoder_ranks_without_images_wait_for_nobody_and_change_no_scale(
     ranks: RankPool, tmp_path: Path, images_of: tuple[int, int]
 ) -> None:
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     side_by_side = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-3", "dp_shard": 2})
     together = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
     found = ranks(4).run(train_with_few_images, tmp_path, side_by_side, images_of)
@@ -239,7 +242,7 @@ def train_with_an_infinite_gradient(folder: Path, components: ComponentsConfig) 
 
 
 def test_an_infinite_gradient_of_the_encoder_skips_the_step_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     assert ranks(3).run(train_with_an_infinite_gradient, tmp_path, ONE_TO_TWO) == [(True, True)] * 3
 
 
@@ -264,7 +267,7 @@ STAGES_TO_ONE = components_of({"ranks": "0-1", "pp": 2}, {"ranks": 2})
 def test_a_checkpoint_moves_between_placements_bit_for_bit(
     ranks: RankPool, tmp_path: Path, components: ComponentsConfig
 ) -> None:
-    save_tiny_vision_model(tmp_path, QWEN)
+    save_tiny_multimodal_model(tmp_path, QWEN)
     written = {k: tensor for of_rank in ranks(3).run(save_after_two_steps, tmp_path) for k, tensor in of_rank.items()}
     loaded = ranks(3).run(load, tmp_path, components)
     assert {step for _, step in loaded} == {2}
@@ -289,7 +292,7 @@ def load_refused(folder: Path) -> str:
 
 
 def test_a_checkpoint_without_a_component_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     ranks(3).run(save_without_encoder, tmp_path)
     messages = set(ranks(3).run(load_refused, tmp_path))
     (message,) = messages
@@ -308,7 +311,7 @@ def train_on_a_wrong_count(folder: Path) -> str:
 
 
 def test_an_image_with_another_number_of_tokens_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     (message,) = ranks(1).run(train_on_a_wrong_count, tmp_path)
     assert "need 3 embeddings in their sequences, but the encoder makes 9 embeddings" in message
 
@@ -321,8 +324,8 @@ def train_and_export(folder: Path) -> float:
 
 
 def test_files_that_name_the_encoder_as_the_hub_does_are_read_and_written(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_vision_model(tmp_path / "new")
-    save_tiny_vision_model(tmp_path / "hub")
+    save_tiny_multimodal_model(tmp_path / "new")
+    save_tiny_multimodal_model(tmp_path / "hub")
     tensors = load_file(tmp_path / "new" / "model.safetensors")
     start = "vision_tower."
     renamed = {
@@ -345,6 +348,6 @@ def test_files_that_name_the_encoder_as_the_hub_does_are_read_and_written(ranks:
     ],
 )
 def test_what_would_be_another_model_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
-    save_tiny_vision_model(tmp_path, **changes)
+    save_tiny_multimodal_model(tmp_path, **changes)
     with pytest.raises(InputError, match=message):
         ModelHandle.from_pretrained(str(tmp_path))

@@ -21,7 +21,7 @@ from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from tests.checkpoints import save_checkpoint
 from tests.faults.table import planted
 from tests.rank_pool import RankPool
-from tests.tiny import make_sequences, save_tiny_model, save_tiny_vision_model
+from tests.tiny import make_sequences, save_tiny_model, save_tiny_multimodal_model
 
 MUON = MuonConfig(lr=2e-3, momentum=0.8, ns_steps=4)
 OFFLOADED = MemoryConfig(offload_optimizer=True)
@@ -55,7 +55,7 @@ def test_layouts_equal_one_process(
 
 
 def test_an_encoder_on_a_mesh_of_its_own_equals_one_process(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_vision_model(tmp_path, num_layers=2)
+    save_tiny_multimodal_model(tmp_path, num_layers=2)
     components = {"vision": {"ranks": "0-1", "tp": 2}, "language": {"ranks": 2}}
     case = Case(
         microbatches=(3, 2), components=ComponentsConfig.model_validate(components), optimizer="muon", muon=MUON

@@ -22,7 +22,7 @@ from automodel_rl.step.encoding import Encoding
 from automodel_rl.tools.verify.comparison import make_sequences
 from automodel_rl.tools.verify.media import with_media
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_vision_model
+from tests.tiny import save_tiny_multimodal_model
 
 APART = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": 1}})
 PIPELINE = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": "1-2", "pp": 2}})
@@ -91,7 +91,7 @@ def seconds_of_a_step(folder: Path, components: ComponentsConfig | None) -> floa
 
 
 def test_two_ranks_are_faster_than_one_as_paper_says(ranks: RankPool, tmp_path: Path) -> None:
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     (one,) = ranks(1).run(seconds_of_a_step, tmp_path, None)
     apart = max(ranks(2).run(seconds_of_a_step, tmp_path, APART))
     paper = simulate(ParallelConfig(), MICROBATCHES, [LANGUAGE], [1.0], ENCODER).length
@@ -126,7 +126,7 @@ def events_of_a_step(folder: Path, components: ComponentsConfig) -> list[str]:
 def test_no_more_images_are_kept_than_the_pipeline_needs(
     ranks: RankPool, tmp_path: Path, components: ComponentsConfig
 ) -> None:
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     of_ranks = ranks(components.world_size).run(events_of_a_step, tmp_path, components)
     for stage in range(components.vision.pp):
         ahead = encoded_ahead(components.language.parallel, MICROBATCHES) + components.vision.pp - 1 - stage
@@ -150,7 +150,7 @@ def late_image(folder: Path, components: ComponentsConfig) -> tuple[float, float
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_rank_whose_images_come_late_keeps_nobody_waiting(ranks: RankPool, tmp_path: Path, stages: int) -> None:
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     first = 2 * stages
     components = ComponentsConfig.model_validate(
         {
@@ -185,7 +185,7 @@ def train_on_a_damaged_image(folder: Path, components: ComponentsConfig) -> tupl
 
 @pytest.mark.parametrize("place", ["alongside", "in turn", "in stages"])
 def test_a_damaged_image_keeps_nobody_waiting(ranks: RankPool, tmp_path: Path, place: str) -> None:
-    save_tiny_vision_model(tmp_path)
+    save_tiny_multimodal_model(tmp_path)
     layouts = {"alongside": APART, "in turn": one_layout(ParallelConfig(pp=2)), "in stages": STAGES}
     found = ranks(layouts[place].world_size).run(train_on_a_damaged_image, tmp_path, layouts[place])
     errors = {message for trained, evaluated, _ in found for message in (trained, evaluated)}

@@ -32,7 +32,7 @@ from automodel_rl.tools.verify.media import with_media
 from tests.distributed.tools.test_verify import config_of
 from tests.processes import run_command
 from tests.rank_pool import RankPool
-from tests.tiny import make_sequences, save_tiny_model, save_tiny_vision_model
+from tests.tiny import make_sequences, save_tiny_model, save_tiny_multimodal_model
 from tests.vision import make_vision_workspace
 
 ADAMW = OptimizerConfig(lr=1e-3, decay="constant")
@@ -196,7 +196,7 @@ def allocate_encoder(model: ModelConfig, components: ComponentsConfig) -> tuple[
 def test_bytes_of_an_encoder_are_those_of_a_run(
     ranks: RankPool, tmp_path: Path, family: str, vision: dict, frozen: tuple
 ) -> None:
-    save_tiny_vision_model(tmp_path, family)
+    save_tiny_multimodal_model(tmp_path, family)
     components = ComponentsConfig.model_validate({"vision": vision, "language": {"ranks": 2}})
     model = ModelConfig(path=str(tmp_path), dtype="float32", frozen=frozen)
     planned = plan_encoders(read_config(tmp_path), model, MemoryConfig(), components, Packing(1, None, 100), ADAMW)

@@ -21,7 +21,7 @@ from automodel_rl.tools.verify.layout import MOST_RANKS, layout_to_verify
 from tests.faults.table import planted
 from tests.processes import run_command
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_model, save_tiny_vision_model
+from tests.tiny import save_tiny_model, save_tiny_multimodal_model
 
 
 def config_of(folder: Path, sizes: dict, dtype: str = "float32") -> SFTConfig:
@@ -122,7 +122,7 @@ def found_in_modules(fault: str, components: dict, folder: Path) -> Differences:
 def test_planted_bugs_of_modules_show_where_they_strike(
     ranks: RankPool, tmp_path: Path, fault: str, components: dict, shown: str, equal: str | None
 ) -> None:
-    save_tiny_vision_model(tmp_path, num_layers=2)
+    save_tiny_multimodal_model(tmp_path, num_layers=2)
     found = ranks(3).run(found_in_modules, fault, components, tmp_path)[0]
     different = {kind for kind, difference in {**found.all, **found.first}.items() if difference > 1e-9}
     assert any(shown in kind for kind in different), different
@@ -137,7 +137,7 @@ def verdict_of_modules(folder: Path, fault: str | None) -> str:
 
 @pytest.mark.parametrize(("fault", "text"), [(None, "equal"), ("clipping by module", "verdict: DIFFERENT")])
 def test_modules_of_a_config_get_a_verdict(ranks: RankPool, tmp_path: Path, fault: str | None, text: str) -> None:
-    save_tiny_vision_model(tmp_path, "qwen2_5_vl", num_layers=2)
+    save_tiny_multimodal_model(tmp_path, "qwen2_5_vl", num_layers=2)
     assert all(found.startswith(text) for found in ranks(3).run(verdict_of_modules, tmp_path, fault))
 
 

@@ -11,7 +11,7 @@ from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.optimizers.muon import Muon, orthogonal
 from automodel_rl.optimizers.muon_reference import PlainMuon
-from tests.tiny import save_tiny_model, save_tiny_vision_model
+from tests.tiny import save_tiny_model, save_tiny_multimodal_model
 from tests.tiny_families import SIZES
 from tests.unit.optimizers.test_adamw import no_groups
 
@@ -111,7 +111,7 @@ def test_muon_trains_matrices_of_layers_and_adamw_what_is_left(tmp_path: Path, f
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_layers_of_an_encoder_are_matrices_and_its_embeddings_are_not(tmp_path: Path, family: str) -> None:
-    save_tiny_vision_model(tmp_path, family)
+    save_tiny_multimodal_model(tmp_path, family)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path)
     chosen = trained_by(OPTIMIZERS["muon"].build(model, OptimizerConfig(name="muon"), no_groups), model)
     expected = trained_by(OPTIMIZERS["muon"].reference(model, OptimizerConfig(name="muon")), model)
