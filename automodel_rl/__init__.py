@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from automodel_rl.batch import (
+        Audio,
         DataShare,
         Image,
         Microbatch,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DataShare": "batch",
+    "Audio": "batch",
     "Image": "batch",
     "Microbatch": "batch",
     "RouterShape": "batch",
@@ -115,6 +117,7 @@ _HOMES = {
 
 __all__ = [
     "AdamWSettings",
+    "Audio",
     "ComponentsConfig",
     "CorrectionConfig",
     "DPOConfig",

@@ -72,13 +72,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class PromptMedia:
-    """An image or a clip of audio in a prompt.
-
-    Attributes:
-        kind: "image" or "audio".
-        start, num_tokens, size: as in `batch.Image` and `batch.Audio`.
-        source: the path of its file, or the file's bytes.
-    """
+    """An image or a clip in a prompt: `kind` is "image" or "audio", the rest as in `batch.Image` or `Audio`."""
 
     kind: str
     start: int

@@ -55,7 +55,7 @@ def make_loads(folder: Path, count: int) -> list[Callable[[], Tensor]]:
         squares = generator.integers(0, 256, (60, 80, 3), dtype=np.uint8)
         path = folder / f"{number}.jpg"
         Picture.fromarray(squares).resize((1600, 1200)).save(path, quality=90)
-        loads.append(functools.partial(reader.pixels, str(path), "the benchmark"))
+        loads.append(functools.partial(reader.load, str(path), "the benchmark"))
     return loads
 
 

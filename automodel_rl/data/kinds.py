@@ -1,6 +1,7 @@
 """Kinds of chats, told by their roles, keys and tools: what a chat template may treat differently. Texts and lengths
 make no difference."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,3 +73,23 @@ def _texts(message: Message) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in content or () if part["type"] == "text"]
+
+
+def with_objects(message: Message) -> Message:
+    """The message with objects for the arguments of its calls, if they are JSON of objects."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = function_of(call)
+        function = {**function, ARGUMENTS: _parsed(function[ARGUMENTS])} if ARGUMENTS in function else function
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        value = json.loads(arguments)
+    except (TypeError, ValueError):  # objects already, or no JSON
+        return arguments
+    return value if isinstance(value, dict) else arguments

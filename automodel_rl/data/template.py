@@ -10,7 +10,16 @@ from typing import Any
 from jinja2 import Environment, meta
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.data.kinds import ARGUMENTS, BEGIN_THOUGHT, END_THOUGHT, THOUGHTS, facts_of, says_more, thought_in
+from automodel_rl.data.kinds import (
+    ARGUMENTS,
+    BEGIN_THOUGHT,
+    END_THOUGHT,
+    THOUGHTS,
+    facts_of,
+    says_more,
+    thought_in,
+    with_objects,
+)
 from automodel_rl.data.messages import Chat, Message, function_of, media_parts
 from automodel_rl.errors import InputError
 
@@ -106,10 +115,9 @@ class ChatTemplate:
         """
         if self.tokenizer.chat_template is None:
             raise InputError(f"{where}: the tokenizer has no chat template for it: give one in data.chat_template")
-        other = next((part["type"] for part in media_parts(chat.messages) if part["type"] not in self.reads), None)
-        if other is not None:
-            read = " and ".join(["text", *self.reads])
-            raise InputError(f"{where}: has a part of type {other}, and the model reads {read} only: use another model")
+        for kind in {part["type"] for part in media_parts(chat.messages)} - {*self.reads}:
+            read = ", ".join(["text", *self.reads])
+            raise InputError(f"{where}: has a part of type {kind}, and the model reads {read} only: use another model")
         tree = self._tree(chat)
         try:
             return self.tokenizer.apply_chat_template(
@@ -240,7 +248,7 @@ class ChatTemplate:
         form = _in_parts if self.reads_parts_only else _in_one
         messages = [form({k: v for k, v in message.items() if k != "weight"}) for message in chat.messages]
         if self.quotes_arguments:
-            messages = [_with_objects(message) for message in messages]
+            messages = [with_objects(message) for message in messages]
         return {"messages": messages, "tools": list(chat.tools)}
 
 
@@ -271,26 +279,6 @@ def _in_one(message: Message) -> Message:
     if not isinstance(content, list) or any(part["type"] != "text" for part in content):
         return message
     return {**message, "content": "".join(part["text"] for part in content)}
-
-
-def _with_objects(message: Message) -> Message:
-    """The message with objects for the arguments of its calls, if they are JSON of objects."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = function_of(call)
-        function = {**function, ARGUMENTS: _parsed(function[ARGUMENTS])} if ARGUMENTS in function else function
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls}
-
-
-def _parsed(arguments: Any) -> Any:
-    try:
-        value = json.loads(arguments)
-    except (TypeError, ValueError):  # objects already, or no JSON
-        return arguments
-    return value if isinstance(value, dict) else arguments
 
 
 def _leaves(tree: Tree) -> Iterator[Leaf]:

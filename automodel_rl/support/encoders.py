@@ -101,4 +101,4 @@ MULTIMODAL_FAMILIES = {
     "qwen3_vl_moe": _QWEN3_VISION,
     "qwen2_audio": Multimodal({"audio": _tower("audio")}, _PARTS_APART),
 }
-"""By the model_type of the whole model. All other facts are those of its language model's family."""
+"""Encoders by the model_type of the whole model. All other facts are those of its language model's family."""

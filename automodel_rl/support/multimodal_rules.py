@@ -31,30 +31,35 @@ UNSPLIT_ENCODERS = {"pixtral": "Pixtral's encoder", "qwen2_audio_encoder": "Qwen
 """Encoders whose layers are not split over tp, and their names in messages."""
 
 
-def _with(encoder: EncoderDescription, name: str = "vision") -> dict[str, dict[str, EncoderDescription]]:
-    return {"description.encoders": {name: encoder}}
-
-
 LLAVA = {
     "description.family": "llama",
     "description.multimodal": "llava",
-    **_with(EncoderDescription("clip_vision_model", num_heads=3)),
+    "description.encoders": {"vision": EncoderDescription("clip_vision_model", num_heads=3)},
 }
 _QWEN = {
     "description.family": "qwen2_5_vl_text",
     "description.multimodal": "qwen2_5_vl",
-    **_with(EncoderDescription("qwen2_5_vl_vision")),
+    "description.encoders": {"vision": EncoderDescription("qwen2_5_vl_vision")},
 }
 _AUDIO = {
     "description.family": "qwen2",
     "description.multimodal": "qwen2_audio",
-    **_with(EncoderDescription("qwen2_audio_encoder", num_heads=4, num_layers=4), "audio"),
+    "description.encoders": {"audio": EncoderDescription("qwen2_audio_encoder", num_heads=4, num_layers=4)},
+}
+_FOUR_HEADS = {"description.encoders": {"vision": EncoderDescription("clip_vision_model", num_heads=4)}}
+_FOUR_LAYERS = {"description.encoders": {"vision": EncoderDescription("clip_vision_model", num_layers=4)}}
+_EARLY_FEATURES = {
+    "description.encoders": {"vision": EncoderDescription("clip_vision_model", num_layers=4, features=(-4,))}
 }
 _ON_TWO_RANKS = {"ranks": "0-1", "dp_shard": 2}
-
-
-def _meshes(name: str = "vision", **encoder: object) -> dict[str, object]:
-    return {"components": {name: {"ranks": "0-1", **encoder}, "language": _ON_TWO_RANKS}}
+_SPLIT = {"ranks": "0-1", "tp": 2}
+_STAGED = {"ranks": "0-1", "pp": 2}
+_DATA_RANKS = {"components": {"vision": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
+_SPLIT_ENCODER = {"components": {"vision": _SPLIT, "language": _ON_TWO_RANKS}}
+_STAGED_ENCODER = {"components": {"vision": _STAGED, "language": _ON_TWO_RANKS}}
+_HEARING = {"components": {"audio": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
+_SPLIT_HEARING = {"components": {"audio": _SPLIT, "language": _ON_TWO_RANKS}}
+_STAGED_HEARING = {"components": {"audio": _STAGED, "language": _ON_TWO_RANKS}}
 
 
 def _multimodal(asked: Combination) -> str | None:
@@ -170,7 +175,7 @@ MULTIMODAL = Rule(
     "LoRA on each part; batch.microbatch_tokens as a number; gemma3 and audio without vLLM",
     _multimodal,
     (
-        Example("components: a 'qwen3' model has one component: give its layout in parallel", _meshes(dp_shard=2)),
+        Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
         Example("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
         Example(
             "data.min_pixels and data.max_pixels: a 'qwen3' model reads no images: leave them out",
@@ -213,7 +218,7 @@ MULTIMODAL = Rule(
         ),
         Example(
             "model.path: a 'llava' model with a 'dinov2' encoder is not supported: use clip_vision_model",
-            _with(EncoderDescription("dinov2")),
+            {"description.encoders": {"vision": EncoderDescription("dinov2")}},
             LLAVA,
         ),
         Example(
@@ -228,12 +233,12 @@ MULTIMODAL = Rule(
         ),
         Example(
             "components.vision.tp=2: adapters need tp=1: use dp_shard",
-            _meshes(tp=2),
+            _SPLIT_ENCODER,
             {
                 **LLAVA,
-                **_with(EncoderDescription("clip_vision_model", num_heads=4)),
+                **_FOUR_HEADS,
                 "model.lora": {},
-                **_meshes(dp_shard=2),
+                **_DATA_RANKS,
             },
         ),
         Example(
@@ -243,23 +248,23 @@ MULTIMODAL = Rule(
         ),
         Example(
             "components.vision.tp=2: Pixtral's encoder is not split over tp: use dp_shard",
-            _meshes(tp=2),
-            {**LLAVA, **_with(EncoderDescription("pixtral")), **_meshes(dp_shard=2)},
+            _SPLIT_ENCODER,
+            {**LLAVA, "description.encoders": {"vision": EncoderDescription("pixtral")}, **_DATA_RANKS},
         ),
         Example(
             "components.vision.pp=2: the encoder has 1 layers: use at most 1 stages",
-            _meshes(pp=2),
-            {**LLAVA, **_meshes(dp_shard=2)},
+            _STAGED_ENCODER,
+            {**LLAVA, **_DATA_RANKS},
         ),
         Example(
             "components.vision.pp=2: the projector takes the output of layers [-4] of 4, and all of them must be",
-            _with(EncoderDescription("clip_vision_model", num_layers=4, features=(-4,))),
-            {**LLAVA, **_with(EncoderDescription("clip_vision_model", num_layers=4)), **_meshes(pp=2)},
+            _EARLY_FEATURES,
+            {**LLAVA, **_FOUR_LAYERS, **_STAGED_ENCODER},
         ),
         Example(
             "components.vision.tp=2 must divide the encoder's 3 attention heads",
-            _meshes(tp=2),
-            {**LLAVA, **_meshes(dp_shard=2)},
+            _SPLIT_ENCODER,
+            {**LLAVA, **_DATA_RANKS},
         ),
         Example(
             "model.frozen: a 'qwen2_audio' model has no encoder vision: name audio, projector, language",
@@ -273,18 +278,18 @@ MULTIMODAL = Rule(
         ),
         Example(
             "components: a 'qwen2_audio' model has audio, language, and layouts are given for vision, language",
-            _meshes(dp_shard=2),
+            _DATA_RANKS,
             _AUDIO,
         ),
         Example(
             "components.audio.pp=2: encoders of audio have no stages: use dp_shard",
-            _meshes("audio", pp=2),
-            {**_AUDIO, **_meshes("audio", dp_shard=2)},
+            _STAGED_HEARING,
+            {**_AUDIO, **_HEARING},
         ),
         Example(
             "components.audio.tp=2: Qwen2-Audio's encoder is not split over tp: use dp_shard",
-            _meshes("audio", tp=2),
-            {**_AUDIO, **_meshes("audio", dp_shard=2)},
+            _SPLIT_HEARING,
+            {**_AUDIO, **_HEARING},
         ),
         Example(
             "rollout.generator=vllm: vLLM gets no audio of a 'qwen2_audio' model: use transformers",

@@ -29,7 +29,7 @@ def load(folder: Path, components: dict, *overrides: str, **changes: dict):
         (
             {"ranks": "0-1", "dp_shard": 2},
             {"ranks": "1-2", "pp": 2},
-            "components: ranks [1] hold both components and others",
+            "components: ranks [1] hold both vision and language and others",
         ),
         ({"ranks": "0-2", "dp_shard": 3}, {"ranks": "3-4", "dp_shard": 2}, "one must divide the other"),
         ({"ranks": "0-2"}, {"ranks": 3}, "components: vision.ranks=[0, 1, 2] are 3 ranks but its layout has 1"),

@@ -14,7 +14,7 @@ from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.images import ImageReader
-from automodel_rl.data.media import cut
+from automodel_rl.data.media import MediaReaders, cut
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import read_chat
 from automodel_rl.errors import InputError
@@ -99,7 +99,8 @@ def test_rows_of_an_image_end_with_breaks(tmp_path: Path) -> None:
     text = "What is{} this? And this{}"
     plain = torch.tensor(tokenizer(text.format("<image>", "<image>")).input_ids)
     images = [reader(picture, "here") for picture in pictures]
-    sequence = reader.expand(TokenSequence(plain, torch.ones(len(plain), dtype=torch.bool)), images, "here")
+    trained = torch.ones(len(plain), dtype=torch.bool)
+    sequence = MediaReaders({"image": reader}).expand(TokenSequence(plain, trained), images, "here")
     assert sequence.input_ids.tolist() == tokenizer(text.format(*written)).input_ids
     assert [image.load().shape[1:] for image in images] == [tuple(size) for size in made["image_sizes"]]
 
@@ -121,7 +122,9 @@ def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None
     opened = [Picture.open(io.BytesIO(picture))] * 2
     expected = processor(images=opened, text=text, return_tensors="pt")
     named = [{**part, "path": picture} if part["type"] == "image" else part for part in parts]
-    sequence = ChatTokenizer(tokenizer, "all", reader)(Chat([{"role": "user", "content": named}, chat[1]]), "here")
+    sequence = ChatTokenizer(tokenizer, "all", MediaReaders({"image": reader}))(
+        Chat([{"role": "user", "content": named}, chat[1]]), "here"
+    )
     assert sequence.input_ids.tolist() == expected["input_ids"][0].tolist()
     assert torch.equal(sequence.media[1].load(), expected["pixel_values"][1])
     assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]).startswith("It is red.")
@@ -137,11 +140,11 @@ def test_a_template_that_writes_no_images_is_for_texts_only(tmp_path: Path) -> N
             "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
             "{% endgeneration %}{% else %}" + content + "<|im_end|>{% endif %}{% endfor %}"
         )
-        write = ChatTokenizer(tokenizer, "all", reader)
+        write = ChatTokenizer(tokenizer, "all", MediaReaders({"image": reader}))
         answer = {"role": "assistant", "content": "It is red."}
         assert len(write(Chat([{"role": "user", "content": "What is this?"}, answer]), "here"))
         seen = [{"role": "user", "content": [{"type": "image", "path": jpeg(9, 9)}]}, answer]
-        with pytest.raises(InputError, match="writes 0 image tokens for 1 images|refuses these messages"):
+        with pytest.raises(InputError, match="writes 0 image tokens for 1 parts|refuses these messages"):
             write(Chat(seen), "here")
 
 
@@ -182,7 +185,7 @@ def test_texts_are_not_lost_by_a_template_that_reads_parts_only(tmp_path: Path) 
         {"role": "user", "content": "And this?"},
         {"role": "assistant", "content": "blue."},
     ]
-    sequence = ChatTokenizer(tokenizer, "all", reader)(Chat(chat), "here")
+    sequence = ChatTokenizer(tokenizer, "all", MediaReaders({"image": reader}))(Chat(chat), "here")
     text = tokenizer.decode(sequence.input_ids[sequence.input_ids != reader.token_id])
     assert text == "user: What is this?;assistant: red.;user: And this?;assistant: blue.;"
     assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]) == "red.;blue.;"
@@ -194,7 +197,7 @@ def test_texts_are_not_lost_by_a_template_that_reads_parts_only(tmp_path: Path) 
         ({"type": "image_url", "image_url": "x"}, "a part of content has type 'image_url'"),
         ({"type": "video", "path": "x"}, "a part of content has type 'video'"),
         ("hi", "a part of content has type None"),
-        ({"type": "image", "path": 5}, "an image is 5"),
+        ({"type": "image", "path": 5}, "a part of type image has 5 for file"),
     ],
 )
 def test_parts_that_nobody_reads_are_refused(part: object, message: str) -> None:

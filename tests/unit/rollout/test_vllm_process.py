@@ -191,7 +191,8 @@ def test_pictures_go_with_their_prompt_and_one_that_vllm_sees_otherwise_fails_it
     picture = str(tmp_path / "three.png")
     prompt = [1, 7, 7, 7, 2, 7, 7, 7]
     both = tuple(
-        PromptMedia(start, 3, (1, 2, 6), source) for start, source in ((1, picture), (5, Path(picture).read_bytes()))
+        PromptMedia("image", start, 3, (1, 2, 6), source)
+        for start, source in ((1, picture), (5, Path(picture).read_bytes()))
     )
     generator = make_process()
     try:

@@ -41,7 +41,7 @@ def refusal(action: Callable[[], object]) -> str:
             LlavaConfig(),
             "grpo",
             {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 1},
-            "prompts of a 'llava' model have images",
+            "prompts of a 'llava' model have media",
         ),
         (Qwen3Config(max_position_embeddings=15), "grpo", {}, "= 16 is more than the model's context of 15 tokens"),
         (Qwen3Config(), "grpo", {"router_replay.enabled": True}, "a 'qwen3' model has no routers"),

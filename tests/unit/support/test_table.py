@@ -16,14 +16,14 @@ from automodel_rl.config.parallel import Schedule
 from automodel_rl.errors import InputError
 from automodel_rl.model.attention import BACKENDS
 from automodel_rl.parallel.pipeline import schedules
-from automodel_rl.support import layout_rules, model_rules, run_rules, vision_rules
+from automodel_rl.support import layout_rules, model_rules, multimodal_rules, run_rules
 from automodel_rl.support.attention import ATTENTION
 from automodel_rl.support.rule import Example, Rule
 from automodel_rl.support.table import RULES, check_supported
 from tests.unit.support.combinations import combination
 
 EXAMPLES = [(rule, example) for rule in RULES for example in rule.refuses]
-MODULES = (layout_rules, model_rules, run_rules, vision_rules)
+MODULES = (layout_rules, model_rules, run_rules, multimodal_rules)
 OF_RUNS = [example for rule, example in EXAMPLES if "algorithm" in {**example.beside, **example.asks}]
 
 

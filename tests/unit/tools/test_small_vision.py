@@ -50,11 +50,16 @@ def test_a_family_shrinks_to_a_model_that_sees(tmp_path: Path, kind: type[Pretra
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_activations_of_an_encoder_grow_with_its_images(kind: type[PretrainedConfig]) -> None:
-    components = one_layout(ParallelConfig())
+    components = one_layout(ParallelConfig(), ["vision"])
     found = [
         plan_encoders(
-            kind(), ModelConfig(path="x"), MemoryConfig(), components, Packing(1, None, patches), OptimizerConfig()
-        )
+            kind(),
+            ModelConfig(path="x"),
+            MemoryConfig(),
+            components,
+            Packing(1, None, {"vision": patches}),
+            OptimizerConfig(),
+        )["vision"]
         for patches in (1000, 2000)
     ]
     assert found[1].activations == pytest.approx(2 * found[0].activations, rel=1e-3)
@@ -73,9 +78,9 @@ def test_an_encoder_on_ranks_of_its_own_keeps_what_it_is_ahead() -> None:
             ModelConfig(path="x"),
             MemoryConfig(),
             components,
-            Packing(count, None, 6000),
+            Packing(count, None, {"vision": 6000}),
             OptimizerConfig(),
-        ).activations
+        )["vision"].activations
         for components, count in ((together, 5), (apart, 5), (apart, 60))
     ]
     assert planned[0] >= planned[1] > 4 * planned[2] > 0
@@ -88,9 +93,9 @@ def test_stages_of_an_encoder_divide_its_memory() -> None:
             MODEL,
             MemoryConfig(),
             ComponentsConfig.model_validate(components),
-            Packing(12, None, 6000),
+            Packing(12, None, {"vision": 6000}),
             OptimizerConfig(),
-        )
+        )["vision"]
         for components in (
             {"vision": {"ranks": 0}, "language": {"ranks": 1}},
             {"vision": {"ranks": "0-1", "pp": 2}, "language": {"ranks": 2}},

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from automodel_rl.config import ParallelConfig
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Agree, Agreed, Failure, Hello, Loaded, Message, Ready, Taken
 from automodel_rl.weight_sync.channel import expect, greet
@@ -70,7 +71,8 @@ class FakeLink:
 
 
 def test_links_are_closed_though_the_generator_is_gone() -> None:
-    handle: Any = SimpleNamespace(layout=None, components=[], meshes=SimpleNamespace(components=None))
+    meshes = SimpleNamespace(components=None, encoders={})
+    handle: Any = SimpleNamespace(layout=SimpleNamespace(parallel=ParallelConfig()), components=[], meshes=meshes)
     transport, link, store = Collective(Gone(), handle, 1.0), FakeLink(), torch.distributed.HashStore()
     transport.links[0], transport.store = link, store  # type: ignore[assignment]
     transport.close()

@@ -1,0 +1,98 @@
+"""Audio of chats: tokens and spectrograms are those of the model's own processor, and what is refused."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from transformers import AutoFeatureExtractor, AutoTokenizer, PreTrainedTokenizerBase, Qwen2AudioProcessor
+
+from automodel_rl.data.audio import AudioReader
+from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.media import MediaReaders
+from automodel_rl.data.messages import Chat
+from automodel_rl.errors import InputError
+from automodel_rl.hf.read import read_config
+from tests.audio import make_hearing_workspace, tone
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hearing_workspace(tmp_path_factory.mktemp("audio"), num_chats=1) / "model"
+
+
+@pytest.fixture(scope="module")
+def reader(model: Path) -> AudioReader:
+    return AudioReader(model, read_config(model))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.mark.parametrize("num_samples", [1120, 1121, 4000, 4160, 15999, 16000])
+def test_a_clip_is_what_transformers_processor_makes_of_it(
+    model: Path, reader: AudioReader, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, num_samples: int
+) -> None:
+    wave = np.random.default_rng(num_samples).uniform(-0.5, 0.5, num_samples).astype(np.float32)
+    soundfile.write(tmp_path / "noise.wav", wave, 16000, subtype="FLOAT")
+    processor = Qwen2AudioProcessor(AutoFeatureExtractor.from_pretrained(model), tokenizer, tokenizer.chat_template)
+    parts = [{"type": "audio"}, {"type": "text", "text": "What is this?"}, {"type": "audio"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "It is low."}]
+    text = processor.apply_chat_template(chat)
+    expected = processor(text=text, audio=[wave, wave], sampling_rate=16000, return_tensors="pt")
+    named = [{**part, "path": str(tmp_path / "noise.wav")} if part["type"] == "audio" else part for part in parts]
+    write = ChatTokenizer(tokenizer, "all", MediaReaders({"audio": reader}))
+    sequence = write(Chat([{"role": "user", "content": named}, chat[1]]), "here")
+    assert sequence.input_ids.tolist() == expected["input_ids"][0].tolist()
+    assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]).startswith("It is low.")
+    for number, clip in enumerate(sequence.media):
+        assert torch.equal(clip.load(), expected["input_features"][number])
+        assert clip.size == (int(expected["feature_attention_mask"][number].sum()),)
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (22050, 2), (48000, 1)])
+def test_other_sampling_rates_and_channels_give_the_same_tone(
+    reader: AudioReader, tmp_path: Path, rate: int, channels: int
+) -> None:
+    tone(tmp_path / "tone.wav", 400, 0.5, 16000)
+    tone(tmp_path / "other.wav", 400, 0.5, rate, channels)
+    one, other = (reader(str(tmp_path / f"{name}.wav"), "here") for name in ("tone", "other"))
+    assert (one.num_frames, one.num_tokens) == (other.num_frames, other.num_tokens) == (50, 12)
+    waves = [reader.samples(str(tmp_path / f"{name}.wav"), "here") for name in ("tone", "other")]
+    assert np.abs(waves[0] - waves[1])[400:-400].max() < 0.01
+
+
+def test_a_clip_travels_light(reader: AudioReader, tmp_path: Path) -> None:
+    tone(tmp_path / "tone.wav", 400, 0.5, 16000)
+    assert len(pickle.dumps(reader(str(tmp_path / "tone.wav"), "here"))) < 8000
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [(1.2, "audio of 1.2 s, and the model hears 1 s: cut the file"), (0.03, "audio of 0.03 s has no 2 tokens")],
+)
+def test_a_clip_of_a_length_that_the_model_cannot_hear_is_refused(
+    reader: AudioReader, tmp_path: Path, seconds: float, message: str
+) -> None:
+    tone(tmp_path / "tone.wav", 400, seconds, 16000)
+    with pytest.raises(InputError, match=f"chats.jsonl:2: {message}"):
+        reader(str(tmp_path / "tone.wav"), "chats.jsonl:2")
+
+
+def test_damaged_files_are_named(reader: AudioReader, tmp_path: Path) -> None:
+    (tmp_path / "text.wav").write_text("no sound")
+    with pytest.raises(InputError, match="chats.jsonl:3: cannot read the audio .*text.wav.*give an intact file"):
+        reader(str(tmp_path / "text.wav"), "chats.jsonl:3")
+    with pytest.raises(InputError, match="audio is a dict: give the path of a file, or its bytes"):
+        reader({"array": [0.0]}, "here")
+
+
+def test_a_feature_extractor_of_another_model_is_refused(model: Path) -> None:
+    config = read_config(model)
+    config.audio_config.max_source_positions = 1500
+    with pytest.raises(InputError, match="makes 8 mels of 100 frames and the encoder takes 8 of 3000"):
+        AudioReader(model, config)
