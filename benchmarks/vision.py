@@ -105,7 +105,7 @@ def main() -> None:
 def parse_components(text: str) -> tuple[ComponentsConfig, MemoryConfig]:
     if "|" not in text:
         parallel, memory = parse_layout(text)
-        return one_layout(parallel), memory
+        return one_layout(parallel, ["vision"]), memory
     vision, language = ({"ranks": part.split()[0], **_pairs(part.split()[1:])} for part in text.split("|"))
     memory = MemoryConfig(**{key: language.pop(key) for key in list(language) if key in MemoryConfig.model_fields})
     return ComponentsConfig.model_validate({"vision": vision, "language": language}), memory

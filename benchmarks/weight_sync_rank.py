@@ -101,6 +101,6 @@ def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle
 
 def start_generator(handle: ModelHandle, device: int) -> GeneratorProcess:
     is_cuda = handle.layout.device.type == "cuda"
-    copy = ModelCopy(handle.config, torch.bfloat16, torch.device("cpu"))
+    copy = ModelCopy(handle.config, handle.family, torch.bfloat16, torch.device("cpu"))
     tokenizer: Any = SimpleNamespace(eos_token_id=None)
     return start_transformers(copy, Writing(tokenizer, 1), str(device) if is_cuda else None)

@@ -30,15 +30,17 @@ class AudioReader:
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig):
-        self.token_id = config.audio_token_id
+        self.token_id, self.folder = config.audio_token_id, folder
         _library("soundfile")
         _library("soxr")
         try:
-            self.extractor: Any = AutoFeatureExtractor.from_pretrained(folder, trust_remote_code=False)
+            extractor = _open_extractor(folder)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"model.path={folder}: no feature extractor that transformers opens ({reason})") from None
-        made, taken = (self.extractor.feature_size, self.extractor.nb_max_frames), spectrogram_shape(config)
+        self.rate, self.hop = extractor.sampling_rate, extractor.hop_length
+        made, taken = (extractor.feature_size, extractor.nb_max_frames), spectrogram_shape(config)
+        self.most_frames = taken[1]
         if made != taken:
             raise InputError(
                 f"model.path={folder}: the feature extractor makes {made[0]} mels of {made[1]} frames and the encoder "
@@ -57,10 +59,10 @@ class AudioReader:
         """
         if not isinstance(source, str | bytes):
             raise InputError(f"{where}: audio is a {type(source).__name__}: give the path of a file, or its bytes")
-        num_frames = -(-self._num_samples(source, where) // self.extractor.hop_length)
-        seconds = num_frames * self.extractor.hop_length / self.extractor.sampling_rate
-        if num_frames > self.extractor.nb_max_frames:
-            most = self.extractor.n_samples / self.extractor.sampling_rate
+        num_frames = -(-self._num_samples(source, where) // self.hop)
+        seconds = num_frames * self.hop / self.rate
+        if num_frames > self.most_frames:
+            most = self.most_frames * self.hop / self.rate
             raise InputError(f"{where}: audio of {seconds:.1f} s, and the model hears {most:g} s: cut the file")
         if num_frames < num_frames_of(LEAST_TOKENS):
             raise InputError(f"{where}: audio of {seconds:.2f} s has no {LEAST_TOKENS} tokens: leave it out")
@@ -78,8 +80,8 @@ class AudioReader:
             InputError: the file is damaged.
         """
         wave = self.samples(source, where)
-        rate = self.extractor.sampling_rate
-        return torch.as_tensor(self.extractor(wave, sampling_rate=rate, return_tensors="np")["input_features"][0])
+        made = _open_extractor(self.folder)(wave, sampling_rate=self.rate, return_tensors="np")
+        return torch.as_tensor(made["input_features"][0])
 
     def samples(self, source: str | bytes, where: str) -> np.ndarray:
         """A clip's samples at the model's sampling rate, the mean of its channels, float32 [n]."""
@@ -88,7 +90,7 @@ class AudioReader:
             wave, rate = soundfile.read(_file(source), dtype="float32", always_2d=True)
         except (OSError, soundfile.SoundFileError) as error:
             raise _unreadable(source, where, error) from None
-        wave = soxr.resample(wave.mean(axis=1), rate, self.extractor.sampling_rate)
+        wave = soxr.resample(wave.mean(axis=1), rate, self.rate)
         wanted = self._num_samples(source, where)  # a resampler may give one more or one less
         return np.pad(wave[:wanted], (0, max(0, wanted - len(wave))))
 
@@ -99,7 +101,13 @@ class AudioReader:
             info = soundfile.info(_file(source))
         except (OSError, soundfile.SoundFileError) as error:
             raise _unreadable(source, where, error) from None
-        return -(-info.frames * self.extractor.sampling_rate // info.samplerate)
+        return -(-info.frames * self.rate // info.samplerate)
+
+
+@functools.cache
+def _open_extractor(folder: Path) -> Any:
+    """The checkpoint's feature extractor. Its filters are large, so it does not travel with clips."""
+    return AutoFeatureExtractor.from_pretrained(folder, trust_remote_code=False)
 
 
 def _library(name: str) -> Any:

@@ -21,7 +21,6 @@ from automodel_rl.errors import InputError
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.read import read_config
 from automodel_rl.support.description import ImageForm, image_form, language_config
-from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 
 OF_PROCESSOR = "chat_template.json"
 """File in which transformers 4 stored the chat template of a model with images."""
@@ -85,7 +84,7 @@ BREAKS = ("[IMG_BREAK]", "[IMG_END]")
 
 def _breaks(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, folder: Path) -> tuple[int, int] | None:
     """The ids of `BREAKS`, for a model whose images have rows."""
-    if model.model_type not in MULTIMODAL_FAMILIES or image_form(model) is not ImageForm.ANY_SIZE:
+    if image_form(model) is not ImageForm.ANY_SIZE:
         return None
     known = tokenizer.get_vocab()
     if not known.keys() >= {*BREAKS}:

@@ -31,7 +31,7 @@ def of_components(settings: Settings, encoders: Iterable[str]) -> dict[str, Opti
     configs = {"language": settings} if isinstance(settings, OptimizerConfig) else settings
     names = [*encoders]
     if "language" not in configs or configs.keys() - {"language", *names}:
-        wanted = " and, if you want, for ".join(["language", *names])
+        wanted = "language" + (f" and, if you want, for {' or '.join(names)}" if names else "")
         raise InputError(f"optimizer has settings for {[*configs]}: give some for {wanted}")
     whole = configs["language"]
     for name in names:

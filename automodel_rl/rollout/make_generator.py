@@ -82,6 +82,7 @@ def _transformers(
     pixels = (config.data.min_pixels, config.data.max_pixels)
     copy = ModelCopy(
         handle.whole_config,
+        handle.family,
         sync_dtype(weights, handle),
         device,
         adapters=None if lora is None else (lora, handle.source),

@@ -31,6 +31,7 @@ class ModelCopy:
 
     Attributes:
         config: the trained model's config, of the whole model if it has an encoder.
+        family: the key of `FAMILIES` by which the trained model names its tensors (`ModelHandle.family`).
         dtype: the dtype in which the copy computes.
         device: the device on which it computes.
         adapters: if only adapters are synced, their config and the checkpoint of the frozen model, from which the
@@ -40,6 +41,7 @@ class ModelCopy:
     """
 
     config: PretrainedConfig
+    family: str
     dtype: torch.dtype
     device: torch.device
     adapters: tuple[LoraConfig, Path] | None = None
@@ -98,7 +100,7 @@ def synced_tensors(model: nn.Module, copy: ModelCopy) -> dict[str, Tensor]:
         piece: view
         for name, tensor in persistent_tensors(model)
         if copy.adapters is None or is_adapter(name)
-        for piece, view in to_hf(_in_parts(name), tensor.detach(), copy.config.model_type)
+        for piece, view in to_hf(_in_parts(name), tensor.detach(), copy.family)
     }
 
 

@@ -56,7 +56,8 @@ def make_generator(config: ServeConfig, handle: ModelHandle, tokenizer: PreTrain
     if config.generator == "vllm":
         return _vllm(config, handle, tokenizer)
     lora, device = handle.model.lora, handle.layout.device
-    copy = ModelCopy(handle.config, handle.dtype, device, adapters=None if lora is None else (lora, handle.source))
+    adapters = None if lora is None else (lora, handle.source)
+    copy = ModelCopy(handle.config, handle.family, handle.dtype, device, adapters)
     generator = TransformersGenerator(copy, Writing(tokenizer, config.batch_size))
     return RankGenerator(
         generator, Local(generator.receiver, device), lambda scale: set_scale([generator.model], scale)

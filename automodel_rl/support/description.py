@@ -186,13 +186,16 @@ class ImageForm(Enum):
     """Images of any size, one by one. Each row of an image's tokens ends with a token of text: Pixtral."""
 
 
-def image_form(config: PretrainedConfig) -> ImageForm:
-    """The form in which the encoder of images takes them.
+def image_form(config: PretrainedConfig) -> ImageForm | None:
+    """The form in which a model's encoder of images takes them; None if it sees no images.
 
     Args:
         config: the config of the whole model.
     """
-    if MULTIMODAL_FAMILIES[config.model_type].has_rotary_grid:
+    family = MULTIMODAL_FAMILIES.get(config.model_type)
+    if family is None or "vision" not in family.encoders:
+        return None
+    if family.has_rotary_grid:
         return ImageForm.PATCHES
     return ImageForm.ANY_SIZE if config.vision_config.model_type == "pixtral" else ImageForm.ONE_SIZE
 

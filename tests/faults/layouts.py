@@ -144,7 +144,7 @@ FAULTS: dict[str, Fault] = {
         Verified("qwen3", {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}, case={"microbatches": (3, 9)}),
     ),
     "reference swap of one part": Fault(_swap_of_one_part, Verified("qwen3", INTERLEAVED)),
-    "mean over encoder ranks": Fault(lambda: _mean_over_two("model.vision"), Verified("llava", components=ENCODERS)),
+    "mean over encoder ranks": Fault(lambda: _mean_over_two("model.encoder"), Verified("llava", components=ENCODERS)),
     "mean over ranks of the language model": Fault(
         lambda: _mean_over_two("model.parallelise"), Verified("llava", components=READERS)
     ),

@@ -31,9 +31,9 @@ SIDE_BY_SIDE = components_of({"ranks": 0}, {"ranks": 1})
 PLACEMENTS = [
     SIDE_BY_SIDE,
     SHARED,
-    one_layout(ParallelConfig(pp=2)),
-    one_layout(ParallelConfig(dp_shard=2)),
-    one_layout(ParallelConfig(cp=2)),
+    one_layout(ParallelConfig(pp=2), ["vision"]),
+    one_layout(ParallelConfig(dp_shard=2), ["vision"]),
+    one_layout(ParallelConfig(cp=2), ["vision"]),
     ONE_TO_TWO,
     TWO_TO_ONE,
     ONE_TO_PIPELINE,

@@ -73,9 +73,11 @@ def test_components_have_settings_of_their_own_and_one_norm(ranks: RankPool, tmp
 def test_components_share_schedule_and_norm() -> None:
     configs = {"language": OptimizerConfig(decay="constant"), "vision": OptimizerConfig(decay="linear")}
     with pytest.raises(InputError, match="decay is linear for vision and constant for language: all components share"):
-        of_components(configs)
+        of_components(configs, ["vision"])
     with pytest.raises(InputError, match=r"settings for \['audio'\]: give some for language"):
-        of_components({"audio": OptimizerConfig()})
+        of_components({"audio": OptimizerConfig()}, ["vision"])
+    with pytest.raises(InputError, match="give some for language and, if you want, for vision or audio"):
+        of_components({}, ["vision", "audio"])
 
 
 def settings_refused(folder: Path, vision: OptimizerConfig, language: OptimizerConfig) -> str:

@@ -1,4 +1,4 @@
-"""Adapters of vision-language models against PEFT on plain transformers, in float64."""
+"""Adapters of multimodal models against PEFT on plain transformers, in float64."""
 
 from pathlib import Path
 
@@ -31,9 +31,13 @@ APART = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"r
 STAGES = ComponentsConfig.model_validate(
     {"vision": {"ranks": "0-1", "pp": 2}, "language": {"ranks": "2-3", "dp_shard": 2}}
 )
+HEARING = ComponentsConfig.model_validate(
+    {"audio": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": "2-5", "pp": 2, "dp_shard": 2}}
+)
 LANGUAGE = LoraConfig(rank=4, alpha=8.0)
 EVERYWHERE = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "vision", "projector"))
 EXPERTS = LoraConfig(rank=4, alpha=8.0, targets=("o_proj", "experts", "projector"))
+AUDIO = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "audio", "projector"))
 WHOLE_PROJECTOR = LoraConfig(rank=4, alpha=8.0, modules_to_save=("multi_modal_projector",))
 
 
@@ -91,8 +95,9 @@ def logprobs_of_adapters(folder: Path, adapters: Path) -> list[Tensor]:
         ("qwen2_5_vl", LANGUAGE, APART),
         ("qwen3_vl", EVERYWHERE, STAGES),
         ("qwen3_vl_moe", EXPERTS, APART),
+        ("qwen2_audio", AUDIO, HEARING),
     ],
-    ids=["the projector whole", "language model", "all parts", "experts and projector"],
+    ids=["the projector whole", "language model", "all parts", "experts and projector", "encoder of audio"],
 )
 def test_training_and_files_are_those_of_peft(
     ranks: RankPool, tmp_path: Path, family: str, lora: LoraConfig, components: ComponentsConfig

@@ -343,8 +343,8 @@ def test_files_that_name_the_encoder_as_the_hub_does_are_read_and_written(ranks:
     ("changes", "message"),
     [
         ({"text": {"model_type": "gemma2", "num_hidden_layers": 2}}, "with a 'gemma2' language model is not supported"),
-        ({"vision": {"attention_dropout": 0.1}}, "attention_dropout=0.1"),
-        ({"vision": {"model_type": "dinov2"}}, "with a 'dinov2' encoder is not supported"),
+        ({"encoders": {"vision": {"attention_dropout": 0.1}}}, "attention_dropout=0.1"),
+        ({"encoders": {"vision": {"model_type": "dinov2"}}}, "with a 'dinov2' encoder is not supported"),
     ],
 )
 def test_what_would_be_another_model_is_refused(tmp_path: Path, changes: dict, message: str) -> None:

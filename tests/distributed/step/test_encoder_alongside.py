@@ -186,7 +186,7 @@ def train_on_a_damaged_image(folder: Path, components: ComponentsConfig) -> tupl
 @pytest.mark.parametrize("place", ["alongside", "in turn", "in stages"])
 def test_a_damaged_image_keeps_nobody_waiting(ranks: RankPool, tmp_path: Path, place: str) -> None:
     save_tiny_multimodal_model(tmp_path)
-    layouts = {"alongside": APART, "in turn": one_layout(ParallelConfig(pp=2)), "in stages": STAGES}
+    layouts = {"alongside": APART, "in turn": one_layout(ParallelConfig(pp=2), ["vision"]), "in stages": STAGES}
     found = ranks(layouts[place].world_size).run(train_on_a_damaged_image, tmp_path, layouts[place])
     errors = {message for trained, evaluated, _ in found for message in (trained, evaluated)}
     assert "InputError: chats.jsonl:7: cannot read the image half.jpg" in errors

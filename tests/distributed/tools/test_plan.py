@@ -177,7 +177,7 @@ def allocate_encoder(model: ModelConfig, components: ComponentsConfig) -> tuple[
     engine = Engine(handle, ADAMW)
     sequence = with_media(make_sequences(1, 0)[0], handle.whole_config, seed=1)
     engine.train_step([] if handle.layout.is_guest else [pack_microbatch([sequence])], sft_loss)
-    (part,) = next((module.parts for module in handle.components if module.name == "vision"), [None])
+    (part,) = next((module.parts for module in handle.components if module.name != "language"), [None])
     if part is None:
         return 0, 0, 0
     weights = [local_tensor(parameter) for parameter in part.parameters()]
@@ -186,20 +186,22 @@ def allocate_encoder(model: ModelConfig, components: ComponentsConfig) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("family", "vision", "frozen"),
+    ("family", "name", "encoder", "frozen"),
     [
-        ("qwen2_5_vl", {"ranks": "0-1", "dp_shard": 2}, ()),
-        ("llava", {"ranks": "0-1", "tp": 2}, ("vision",)),
-        ("qwen3_vl", {"ranks": "0-1", "tp": 2}, ()),
+        ("qwen2_5_vl", "vision", {"ranks": "0-1", "dp_shard": 2}, ()),
+        ("llava", "vision", {"ranks": "0-1", "tp": 2}, ("vision",)),
+        ("qwen3_vl", "vision", {"ranks": "0-1", "tp": 2}, ()),
+        ("qwen2_audio", "audio", {"ranks": "0-1", "dp_shard": 2}, ()),
     ],
 )
 def test_bytes_of_an_encoder_are_those_of_a_run(
-    ranks: RankPool, tmp_path: Path, family: str, vision: dict, frozen: tuple
+    ranks: RankPool, tmp_path: Path, family: str, name: str, encoder: dict, frozen: tuple
 ) -> None:
     save_tiny_multimodal_model(tmp_path, family)
-    components = ComponentsConfig.model_validate({"vision": vision, "language": {"ranks": 2}})
+    components = ComponentsConfig.model_validate({name: encoder, "language": {"ranks": 2}})
     model = ModelConfig(path=str(tmp_path), dtype="float32", frozen=frozen)
-    planned = plan_encoders(read_config(tmp_path), model, MemoryConfig(), components, Packing(1, None, 100), ADAMW)
+    packing = Packing(1, None, {name: 100})
+    planned = plan_encoders(read_config(tmp_path), model, MemoryConfig(), components, packing, ADAMW)[name]
     real = ranks(3).run(allocate_encoder, model, components)
     assert max(weights for weights, _, _ in real) == planned.weights
     # An encoder's last layer may take no part, and has no moments then.
@@ -212,12 +214,12 @@ def test_a_plan_of_two_modules_counts_both(tmp_path: Path, capsys: pytest.Captur
     config = config_of(tmp_path / "model", {})
     capsys.readouterr()  # what transformers says when it saves
     plan(config, None, find_device("H200"), as_json=False)
-    assert "images not known: no data to look at" in capsys.readouterr().out
+    assert "media not known: no data to look at" in capsys.readouterr().out
     with_data = config.model_dump() | {"data": {"train": [{"path": str(tmp_path / "train.jsonl")}]}}
     plan(SFTConfig.model_validate(with_data), None, find_device("H200"), as_json=True)
     found = json.loads(capsys.readouterr().out)
-    assert found["encoder"]["activations"] > 0
-    assert found["peak_bytes"] > found["encoder"]["peak"] > 0
+    assert found["encoders"]["vision"]["activations"] > 0
+    assert found["peak_bytes"] > found["encoders"]["vision"]["peak"] > 0
 
 
 def test_other_layouts_are_shown_fastest_first_and_in_seconds(tmp_path: Path) -> None:

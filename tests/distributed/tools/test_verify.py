@@ -141,6 +141,11 @@ def test_modules_of_a_config_get_a_verdict(ranks: RankPool, tmp_path: Path, faul
     assert all(found.startswith(text) for found in ranks(3).run(verdict_of_modules, tmp_path, fault))
 
 
+def test_a_config_with_an_encoder_of_audio_gets_a_verdict(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_multimodal_model(tmp_path, "qwen2_audio", num_layers=2)
+    assert all(found.startswith("equal") for found in ranks(2).run(verdict, config_of(tmp_path, {"pp": 2}), None))
+
+
 def test_a_planted_bug_turns_the_verdict(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen3")
     for text in ranks(2).run(verdict, config_of(tmp_path, {"dp_shard": 2}), "mean over data ranks"):

@@ -64,7 +64,8 @@ def test_an_algorithm_trains_alike_on_any_placement(
         assert all(row["train/logprob_error"] == pytest.approx(1, abs=1e-5) for row in one)
         assert not any(row["rollout/reward_errors"] for row in one)
         records = [record for step in (1, 2, 3) for record in rollouts_of(tmp_path / "one", step)]
-        assert any(len(record.get("audio", [])) == 2 and record["prompt"].count("<|AUDIO|>") == 2 for record in records)
+        assert any(record.get("audio") for record in records)
+        assert all(len(record.get("audio", [])) == record["prompt"].count("<|AUDIO|>") for record in records)
 
 
 @pytest.mark.usefixtures("one_rank")

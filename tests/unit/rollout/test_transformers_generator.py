@@ -45,7 +45,9 @@ def make_generator(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, capture_routes: bool = False, **options: Any
 ) -> TransformersGenerator:
     writing = Writing(**{"tokenizer": tokenizer, "batch_size": 3, **options})
-    copy = ModelCopy(model.config, model.dtype, torch.device("cpu"), capture_routes=capture_routes)
+    copy = ModelCopy(
+        model.config, model.config.model_type, model.dtype, torch.device("cpu"), capture_routes=capture_routes
+    )
     generator = TransformersGenerator(copy, writing)
     receive(generator.receiver, weights_on_disk(Path(model.config._name_or_path)))
     return generator
