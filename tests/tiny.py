@@ -7,19 +7,20 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
     Gemma3Config,
     LlavaConfig,
     Mistral3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen2_5OmniThinkerConfig,
     Qwen2AudioConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
 
 from automodel_rl.batch import TokenSequence
+from automodel_rl.model.multimodal import conditional_model
 from automodel_rl.tools.verify import comparison
 from tests.tiny_families import DENSE, SIZES, VOCAB, of_layers
 
@@ -169,6 +170,23 @@ MULTIMODAL_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] =
         {"vision": _QWEN3_VISION},
         _QWEN_IDS,
     ),
+    "qwen2_5_omni_thinker": (
+        Qwen2_5OmniThinkerConfig,
+        {
+            **{key: value for key, value in DENSE.items() if key != "head_dim"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        },
+        {"vision": _QWEN2_5_VISION, "audio": {**_QWEN_AUDIO, "n_window": 4, "output_dim": 32}},
+        {
+            "image_token_index": VOCAB - 1,
+            "video_token_index": VOCAB - 2,
+            "vision_start_token_id": VOCAB - 3,
+            "vision_end_token_id": VOCAB - 4,
+            "audio_token_index": VOCAB - 5,
+            "audio_start_token_id": VOCAB - 6,
+            "audio_end_token_id": VOCAB - 7,
+        },
+    ),
     "qwen2_audio": (
         Qwen2AudioConfig,
         {**{key: value for key, value in DENSE.items() if key != "head_dim"}, "model_type": "qwen2"},
@@ -198,5 +216,5 @@ def save_tiny_multimodal_model(
         tie_word_embeddings=tied,
         **{**special, **(ids or {})},
     )
-    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float64)
+    model = conditional_model().from_config(config, dtype=torch.float64)
     save_lively(model, folder, dtype, plain_norms=family != "gemma3")

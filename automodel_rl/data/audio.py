@@ -13,7 +13,14 @@ from transformers import AutoFeatureExtractor, PretrainedConfig
 
 from automodel_rl.batch import Audio
 from automodel_rl.errors import InputError
-from automodel_rl.model.audio import LEAST_TOKENS, num_audio_tokens, num_frames_of, spectrogram_shape
+from automodel_rl.model.audio import (
+    LEAST_TOKENS,
+    AudioForm,
+    audio_form,
+    num_audio_tokens,
+    num_frames_of,
+    spectrogram_shape,
+)
 
 
 class AudioReader:
@@ -39,8 +46,9 @@ class AudioReader:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"model.path={folder}: no feature extractor that transformers opens ({reason})") from None
         self.rate, self.hop = extractor.sampling_rate, extractor.hop_length
-        made, taken = (extractor.feature_size, extractor.nb_max_frames), spectrogram_shape(config)
-        self.most_frames = taken[1]
+        self.form, self.most_frames = audio_form(config), extractor.nb_max_frames
+        made = (extractor.feature_size, self.most_frames)
+        taken = spectrogram_shape(config, self.most_frames)
         if made != taken:
             raise InputError(
                 f"model.path={folder}: the feature extractor makes {made[0]} mels of {made[1]} frames and the encoder "
@@ -70,7 +78,8 @@ class AudioReader:
         return Audio(0, num_audio_tokens(num_frames), num_frames, features, source)
 
     def load(self, source: str | bytes, where: str) -> Tensor:
-        """The log-mel spectrogram [mels, frames] of a clip, filled up with silence, from the model's own extractor.
+        """The log-mel spectrogram [mels, frames] of a clip from the model's own extractor, filled up with silence where
+        the encoder hears windows.
 
         Args:
             source: the path of an audio file, or the file's bytes.
@@ -80,8 +89,15 @@ class AudioReader:
             InputError: the file is damaged.
         """
         wave = self.samples(source, where)
-        made = _open_extractor(self.folder)(wave, sampling_rate=self.rate, return_tensors="np")
-        return torch.as_tensor(made["input_features"][0])
+        extractor = _open_extractor(self.folder)
+        if self.form is AudioForm.WINDOW:
+            made = extractor(wave, sampling_rate=self.rate, return_tensors="np")
+            return torch.as_tensor(made["input_features"][0])
+        # Silence after the clip, as the model's processor has it, so that the last frames are the same.
+        num_frames = -(-len(wave) // self.hop)
+        length = self.hop * num_frames + extractor.n_fft
+        made = extractor(wave, sampling_rate=self.rate, max_length=length, return_tensors="np")
+        return torch.as_tensor(made["input_features"][0][:, :num_frames])
 
     def samples(self, source: str | bytes, where: str) -> np.ndarray:
         """A clip's samples at the model's sampling rate, the mean of its channels, float32 [n]."""

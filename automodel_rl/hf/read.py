@@ -37,7 +37,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The config of the model that is trained: of a checkpoint in `COMPOSITES` that of the language model.
+    """The config of the model that is trained: of a checkpoint in `COMPOSITES` that of a part.
 
     Raises:
         InputError: config.json is not a model config.
@@ -45,9 +45,11 @@ def read_config(folder: Path) -> PretrainedConfig:
     whole = read_whole_config(folder)
     if whole.model_type not in COMPOSITES:
         return whole
-    text = whole.text_config
-    text.tie_word_embeddings = whole.tie_word_embeddings
-    return text
+    key = COMPOSITES[whole.model_type]
+    part = whole.to_dict()[key] if False else vars(whole)[key]
+    if key == "text_config":
+        part.tie_word_embeddings = whole.tie_word_embeddings
+    return part
 
 
 def read_whole_config(folder: Path) -> PretrainedConfig:

@@ -3,10 +3,15 @@
 import math
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import (
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+)
 
 from automodel_rl.batch import Image, Media
-from automodel_rl.model.audio import AudioPart
+from automodel_rl.model.audio import AudioPart, num_audio_positions
 from automodel_rl.model.encoder import EncoderPart, LanguagePart
 from automodel_rl.model.vision import VisionPart
 from automodel_rl.support.description import language_config
@@ -14,6 +19,14 @@ from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 
 PARTS: dict[str, type[EncoderPart]] = {part.name: part for part in (VisionPart, AudioPart)}
 """The class of each component's part."""
+
+
+def conditional_model() -> Any:
+    """The auto class of multimodal models."""
+    AutoModelForMultimodalLM.register(  # which is no model of its own for transformers
+        Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration, exist_ok=True
+    )
+    return AutoModelForMultimodalLM
 
 
 def language_model(whole: Any) -> Any:
@@ -42,4 +55,4 @@ def num_positions(config: PretrainedConfig, item: Media) -> int:
         config: the config of the whole model.
         item: the image or clip.
     """
-    return math.prod(item.grid) if isinstance(item, Image) else config.audio_config.max_source_positions
+    return math.prod(item.grid) if isinstance(item, Image) else num_audio_positions(config, item.num_frames)

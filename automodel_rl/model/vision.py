@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import PretrainedConfig
 
 from automodel_rl.batch import Image
 from automodel_rl.batch.media import Media
-from automodel_rl.compat.modules import set_attention
 from automodel_rl.model.encoder import EncoderPart
+from automodel_rl.model.varlen import choose_varlen
 from automodel_rl.support.description import ImageForm, image_form, num_deepstack
 from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 
@@ -69,51 +68,14 @@ class VisionPart(EncoderPart):
 
     def choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
         """Makes an encoder of images of different sizes compute attention in one call for all, in bfloat16 on CUDA."""
-        if self.form is ImageForm.PATCHES and device.type == "cuda" and dtype == torch.bfloat16:
-            AttentionInterface.register(VARLEN, varlen_attention)
-            # Set only now: while the model is built, transformers takes the name for that of a kernel on the hub.
-            set_attention(self.model.visual.config, VARLEN)
+        if self.form is ImageForm.PATCHES:
+            choose_varlen(self.model.visual.config, device, dtype)
 
     def feature_makers(self) -> tuple[nn.ModuleList, list[int]] | None:
         """The modules of DeepStack, and the numbers of their layers; None for most models."""
         if not num_deepstack(self.config):
             return None
         return self.model.visual.deepstack_merger_list, self.config.vision_config.deepstack_visual_indexes
-
-
-VARLEN = "automodel_rl_flash_varlen"
-"""Name under which transformers knows `varlen_attention`. As it contains "flash", encoders pass images of different
-sizes in one call, not one by one."""
-
-
-def varlen_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """torch's varlen_attn with full attention in each segment, in transformers' signature. CUDA and 16-bit types.
-
-    Args:
-        query, key, value: [1, heads, n, D].
-        cu_seq_lens_q: the starts of the segments, and n at the end, int32.
-        max_length_q: length of the longest segment.
-
-    Returns:
-        [1, n, heads, D], and no attention weights.
-    """
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    output = varlen_attn(
-        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, -1)
-    )
-    assert isinstance(output, Tensor)  # a tuple only when auxiliary outputs are asked for
-    return output[None], None
 
 
 def blank_image(config: PretrainedConfig) -> Image:

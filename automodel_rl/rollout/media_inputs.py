@@ -49,8 +49,8 @@ class MediaInputs:
             assert self.readers.images is not None
             found |= _of_images(self.readers.images, images, ids, dtype)
         if clips:
-            spectrograms = torch.stack([clip.load() for clip in clips])
-            found |= clip_arguments(spectrograms.to(ids.device, dtype), [clip.num_frames for clip in clips])
+            spectrograms = [clip.load().to(ids.device, dtype) for clip in clips]
+            found |= clip_arguments(spectrograms, [clip.num_frames for clip in clips])
         return found
 
     def positions(self, requests: Sequence[Request], longest: int) -> Tensor:

@@ -74,6 +74,21 @@ def _joined(embeddings: Sequence[Callable[[], Tensor]]) -> Tensor:
     return torch.cat([of_encoder() for of_encoder in embeddings])
 
 
+class AbsentEncoder:
+    """Stands for an encoder that shares ranks with the language model, on a rank that has neither of them."""
+
+    failure = None
+
+    def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
+        return []
+
+    def backward(self) -> None:
+        pass
+
+    def abandon_step(self) -> None:
+        pass
+
+
 def make_encoders(handle: ModelHandle) -> MediaEncoder | None:
     """The encoders of a multimodal model, on all ranks of the job; None for a model that reads text only."""
     encoders = [_make_encoder(handle, name) for name in handle.meshes.encoders]
@@ -94,6 +109,5 @@ def _make_encoder(handle: ModelHandle, name: str) -> MediaEncoder:
         encoding = Encoding(part, like, handle.partial_in_encoders[name], layout.tp_group, messages)
     kind, trains = PARTS[name].name, name in handle.trained_encoders
     if components.is_colocated(name):
-        assert encoding is not None
-        return EncoderInTurn(encoding, bridge, kind, trains)
+        return AbsentEncoder() if encoding is None else EncoderInTurn(encoding, bridge, kind, trains)
     return EncoderAlongside(encoding, bridge, like, kind, trains)

@@ -100,5 +100,13 @@ MULTIMODAL_FAMILIES = {
     "qwen3_vl": _QWEN3_VISION,
     "qwen3_vl_moe": _QWEN3_VISION,
     "qwen2_audio": Multimodal({"audio": _tower("audio")}, _PARTS_APART),
+    "qwen2_5_omni_thinker": Multimodal(
+        {
+            "vision": EncoderNames(("visual",), ("visual.merger",)),
+            "audio": EncoderNames(("audio_tower",), ("audio_tower.proj",)),
+        },
+        in_files=(("model.visual.", "visual."), ("model.audio_tower.", "audio_tower.")),
+        has_rotary_grid=True,
+    ),
 }
 """Encoders by the model_type of the whole model. All other facts are those of its language model's family."""

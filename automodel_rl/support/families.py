@@ -263,6 +263,7 @@ FAMILIES = {
         _SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *_SHARED_EXPERTS), rotary_axes=3
     ),
     "qwen2_5_vl_text": Family(is_part=True, rotary_axes=3),
+    "qwen2_5_omni_text": Family(is_part=True, rotary_axes=3),
     "qwen3_vl_text": Family(is_part=True, rotary_axes=3, tp_plan=(*_ATTENTION, *_NORMS_OF_HEADS, *_MLP)),
     "qwen3_vl_moe_text": replace(
         _SOFTMAX_MIXTURE,
@@ -296,12 +297,25 @@ for _name, _release, _tell_tale, _pair in _OTHER_NAMES:
         tell_tale=_tell_tale,
     )
 
-COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Vision-language models of which only the language model is trained, by the model_type of the whole and of that part.
-All other tensors are copied to exports as they are."""
+COMPOSITES = {"qwen3_5": "text_config", "qwen3_5_moe": "text_config", "qwen2_5_omni": "thinker_config"}
+"""Models of which only a part is trained, by the model_type of the whole, with the key of that part's config. All other
+tensors are copied to exports as they are."""
+
+FAMILIES["qwen2_5_omni_thinker in a whole model"] = Family(
+    multimodal=replace(
+        MULTIMODAL_FAMILIES["qwen2_5_omni_thinker"],
+        in_files=(
+            ("model.visual.", "thinker.visual."),
+            ("model.audio_tower.", "thinker.audio_tower."),
+            ("", "thinker."),
+        ),
+    ),
+    names_in_files_of="qwen2_5_omni_thinker",
+    tell_tale=r"^thinker\.",
+)
 
 _IN_COMPOSITES = (r"^model\.", "model.language_model.")
-for _name in COMPOSITES.values():
+for _name in ("qwen3_5_text", "qwen3_5_moe_text"):
     FAMILIES[f"{_name} in a vision-language model"] = replace(
         FAMILIES[_name],
         names_in_files_of=_name,

@@ -25,9 +25,16 @@ ENCODERS = (
     "qwen3_vl_vision",
     "qwen3_vl_moe_vision",
     "qwen2_audio_encoder",
+    "qwen2_5_omni_vision_encoder",
+    "qwen2_5_omni_audio_encoder",
 )
 
-UNSPLIT_ENCODERS = {"pixtral": "Pixtral's encoder", "qwen2_audio_encoder": "Qwen2-Audio's encoder"}
+UNSPLIT_ENCODERS = {
+    "pixtral": "Pixtral's encoder",
+    "qwen2_audio_encoder": "Qwen2-Audio's encoder",
+    "qwen2_5_omni_vision_encoder": "Qwen2.5-Omni's encoder",
+    "qwen2_5_omni_audio_encoder": "Qwen2.5-Omni's encoder",
+}
 """Encoders whose layers are not split over tp, and their names in messages."""
 
 

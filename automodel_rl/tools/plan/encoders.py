@@ -21,6 +21,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import META, LiveBytes, attention_stand_in, stand_in_norms
 from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, split_dim
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
+from automodel_rl.model.audio import AudioForm, audio_form
 from automodel_rl.model.encoder import EncoderPart, encoder_layers, split_part
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
@@ -161,10 +162,18 @@ def _kept(part: EncoderPart, positions: int, memory: MemoryConfig, dtype: torch.
     checkpoint_layers([layer], memory.activation_checkpointing)
     hidden = torch.empty(positions, width, dtype=dtype, device=META, requires_grad=True)
     with LiveBytes() as live:
-        output = layer(hidden[None], None) if part.name == "audio" else _image_layer(layer, hidden, part.config, values)
+        of_kind = _clip_layer if part.name == "audio" else _image_layer
+        output = of_kind(layer, hidden, part.config, values)
         kept = live.now
     del output
     return len(layers) * kept
+
+
+def _clip_layer(layer: Any, hidden: torch.Tensor, config: PretrainedConfig, values: dict[str, Any]) -> Any:
+    """The output of a layer of an encoder of audio, whose config has these values."""
+    if audio_form(config) is AudioForm.WINDOW:
+        return layer(hidden[None], None)
+    return layer(hidden, torch.empty(2, dtype=torch.int32, device=META), max_seqlen=2 * values["n_window"])
 
 
 def _image_layer(layer: Any, hidden: torch.Tensor, config: PretrainedConfig, values: dict[str, Any]) -> Any:

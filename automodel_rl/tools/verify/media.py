@@ -11,6 +11,10 @@ from automodel_rl.model.audio import LEAST_TOKENS, num_audio_tokens, num_frames_
 from automodel_rl.model.vision import blank_image
 from automodel_rl.support.description import ImageForm, image_form
 from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
+from automodel_rl.tools.verify.small_model import SPECIAL_IDS
+
+ENDS = ("start", "end")
+"""The tokens around an image or a clip, in the keys of configs."""
 
 NUM_COUNTS = 3
 """Number of different counts: a sequence has 0, 1 or 2 images or clips."""
@@ -31,23 +35,29 @@ def with_media(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     family = MULTIMODAL_FAMILIES[config.model_type]
     tokens = {name: _token_id(config, name) for name in family.encoders}
-    # Media tokens, and video tokens, have a meaning; the video's id is next to the image's in configs.
-    ids = sequence.input_ids.where(sequence.input_ids < min(tokens.values()) - 1, 0)
+    special = {name: token for name, token in config.to_dict().items() if name in SPECIAL_IDS}
+    ids = sequence.input_ids.where(sequence.input_ids < min(special.values()), 0)
     mask = sequence.loss_mask
     places = torch.randperm(len(sequence), generator=generator)[: seed % NUM_COUNTS].sort().values.tolist()
     media: list[Media] = []
+    added = 0
     for number, place in enumerate(places):
         kind = [*family.encoders][(seed + number) % len(family.encoders)]
         random = random_image(config, generator) if kind == "vision" else random_clip(config, generator)
         item: Media = dataclasses.replace(random, source=f"{seed} {len(media)}")
         if media and seed % 2 and media[0].encoder == kind and not family.has_rotary_grid:
             item = media[0].moved(-media[0].start)
-        start = place + sum(before.num_tokens for before in media)
         own = torch.zeros(item.num_tokens, dtype=torch.int64)
         own[torch.from_numpy(item.places)] = tokens[kind]
+        before, after = (
+            [special[f"{kind}_{end}_token_id"]] if f"{kind}_{end}_token_id" in special else [] for end in ENDS
+        )
+        own = torch.cat([torch.tensor(before, dtype=torch.int64), own, torch.tensor(after, dtype=torch.int64)])
+        start = place + added
+        added += len(own)
         ids = torch.cat([ids[:start], own, ids[start:]])
-        mask = torch.cat([mask[:start], torch.zeros(item.num_tokens, dtype=torch.bool), mask[start:]])
-        media.append(item.moved(start))
+        mask = torch.cat([mask[:start], torch.zeros(len(own), dtype=torch.bool), mask[start:]])
+        media.append(item.moved(start + len(before)))
     return dataclasses.replace(sequence, input_ids=ids, loss_mask=mask, media=tuple(media))
 
 
@@ -76,10 +86,11 @@ def random_image(config: PretrainedConfig, generator: torch.Generator) -> Image:
 
 def random_clip(config: PretrainedConfig, generator: torch.Generator) -> Audio:
     """A clip of noise and of a random length, with other noise in the place of the silence that fills it up."""
-    mels, frames = spectrogram_shape(config)
     shortest = num_frames_of(LEAST_TOKENS)
-    num_frames = int(torch.randint(shortest, min(frames, shortest + 12) + 1, (1,), generator=generator))
-    return Audio(0, num_audio_tokens(num_frames), num_frames, torch.randn(mels, frames, generator=generator))
+    longest = min(shortest + 12, spectrogram_shape(config, shortest + 12)[1])
+    num_frames = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
+    features = torch.randn(spectrogram_shape(config, num_frames), generator=generator)
+    return Audio(0, num_audio_tokens(num_frames), num_frames, features)
 
 
 def clips_of(sequence: TokenSequence) -> tuple[list[Tensor], list[int]]:

@@ -18,7 +18,6 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
 )
 
 from automodel_rl.batch import Audio, Image, Routes, TokenSequence
@@ -26,6 +25,7 @@ from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
 from automodel_rl.model.audio import clip_arguments
+from automodel_rl.model.multimodal import conditional_model
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
 from automodel_rl.support.families import FAMILIES, MULTIMODAL_FAMILIES, Family
 from automodel_rl.tools.verify.media import clips_of
@@ -203,7 +203,7 @@ class OneProcess:
         # transformers' sdpa ignores soft caps and sinks.
         plain = config.get("attn_logit_softcapping") is None and not FAMILIES[config["model_type"]].has_sinks
         has_encoder = config["model_type"] in MULTIMODAL_FAMILIES
-        kind = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
+        kind = conditional_model() if has_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
@@ -211,6 +211,7 @@ class OneProcess:
             if name.endswith(".linear_attn"):
                 compute_rule_in_float64(module)
         self.takes_grids = "image_grid_thw" in signature(model.forward).parameters
+        self.takes_types = "mm_token_type_ids" in signature(model.forward).parameters
         self.takes_kinds = "token_type_ids" in signature(model.forward).parameters
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
@@ -258,7 +259,7 @@ class OneProcess:
         found: dict[str, Tensor] = {}
         if any(isinstance(item, Audio) for item in sequence.media):
             spectrograms, num_frames = clips_of(sequence)
-            found = clip_arguments(torch.stack(spectrograms).to(self.device, dtype), num_frames)
+            found = clip_arguments([each.to(self.device, dtype) for each in spectrograms], num_frames)
         images = [item for item in sequence.media if isinstance(item, Image)]
         return found | self._images(sequence, images, dtype) if images else found
 
@@ -275,7 +276,9 @@ class OneProcess:
             padded = [torch.nn.functional.pad(i, (0, width - i.shape[2], 0, height - i.shape[1])) for i in pixels]
             return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
         grids = torch.tensor([image.grid for image in images], device=self.device)
-        return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": kinds}
+        # Some models find images by these kinds, others by tokens around them that the attention mask lets pass.
+        found_by = {"mm_token_type_ids": kinds} if self.takes_types else {"attention_mask": torch.ones_like(kinds)}
+        return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids, **found_by}
 
     def backward(self, microbatches: list[list[TokenSequence]]) -> float:
         """Computes gradients, and returns the loss: the mean over all trained tokens of all microbatches."""
@@ -358,5 +361,5 @@ class OneProcess:
 
 
 def _name_in_layout(name: str) -> str:
-    name = name.replace("model.language_model.", "model.", 1)
+    name = re.sub(r"^(visual|audio_tower)\.", r"model.\1.", name.replace("model.language_model.", "model.", 1))
     return re.sub(r"(\.linear_attn)\.(A_log|dt_bias)$", r"\1.decay.\2", name)

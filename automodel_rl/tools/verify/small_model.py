@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from automodel_rl.config import ParallelConfig
+from automodel_rl.model.multimodal import conditional_model
 from automodel_rl.support.description import encoder_config, experts_per_token, language_config
 from automodel_rl.support.families import MULTIMODAL_FAMILIES
 
@@ -37,7 +38,10 @@ SPECIAL_IDS = (
     "video_token_id",
     "vision_start_token_id",
     "vision_end_token_id",
+    "video_token_index",
     "audio_token_index",
+    "audio_start_token_id",
+    "audio_end_token_id",
 )
 """Keys of configs with ids of tokens that have a meaning."""
 
@@ -136,6 +140,8 @@ def shrink_multimodal(config: PretrainedConfig, parallel: ParallelConfig, tp: in
         "encoder_ffn_dim": 16 * heads,
         "num_mel_bins": 2 * PATCH,
         "max_source_positions": 12,
+        "n_window": 4,
+        "output_dim": language.hidden_size,
     }
     values = config.to_dict()
     last = language.vocab_size - 1
@@ -162,7 +168,7 @@ def _num_experts(config: PretrainedConfig, key: str, parallel: ParallelConfig) -
 def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """Writes a checkpoint with livelier weights than the default initialisation, so that differences show."""
     generator = torch.Generator().manual_seed(0)
-    kind = AutoModelForMultimodalLM if config.model_type in MULTIMODAL_FAMILIES else AutoModelForCausalLM
+    kind = conditional_model() if config.model_type in MULTIMODAL_FAMILIES else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

@@ -46,3 +46,32 @@ def hearing(audio: dict, language: dict) -> ComponentsConfig:
 def test_a_model_that_hears_equals_one_process(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     save_tiny_multimodal_model(tmp_path, "qwen2_audio")
     assert_equal(ranks, tmp_path, case)
+
+
+def speaking(vision: dict, audio: dict, language: dict) -> ComponentsConfig:
+    return ComponentsConfig.model_validate({"vision": vision, "audio": audio, "language": language})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(microbatches=(3, 2)),
+        Case(ParallelConfig(pp=2, cp=2), microbatches=(3, 2)),
+        Case(microbatches=(3, 1), components=speaking({"ranks": 0}, {"ranks": 1}, {"ranks": "2-3", "pp": 2})),
+        Case(
+            microbatches=(3, 1),
+            components=speaking(
+                {"ranks": "2-5", "dp_shard": 4}, {"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-5", "dp_shard": 4}
+            ),
+        ),
+        Case(
+            microbatches=(3, 1),
+            components=speaking({"ranks": "0-1", "pp": 2}, {"ranks": 2}, {"ranks": "3-4", "tp": 2}),
+            frozen=("vision",),
+        ),
+    ],
+    ids=["one rank", "pp and cp", "both beside pp", "one beside, one on the same ranks", "stages and tp, one frozen"],
+)
+def test_a_model_with_two_encoders_equals_one_process(ranks: RankPool, tmp_path: Path, case: Case) -> None:
+    save_tiny_multimodal_model(tmp_path, "qwen2_5_omni_thinker")
+    assert_equal(ranks, tmp_path, case)
