@@ -1,4 +1,4 @@
-"""A small checkpoint that hears, with tokenizer, chat template and feature extractor, and chats about tones."""
+"""Small checkpoints that hear, with tokenizer, chat template and feature extractor, and chats about tones."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import soundfile
 import torch
-from transformers import WhisperFeatureExtractor
+from PIL import Image as Picture
+from transformers import Qwen2VLImageProcessorPil, WhisperFeatureExtractor
 
 from automodel_rl.quickstart.model import train_tokenizer
 from tests.tiny import save_tiny_multimodal_model
@@ -17,10 +18,23 @@ RATES = (16000, 22050, 8000)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% if part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% elif part.type == 'image' %}"
+    "<|vision_bos|><|IMAGE|><|vision_eos|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MARKS = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
+MARKS = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|IMAGE|>", "<|vision_bos|>", "<|vision_eos|>"]
+IDS = {
+    "qwen2_audio": {"audio_token_index": "<|AUDIO|>"},
+    "qwen2_5_omni_thinker": {
+        "audio_token_index": "<|AUDIO|>",
+        "audio_start_token_id": "<|audio_bos|>",
+        "audio_end_token_id": "<|audio_eos|>",
+        "image_token_index": "<|IMAGE|>",
+        "vision_start_token_id": "<|vision_bos|>",
+        "vision_end_token_id": "<|vision_eos|>",
+    },
+}
+"""Keys of configs, and the tokens whose ids they have."""
 
 
 def tone(path: Path, pitch: int, seconds: float, rate: int, channels: int = 1) -> None:
@@ -29,11 +43,13 @@ def tone(path: Path, pitch: int, seconds: float, rate: int, channels: int = 1) -
     soundfile.write(path, np.stack([wave] * channels, axis=1), rate)
 
 
-def make_hearing_workspace(folder: Path, num_chats: int = 24) -> Path:
+def make_hearing_workspace(folder: Path, family: str = "qwen2_audio", num_chats: int = 24) -> Path:
     """A checkpoint in `model/`, and `train.jsonl` and `held_out.jsonl` with tones of many lengths and sampling rates
-    beside them, for sft, as pairs and as prompts; every third chat has none and every fourth two."""
+    beside them, for sft, as pairs and as prompts; every third chat has none and every fourth two. A model that sees has
+    a picture before the last tone."""
     rng = np.random.default_rng(0)
-    chats = [_chat(folder, number, rng) for number in range(num_chats + 4)]
+    sees = family == "qwen2_5_omni_thinker"
+    chats = [_chat(folder, number, rng, sees) for number in range(num_chats + 4)]
     for name, part in (("train", chats[4:]), ("held_out", chats[:4])):
         for ending, form in (("", dict), ("_pairs", _pair), ("_prompts", _prompt)):
             (folder / f"{name}{ending}.jsonl").write_text("".join(json.dumps(form(chat)) + "\n" for chat in part))
@@ -42,25 +58,29 @@ def make_hearing_workspace(folder: Path, num_chats: int = 24) -> Path:
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
     tokenizer.chat_template = TEMPLATE
     save_tiny_multimodal_model(
-        folder / "model", "qwen2_audio", num_layers=2, dtype=torch.float32,
+        folder / "model", family, num_layers=2, dtype=torch.float32,
         text={"vocab_size": len(tokenizer)}, encoders={"audio": {"max_source_positions": 50}},
-        ids={"audio_token_index": tokenizer.convert_tokens_to_ids(MARKS[0])},
+        ids={key: tokenizer.convert_tokens_to_ids(token) for key, token in IDS[family].items()},
     )  # fmt: skip
     tokenizer.save_pretrained(folder / "model")
-    WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(folder / "model")
+    settings = WhisperFeatureExtractor(feature_size=8, chunk_length=1).to_dict()
+    if sees:
+        settings |= Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 640}).to_dict()
+    (folder / "model" / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
 
 def _prompt(chat: dict) -> dict:
     question, answer = chat["messages"]
-    return {"prompt": [question], "answer": answer["content"], "audio": chat.get("audio", [])}
+    files = {key: chat.get(key, []) for key in ("audio", "images")}
+    return {"prompt": [question], "answer": answer["content"], **files}
 
 
 def _pair(chat: dict) -> dict:
     return _prompt(chat) | {"chosen": chat["messages"][1]["content"], "rejected": "What is this? And this?"}
 
 
-def _chat(folder: Path, number: int, rng: np.random.Generator) -> dict:
+def _chat(folder: Path, number: int, rng: np.random.Generator, sees: bool) -> dict:
     if number % 3 == 2:
         question, answer = "What is this?", "There is nothing to hear."
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
@@ -71,4 +91,9 @@ def _chat(folder: Path, number: int, rng: np.random.Generator) -> dict:
         tone(folder / files[-1], PITCHES[name], float(rng.uniform(0.2, 0.9)), RATES[number % 3], 1 + place)
     parts = [part for _ in names for part in ({"type": "audio"}, {"type": "text", "text": "What is this?"})]
     answer = "It is " + " ".join(f"{name}." for name in names)
-    return {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], "audio": files}
+    chat = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], "audio": files}
+    if sees:
+        Picture.new("RGB", tuple(rng.integers(10, 20, 2).tolist()), (30, 200, 40)).save(folder / f"{number}.png")
+        parts.insert(-2, {"type": "image"})
+        chat["images"] = [f"{number}.png"]
+    return chat

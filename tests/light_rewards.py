@@ -16,7 +16,7 @@ def vowels_and_pictures(completion: str, example: dict) -> float:
 
 def vowels_and_audio(completion: str, example: dict) -> float:
     """The same, of a record whose clips can be found."""
-    assert all(os.path.isfile(path) for path in example["audio"])
+    assert all(os.path.isfile(path) for path in (*example["audio"], *example["images"]))
     return vowels(completion, example)
 
 

@@ -95,7 +95,7 @@ class AudioReader:
             return torch.as_tensor(made["input_features"][0])
         # Silence after the clip, as the model's processor has it, so that the last frames are the same.
         num_frames = -(-len(wave) // self.hop)
-        length = self.hop * num_frames + extractor.n_fft
+        length = min(self.hop * num_frames + extractor.n_fft, extractor.n_samples)
         made = extractor(wave, sampling_rate=self.rate, max_length=length, return_tensors="np")
         return torch.as_tensor(made["input_features"][0][:, :num_frames])
 

@@ -52,7 +52,7 @@ class RolloutOffload:
         gc.collect()
         torch.cuda.empty_cache()
         freed = torch.cuda.mem_get_info(device)[0] - before
-        if freed < (1 - MOST_KEPT) * moved:
+        if moved and freed < (1 - MOST_KEPT) * moved:  # others may use the device meanwhile
             self.warning = (
                 f"warning: of {moved / 2**30:.1f} GiB that were offloaded, generators can use {freed / 2**30:.1f}: the "
                 "rest is in pieces, beside memory that the trainer still uses"

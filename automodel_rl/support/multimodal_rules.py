@@ -29,6 +29,8 @@ ENCODERS = (
     "qwen2_5_omni_audio_encoder",
 )
 
+OMNI = "qwen2_5_omni_thinker"
+
 UNSPLIT_ENCODERS = {
     "pixtral": "Pixtral's encoder",
     "qwen2_audio_encoder": "Qwen2-Audio's encoder",
@@ -52,6 +54,14 @@ _AUDIO = {
     "description.family": "qwen2",
     "description.multimodal": "qwen2_audio",
     "description.encoders": {"audio": EncoderDescription("qwen2_audio_encoder", num_heads=4, num_layers=4)},
+}
+_OMNI = {
+    "description.family": "qwen2_5_omni_text",
+    "description.multimodal": OMNI,
+    "description.encoders": {
+        "vision": EncoderDescription("qwen2_5_omni_vision_encoder"),
+        "audio": EncoderDescription("qwen2_5_omni_audio_encoder"),
+    },
 }
 _FOUR_HEADS = {"description.encoders": {"vision": EncoderDescription("clip_vision_model", num_heads=4)}}
 _FOUR_LAYERS = {"description.encoders": {"vision": EncoderDescription("clip_vision_model", num_layers=4)}}
@@ -90,6 +100,8 @@ def _multimodal(asked: Combination) -> str | None:
             return f"model.path: {name} with a {encoder.kind!r} encoder is not supported: use {', '.join(ENCODERS)}"
     if model.implementation != "transformers":
         return f"model.implementation={model.implementation}: {name} runs transformers' classes only: use transformers"
+    if model.lora is not None and multimodal == OMNI:
+        return f"model.lora: PEFT has no names for parts of {name}: train it whole, and freeze parts with model.frozen"
     if model.lora is not None and model.frozen:
         return "model.frozen with model.lora: all but adapters and modules to save is frozen: leave frozen out"
     if problem := _names(asked, name):
@@ -179,7 +191,7 @@ MULTIMODAL = Rule(
     f"{', '.join(MULTIMODAL_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or their "
     "own; encoders of CLIP, SigLIP, Pixtral or their own; images and audio; sft, dpo and grpo; every layout of the "
     "language model; encoders: dp_shard, dp_replicate, pp but for audio and, but for Pixtral and audio, tp; "
-    "LoRA on each part; batch.microbatch_tokens as a number; gemma3 and audio without vLLM",
+    "LoRA on each part but for Qwen2.5-Omni; batch.microbatch_tokens as a number; gemma3 and audio without vLLM",
     _multimodal,
     (
         Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
@@ -272,6 +284,11 @@ MULTIMODAL = Rule(
             "components.vision.tp=2 must divide the encoder's 3 attention heads",
             _SPLIT_ENCODER,
             {**LLAVA, **_DATA_RANKS},
+        ),
+        Example(
+            "model.lora: PEFT has no names for parts of a 'qwen2_5_omni_thinker' model: train it whole",
+            {"model.lora": {}},
+            _OMNI,
         ),
         Example(
             "model.frozen: a 'qwen2_audio' model has no encoder vision: name audio, projector, language",

@@ -97,7 +97,7 @@ def logprobs_of_adapters(folder: Path, adapters: Path) -> list[Tensor]:
         ("qwen3_vl_moe", EXPERTS, APART),
         ("qwen2_audio", AUDIO, HEARING),
     ],
-    ids=["the projector whole", "language model", "all parts", "experts and projector", "encoder of audio"],
+    ids=["the projector whole", "language model", "all parts", "experts and projector", "audio"],
 )
 def test_training_and_files_are_those_of_peft(
     ranks: RankPool, tmp_path: Path, family: str, lora: LoraConfig, components: ComponentsConfig

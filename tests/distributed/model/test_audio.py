@@ -3,14 +3,20 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, Qwen2_5OmniConfig
 
-from automodel_rl.config import ParallelConfig
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.engine import Engine
+from automodel_rl.losses import sft_loss
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.tools.verify.comparison import Case
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_multimodal_model
-from tests.vision import assert_equal
+from tests.vision import assert_equal, microbatches_of
 
 
 def hearing(audio: dict, language: dict) -> ComponentsConfig:
@@ -75,3 +81,38 @@ def speaking(vision: dict, audio: dict, language: dict) -> ComponentsConfig:
 def test_a_model_with_two_encoders_equals_one_process(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     save_tiny_multimodal_model(tmp_path, "qwen2_5_omni_thinker")
     assert_equal(ranks, tmp_path, case)
+
+
+def train_and_export(folder: Path, out: Path, components: ComponentsConfig | None) -> list[str]:
+    model = ModelConfig(path=str(folder), dtype="float32")
+    handle = ModelHandle.from_pretrained(model, components=components)
+    engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+    engine.train_step(microbatches_of(engine, (2,)), sft_loss)
+    handle.save_pretrained(out)
+    return handle.unused_tensors
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_the_thinker_of_a_whole_model_is_trained_and_the_rest_is_kept(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_multimodal_model(tmp_path / "thinker", "qwen2_5_omni_thinker", dtype=torch.float32)
+    tensors = load_file(tmp_path / "thinker" / "model.safetensors")
+    (tmp_path / "whole").mkdir()
+    whole = {f"thinker.{name}": tensor for name, tensor in tensors.items()} | {"talker.norm.weight": torch.ones(4)}
+    save_file(whole, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    thinker = AutoConfig.from_pretrained(tmp_path / "thinker")
+    Qwen2_5OmniConfig(thinker_config=thinker.to_dict()).save_pretrained(tmp_path / "whole")
+    apart = speaking({"ranks": 0}, {"ranks": 1}, {"ranks": 2})
+    for number, name, components in ((1, "one", None), (3, "apart", apart)):
+        unused = ranks(number).run(train_and_export, tmp_path / "whole", tmp_path / name, components)
+        assert unused[0] == ["talker.norm.weight"]
+        exported = tensors_of(tmp_path / name)
+        assert exported.keys() == whole.keys()
+        assert torch.equal(exported["talker.norm.weight"], torch.ones(4))
+        assert not torch.equal(exported["thinker.lm_head.weight"], whole["thinker.lm_head.weight"])
+        assert AutoConfig.from_pretrained(tmp_path / name).model_type == "qwen2_5_omni"
+    alone, spread = (tensors_of(tmp_path / name) for name in ("one", "apart"))
+    for key, tensor in alone.items():
+        torch.testing.assert_close(spread[key], tensor, rtol=0, atol=1e-4, msg=key)

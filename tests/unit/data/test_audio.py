@@ -96,3 +96,17 @@ def test_a_feature_extractor_of_another_model_is_refused(model: Path) -> None:
     config.audio_config.max_source_positions = 1500
     with pytest.raises(InputError, match="makes 8 mels of 100 frames and the encoder takes 8 of 3000"):
         AudioReader(model, config)
+
+
+@pytest.mark.parametrize("num_samples", [1120, 4160, 15901, 16000])
+def test_a_clip_of_any_length_is_cut_from_what_the_processor_fills_up(tmp_path: Path, num_samples: int) -> None:
+    model = make_hearing_workspace(tmp_path, "qwen2_5_omni_thinker", num_chats=1) / "model"
+    wave = np.random.default_rng(num_samples).uniform(-0.5, 0.5, num_samples).astype(np.float32)
+    soundfile.write(tmp_path / "noise.wav", wave, 16000, subtype="FLOAT")
+    clip = AudioReader(model, read_config(model))(str(tmp_path / "noise.wav"), "here")
+    whole = AutoFeatureExtractor.from_pretrained(model)(
+        wave, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
+    )
+    heard = int(whole["attention_mask"].sum())
+    assert clip.size == (heard,)
+    torch.testing.assert_close(clip.load(), whole["input_features"][0, :, :heard], rtol=0, atol=1e-6)
