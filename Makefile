@@ -52,7 +52,7 @@ pages: setup
 
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity_vision.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity_multimodal.py
 
 chaos: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills 50

@@ -74,7 +74,12 @@ _QWEN_IDS = {
 }
 _QWEN3_TEXT = {
     **DENSE,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
 }
 _SIGLIP = {
     "model_type": "siglip_vision_model",

@@ -57,6 +57,7 @@ class ModelDescription:
         is_bidirectional_in_images: whether only tokens of an image see each other both ways.
         quantization: the method by which the checkpoint's weights are quantized; empty if they are plain.
         context: length of the longest sequence in tokens; None if the config does not say.
+        hides_interleaving: whether rotary positions of axes take turns in a head's dims and the config does not say so.
         multimodal: the `model_type` of the whole model, if it has encoders; else None.
         encoders: the encoders by component, "vision" or "audio".
     """
@@ -80,6 +81,7 @@ class ModelDescription:
     is_bidirectional_in_images: bool = False
     quantization: str = ""
     context: int | None = None
+    hides_interleaving: bool = False
     multimodal: str | None = None
     encoders: dict[str, EncoderDescription] = field(default_factory=dict)
 
@@ -103,6 +105,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
             described,
             noise=described.noise | noise,
             is_bidirectional_in_images=whole.is_bidirectional,
+            hides_interleaving=whole.interleaves_axes and not _says_interleaved(config),
             multimodal=config.model_type,
             encoders={name: _describe_encoder(config, name) for name in whole.encoders},
         )
@@ -131,6 +134,10 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         quantization=_quantization(values),
         context=_context(values),
     )
+
+
+def _says_interleaved(config: PretrainedConfig) -> bool:
+    return any(kind.get("mrope_interleaved") for kind in _rotary_kinds(config.text_config.to_dict()))
 
 
 def encoder_config(config: PretrainedConfig, name: str) -> PretrainedConfig:

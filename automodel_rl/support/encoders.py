@@ -39,6 +39,7 @@ class Multimodal:
             fits counts.
         has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
             arXiv:2409.12191).
+        interleaves_axes: whether rotary positions in time, height and width take turns in a head's dims.
         is_bidirectional: whether tokens of an image see each other both ways in the language model.
         image_text: what chat templates write for an image, and what the model's processor puts in its place, with a
             single image token; None if templates write that token.
@@ -47,6 +48,7 @@ class Multimodal:
     encoders: dict[str, EncoderNames]
     in_files: tuple[tuple[str, str], ...]
     has_rotary_grid: bool = False
+    interleaves_axes: bool = False
     is_bidirectional: bool = False
     image_text: tuple[str, str] | None = None
 
@@ -69,6 +71,7 @@ _QWEN3_VISION = Multimodal(
     },
     in_files=(("model.visual.", "model.visual."), ("model.", "model.language_model.")),
     has_rotary_grid=True,
+    interleaves_axes=True,
 )
 _CLIP_PLAN = (
     *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),

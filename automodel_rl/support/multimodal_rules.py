@@ -127,6 +127,11 @@ def _rollouts(asked: Combination, name: str, multimodal: str) -> str | None:
         return f"rollout.vllm.servers: servers get no media of {name}: let ranks start vLLM, with rollout.vllm.python"
     if run.rollout.generator == "vllm" and MULTIMODAL_FAMILIES[multimodal].is_bidirectional:
         return f"rollout.generator=vllm: vLLM computes causal attention in images of {name}: use transformers"
+    if run.rollout.generator == "vllm" and asked.description.hides_interleaving:
+        return (
+            f"rollout.generator=vllm: the config of {name} has no rope_parameters.mrope_interleaved, and vLLM would "
+            "turn queries and keys in another order than transformers: set it to true in config.json, in text_config"
+        )
     if run.rollout.generator == "vllm" and "audio" in asked.description.encoders:
         return f"rollout.generator=vllm: vLLM gets no audio of {name}: use transformers"
     return None
@@ -224,6 +229,11 @@ MULTIMODAL = Rule(
             "rollout.generator=vllm: vLLM computes causal attention in images of a 'gemma3' model: use transformers",
             {"rollout.generator": "vllm"},
             {**LLAVA, "description.family": "gemma3_text", "description.multimodal": "gemma3", "algorithm": "grpo"},
+        ),
+        Example(
+            "rollout.generator=vllm: the config of a 'qwen2_5_vl' model has no rope_parameters.mrope_interleaved",
+            {"description.hides_interleaving": True},
+            {**_QWEN, "rollout.generator": "vllm", "algorithm": "grpo"},
         ),
         Example(
             "batch.microbatch_tokens=auto: the memory of a 'llava' model depends on its images or audio: give a number",

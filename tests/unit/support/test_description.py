@@ -11,7 +11,7 @@ from automodel_rl.hf.read import read_config
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
-from tests.tiny import save_tiny_model, tiny_config
+from tests.tiny import save_tiny_model, save_tiny_multimodal_model, tiny_config
 
 
 def check(config: PretrainedConfig) -> None:
@@ -74,3 +74,13 @@ def test_rotary_embeddings_that_depend_on_the_length_of_a_sequence_are_refused(k
 
 def test_rotary_kinds_are_found_in_every_kind_of_layers() -> None:
     assert describe_model(tiny_config("gemma3_text")).rope_types == ("default", "default")
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "hidden"), [("qwen3_vl", True, False), ("qwen3_vl", False, True), ("qwen2_5_vl", False, False)]
+)
+def test_the_order_of_rotary_axes_may_be_hidden(tmp_path: Path, family: str, said: bool, hidden: bool) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    text = {"rope_parameters": rope | ({"mrope_interleaved": True} if said else {})}
+    save_tiny_multimodal_model(tmp_path, family, text=text)
+    assert describe_model(read_config(tmp_path)).hides_interleaving == hidden
