@@ -72,13 +72,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class PromptMedia:
-    """An image or a clip in a prompt: `kind` is "image" or "audio", the rest as in `batch.Image` or `Audio`."""
+    """Media in a prompt: `kind` is the type of a message's part, the rest as in `batch.Image`, `Video` or `Audio`."""
 
     kind: str
     start: int
     num_tokens: int
     size: tuple[int, ...]
-    source: str | bytes
+    source: str | bytes | tuple[str, ...]
+    interval: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,13 @@ RATES = (16000, 22050, 8000)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% elif part.type == 'image' %}"
-    "<|vision_bos|><|IMAGE|><|vision_eos|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% if part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
+    "{% elif part.type == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>"
+    "{% elif part.type == 'video' %}<|vision_bos|><|VIDEO|><|vision_eos|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MARKS = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|IMAGE|>", "<|vision_bos|>", "<|vision_eos|>"]
+MARKS = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"]
 IDS = {
     "qwen2_audio": {"audio_token_index": "<|AUDIO|>"},
     "qwen2_5_omni_thinker": {
@@ -30,6 +32,7 @@ IDS = {
         "audio_start_token_id": "<|audio_bos|>",
         "audio_end_token_id": "<|audio_eos|>",
         "image_token_index": "<|IMAGE|>",
+        "video_token_index": "<|VIDEO|>",
         "vision_start_token_id": "<|vision_bos|>",
         "vision_end_token_id": "<|vision_eos|>",
     },
@@ -46,7 +49,7 @@ def tone(path: Path, pitch: int, seconds: float, rate: int, channels: int = 1) -
 def make_hearing_workspace(folder: Path, family: str = "qwen2_audio", num_chats: int = 24) -> Path:
     """A checkpoint in `model/`, and `train.jsonl` and `held_out.jsonl` with tones of many lengths and sampling rates
     beside them, for sft, as pairs and as prompts; every third chat has none and every fourth two. A model that sees has
-    a picture before the last tone."""
+    a picture before the last tone, or a video of three frames."""
     rng = np.random.default_rng(0)
     sees = family == "qwen2_5_omni_thinker"
     chats = [_chat(folder, number, rng, sees) for number in range(num_chats + 4)]
@@ -72,7 +75,7 @@ def make_hearing_workspace(folder: Path, family: str = "qwen2_audio", num_chats:
 
 def _prompt(chat: dict) -> dict:
     question, answer = chat["messages"]
-    files = {key: chat.get(key, []) for key in ("audio", "images")}
+    files = {key: chat.get(key, []) for key in ("audio", "images", "videos")}
     return {"prompt": [question], "answer": answer["content"], **files}
 
 
@@ -93,7 +96,10 @@ def _chat(folder: Path, number: int, rng: np.random.Generator, sees: bool) -> di
     answer = "It is " + " ".join(f"{name}." for name in names)
     chat = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}], "audio": files}
     if sees:
-        Picture.new("RGB", tuple(rng.integers(10, 20, 2).tolist()), (30, 200, 40)).save(folder / f"{number}.png")
-        parts.insert(-2, {"type": "image"})
-        chat["images"] = [f"{number}.png"]
+        size = tuple(rng.integers(10, 20, 2).tolist())
+        frames = [f"{number}_{place}.png" for place in range(3)]
+        for place, frame in enumerate(frames):
+            Picture.new("RGB", size, (30, 60 * place, 40)).save(folder / frame)
+        parts.insert(-2, {"type": "video", "fps": 1.5} if number % 2 else {"type": "image"})
+        chat |= {"videos": [frames]} if number % 2 else {"images": frames[:1]}
     return chat

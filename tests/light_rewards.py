@@ -16,7 +16,8 @@ def vowels_and_pictures(completion: str, example: dict) -> float:
 
 def vowels_and_audio(completion: str, example: dict) -> float:
     """The same, of a record whose clips can be found."""
-    assert all(os.path.isfile(path) for path in (*example["audio"], *example["images"]))
+    frames = [frame for video in example["videos"] for frame in video]
+    assert all(os.path.isfile(path) for path in (*example["audio"], *example["images"], *frames))
     return vowels(completion, example)
 
 

@@ -37,7 +37,7 @@ SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 GROUPS = {
     "Models and training": ("ModelHandle", "Engine", "TrainOutput", "AdamWSettings", "StepRunner", "GlobalBatch"),
     "Packed batches": (
-        *("TokenSequence", "Microbatch", "pack", "DataShare", "unpack", "in_packed_order", "Image", "Audio"),
+        *("TokenSequence", "Microbatch", "pack", "DataShare", "unpack", "in_packed_order", "Image", "Video", "Audio"),
         *("Routes", "RouterShape", "read_routes"),
     ),
     "Losses": (

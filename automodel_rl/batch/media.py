@@ -10,7 +10,7 @@ layers after which features are added.
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from automodel_rl.batch.move import move
 
 Grid = tuple[int, int, int]
 """Patches of an image in time, height and width, as the model's image processor counts them."""
+
+Source = str | bytes | tuple[str, ...]
+"""What media are read from: the path of a file, the file's bytes, or the paths of a video's frames."""
 
 EncoderName = Literal["vision", "audio"]
 """The component that encodes a kind of media."""
@@ -59,7 +62,7 @@ class Image:
     num_tokens: int
     grid: Grid
     pixels: Tensor | Callable[[], Tensor]
-    source: str | bytes | None = None
+    source: Source | None = None
     row: int = 0
     is_bidirectional: bool = False
 
@@ -83,9 +86,24 @@ class Image:
         """The image's pixels, on the host."""
         return self.pixels() if callable(self.pixels) else self.pixels
 
-    def moved(self, places: int) -> "Image":
+    def moved(self, places: int) -> Self:
         """The same image, `places` tokens further on."""
         return dataclasses.replace(self, start=self.start + places)
+
+
+@dataclass(frozen=True)
+class Video(Image):
+    """A video in a sequence: an image whose grid has several patches in time.
+
+    Attributes:
+        source: the files of its frames.
+        interval: rotary positions in time from one patch to the next, rounded down after they are summed (M-RoPE with
+            absolute time, arXiv:2502.13923, section 2.1.3).
+    """
+
+    plural: ClassVar[str] = "videos"
+
+    interval: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +132,7 @@ class Audio:
     num_tokens: int
     num_frames: int
     features: Tensor | Callable[[], Tensor]
-    source: str | bytes | None = None
+    source: Source | None = None
 
     @property
     def num_embeddings(self) -> int:
@@ -235,18 +253,34 @@ def single_media_tokens(token_ids: Sequence[int], media: Sequence[Media]) -> lis
     return [token for place, token in enumerate(token_ids) if place not in rest]
 
 
-def multimodal_positions(media: Sequence[Media], lengths: Sequence[int], merge: int) -> Tensor:
+@dataclass(frozen=True)
+class RotaryGrid:
+    """How rotary positions follow the grids of images and videos.
+
+    Attributes:
+        merge: number of patches that one token covers along height, and along width.
+        text_follows_time: whether the text after a video goes on from its largest position in time, where that is
+            larger than those of height and width.
+    """
+
+    merge: int
+    text_follows_time: bool = False
+
+
+def multimodal_positions(media: Sequence[Media], lengths: Sequence[int], rotary: RotaryGrid) -> Tensor:
     """Rotary positions in time, height and width (M-RoPE, arXiv:2409.12191, section 2.1), int64 [3, T].
 
     A text token's position is one more than the position before it, on all three axes. An image's tokens add their
     place in the image's grid to the position at which the image begins. The text after an image goes on from the
-    largest position of the image. A clip of audio counts like text. Every sequence starts at 0.
+    largest position of its height and width; after a video perhaps of its time. Patches in time of a video are apart by
+    its interval. A clip of audio counts like text. Every sequence starts at 0.
 
     Args:
         media: the microbatch's images and clips, in order.
         lengths: tokens of each sequence.
-        merge: number of patches that one token covers along height, and along width.
+        rotary: how positions follow grids.
     """
+    merge = rotary.merge
     pieces: list[np.ndarray] = []
     start, left = 0, [item for item in media if isinstance(item, Image)]
     for length in lengths:
@@ -256,8 +290,11 @@ def multimodal_positions(media: Sequence[Media], lengths: Sequence[int], merge: 
             pieces.append(np.tile(position + np.arange(image.start - done), (3, 1)))
             position += image.start - done
             time, height, width = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
-            pieces.append(np.indices((time, height, width)).reshape(3, -1) + position)
-            position += max(height, width)
+            places = np.indices((time, height, width)).reshape(3, -1)
+            if isinstance(image, Video):
+                places[0] = places[0].astype(np.float32) * np.float32(image.interval)  # rounded as by transformers
+            pieces.append(places + position)
+            position += max(height, width, int(places[0].max()) + 1 if rotary.text_follows_time else 0)
             done = image.start + image.num_tokens
         pieces.append(np.tile(position + np.arange(start + length - done), (3, 1)))
         start += length

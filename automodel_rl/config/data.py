@@ -7,7 +7,18 @@ from pydantic import Field, field_validator, model_validator
 from automodel_rl.config.base import BatchSize, PathText, Positive, Section
 
 Column = Literal[
-    "messages", "images", "audio", "prompt", "completion", "text", "chosen", "rejected", "answer", "tools", "system"
+    "messages",
+    "images",
+    "videos",
+    "audio",
+    "prompt",
+    "completion",
+    "text",
+    "chosen",
+    "rejected",
+    "answer",
+    "tools",
+    "system",
 ]
 
 

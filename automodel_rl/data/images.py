@@ -83,12 +83,9 @@ class ImageReader:
         Raises:
             InputError: the picture cannot be opened, or the model's image processor refuses its size.
         """
-        try:
-            if isinstance(source, Picture.Image):
-                source = _as_file(source)
-            height, width = _size(source)
-        except (OSError, ValueError) as error:
-            raise _unreadable(source, where, error) from None
+        if isinstance(source, Picture.Image):
+            source = _as_file(source)
+        height, width = picture_size(source, where)
         pixels = functools.partial(self.load, source, where)
         if self.form is ImageForm.ONE_SIZE:
             return dataclasses.replace(self.blank, pixels=pixels, source=source)
@@ -122,11 +119,7 @@ class ImageReader:
         Raises:
             InputError: the picture is damaged.
         """
-        try:
-            content = Path(source).read_bytes() if isinstance(source, str) else source
-            picture = load_image(Picture.open(io.BytesIO(content)))
-        except (OSError, ValueError) as error:
-            raise _unreadable(source, where, error) from None
+        picture = open_picture(source, where)
         options = {"patch_size": self.side} if self.form is ImageForm.ANY_SIZE else {}
         found = torch.as_tensor(self.processor(images=[picture], return_tensors="pt", **options)["pixel_values"])
         return found if self.form is ImageForm.PATCHES else found[0]
@@ -144,11 +137,31 @@ class ImageReader:
             ids[image.start + image.row : last : image.row + 1], ids[last] = self.breaks
 
 
-def _size(source: str | bytes) -> tuple[int, int]:
-    """Height and width of a picture as it is shown. The pixels are not read."""
-    with Picture.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
-        width, height = picture.size
-        return (width, height) if picture.getexif().get(ORIENTATION) in TURNED else (height, width)
+def picture_size(source: str | bytes, where: str) -> tuple[int, int]:
+    """Height and width of a picture as it is shown. The pixels are not read.
+
+    Args:
+        source: the path of the picture's file, or the file's bytes.
+        where: its place in the data, for error messages.
+
+    Raises:
+        InputError: the picture cannot be opened.
+    """
+    try:
+        with Picture.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
+            width, height = picture.size
+            return (width, height) if picture.getexif().get(ORIENTATION) in TURNED else (height, width)
+    except (OSError, ValueError) as error:
+        raise _unreadable(source, where, error) from None
+
+
+def open_picture(source: str | bytes, where: str) -> Picture.Image:
+    """A picture with its pixels, as it is shown. The arguments and errors are those of `picture_size`."""
+    try:
+        content = Path(source).read_bytes() if isinstance(source, str) else source
+        return load_image(Picture.open(io.BytesIO(content)))
+    except (OSError, ValueError) as error:
+        raise _unreadable(source, where, error) from None
 
 
 def _as_file(picture: Picture.Image) -> bytes:

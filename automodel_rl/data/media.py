@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from automodel_rl.batch import Audio, Image, Media, TokenSequence
+from automodel_rl.batch import Audio, Image, Media, TokenSequence, Video
 from automodel_rl.data.audio import AudioReader
 from automodel_rl.data.images import ImageReader
 from automodel_rl.data.messages import Message, media_parts
+from automodel_rl.data.videos import VideoReader
 from automodel_rl.errors import InputError
 from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 
@@ -25,7 +26,7 @@ class MediaReader(Protocol):
         """An image or clip that is not read yet."""
         ...
 
-    def load(self, source: str | bytes, where: str) -> Tensor:
+    def load(self, source: Any, where: str) -> Tensor:
         """What its encoder takes."""
         ...
 
@@ -34,7 +35,7 @@ class MediaReaders:
     """Reads the media of chats, each kind in the form that a model takes. It can be pickled.
 
     Args:
-        of_parts: the readers by the type of a message's part, "image" or "audio".
+        of_parts: the readers by the type of a message's part, "image", "video" or "audio".
     """
 
     def __init__(self, of_parts: Mapping[str, MediaReader]):
@@ -61,7 +62,7 @@ class MediaReaders:
     def load(self, item: Media, where: str) -> Tensor:
         """What an encoder takes of an image or clip with a source, as `MediaReader.load`."""
         assert item.source is not None
-        return self.of_parts[_part_type(item)].load(item.source, where)
+        return self.of_parts[part_type(item)].load(item.source, where)
 
     def expand(self, sequence: TokenSequence, media: Sequence[Media], where: str) -> TokenSequence:
         """A sequence in which each image and clip has all of its tokens. The chat template writes only one for each.
@@ -77,7 +78,7 @@ class MediaReaders:
         found: dict[int, Media] = {}
         for kind, reader in self.of_parts.items():
             places = (sequence.input_ids == reader.token_id).nonzero()[:, 0].tolist()
-            own = [item for item in media if _part_type(item) == kind]
+            own = [item for item in media if part_type(item) == kind]
             if len(places) != len(own):
                 raise InputError(
                     f"{where}: the chat template writes {len(places)} {kind} tokens for {len(own)} parts of type "
@@ -119,14 +120,17 @@ def open_readers(
         return None
     readers: dict[str, MediaReader] = {}
     if "vision" in family.encoders:
-        readers["image"] = ImageReader(folder, config, pixels, breaks)
+        readers["image"] = images = ImageReader(folder, config, pixels, breaks)
+        if family.has_video_grid:
+            readers["video"] = VideoReader(folder, config, images, pixels)
     if "audio" in family.encoders:
         readers["audio"] = AudioReader(folder, config)
     return MediaReaders(readers)
 
 
-def _part_type(item: Media) -> str:
-    return "audio" if isinstance(item, Audio) else "image"
+def part_type(item: Media) -> str:
+    """The type of a message's part that stands for an item."""
+    return "audio" if isinstance(item, Audio) else "video" if isinstance(item, Video) else "image"
 
 
 def cut(sequence: TokenSequence, limit: int) -> TokenSequence:

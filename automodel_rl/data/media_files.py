@@ -6,21 +6,26 @@ from typing import Any
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.columns import names_of, optional
 from automodel_rl.data.messages import MEDIA_PARTS, Message
+from automodel_rl.data.videos import Frames
 from automodel_rl.errors import InputError
+
+DEFAULT_FPS = 2.0
+"""Frames a second of a video that does not say it, as Qwen's processors take them."""
 
 
 def with_media_files(
     messages: list[Message], record: dict[str, Any], config: SourceConfig, where: str
 ) -> list[Message]:
-    """The messages, in which every part of type image or audio has its file under the key `path`.
+    """The messages, in which every part of type image, video or audio has its file, or its `Frames`, under the key
+    `path`.
 
-    A part may name its file itself. Otherwise files come from the columns `images` and `audio`, in order. Relative
-    paths begin at the data file's folder.
+    A part may name its file itself. Otherwise files come from the columns `images`, `videos` and `audio`, in order.
+    Relative paths begin at the data file's folder.
 
     Raises:
         InputError: there are more parts than files or fewer, or one is no file.
     """
-    left = {kind: iter(_listed(optional(record, config, column, where))) for kind, column in MEDIA_PARTS.items()}
+    left = {kind: iter(_listed(kind, optional(record, config, column, where))) for kind, column in MEDIA_PARTS.items()}
 
     def named(part: dict[str, Any]) -> dict[str, Any]:
         kind = part["type"]
@@ -31,7 +36,10 @@ def with_media_files(
             raise InputError(
                 f"{where}: a part of type {kind} has no file: name one for each in the column {MEDIA_PARTS[kind]}"
             )
-        return {"type": kind, "path": _file(kind, source, Path(config.path).parent, where)}
+        folder = Path(config.path).parent
+        if kind == "video":
+            return {"type": kind, "path": _frames(source, part.get("fps"), folder, where)}
+        return {"type": kind, "path": _file(kind, source, folder, where)}
 
     result = [
         {**message, "content": [named(part) for part in message["content"]]}
@@ -50,8 +58,31 @@ def with_media_files(
     return result
 
 
-def _listed(value: Any) -> list[Any]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+def _listed(kind: str, value: Any) -> list[Any]:
+    """The files of a column: of a list, or a single one."""
+    if value is None:
+        return []
+    is_one = not isinstance(value, list) or (kind == "video" and all(isinstance(frame, str) for frame in value))
+    return [value] if is_one and value != [] else value
+
+
+def _frames(source: Any, fps: Any, folder: Path, where: str) -> Frames:
+    """A video's frames: a list of files, or a mapping with `frames` and perhaps `fps`.
+
+    Raises:
+        InputError: there is no such file, or the source is something else.
+    """
+    if isinstance(source, dict):
+        fps, source = source.get("fps", fps), source.get("frames")
+    if not isinstance(source, list) or not source:
+        raise InputError(
+            f"{where}: a part of type video has {source!r:.60} for frames: give a list of pictures, such as ffmpeg -i "
+            "VIDEO -vf fps=2 %04d.jpg makes, and their number a second as fps"
+        )
+    fps = DEFAULT_FPS if fps is None else fps
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or fps <= 0:
+        raise InputError(f"{where}: a part of type video has fps {fps!r}: give its frames a second, a number above 0")
+    return Frames(tuple(_file("video", frame, folder, where) for frame in source), float(fps))
 
 
 def _file(kind: str, source: Any, folder: Path, where: str) -> Any:

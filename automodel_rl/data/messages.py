@@ -12,7 +12,7 @@ from automodel_rl.errors import InputError
 
 Message = dict[str, Any]
 
-MEDIA_PARTS: dict[str, Column] = {"image": "images", "audio": "audio"}
+MEDIA_PARTS: dict[str, Column] = {"image": "images", "video": "videos", "audio": "audio"}
 """Types of parts that stand for files, each with the column that may name the files."""
 
 PARTS = ("text", *MEDIA_PARTS)

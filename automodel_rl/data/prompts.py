@@ -13,6 +13,7 @@ from automodel_rl.data.messages import MEDIA_PARTS, Message, media_parts
 from automodel_rl.data.records import read_example, read_prompt
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.data.sources import Sources
+from automodel_rl.data.videos import Frames
 from automodel_rl.errors import InputError
 
 
@@ -106,7 +107,7 @@ class PromptStream:
         for kind, column in MEDIA_PARTS.items():
             # Rewards get files that they can open, wherever the record's paths begin.
             if paths := [part["path"] for part in media_parts(chat.messages) if part["type"] == kind]:
-                example[column] = paths
+                example[column] = [list(path.paths) if isinstance(path, Frames) else path for path in paths]
         return Prompt(opening.input_ids.tolist(), example, number, chat.messages, opening.media)
 
     def every_prompt(self) -> list[Prompt]:

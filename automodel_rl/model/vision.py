@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from automodel_rl.batch import Image
-from automodel_rl.batch.media import Media
+from automodel_rl.batch.media import Media, RotaryGrid
 from automodel_rl.model.encoder import EncoderPart
 from automodel_rl.model.varlen import choose_varlen
 from automodel_rl.support.description import ImageForm, image_form, num_deepstack
@@ -131,7 +131,13 @@ def token_patches(config: PretrainedConfig) -> int:
     return values["vision_config"].get("spatial_merge_size") or values.get("spatial_merge_size") or 1
 
 
-def rotary_merge(config: PretrainedConfig) -> int | None:
-    """Patches in a token along height, and along width, if rotary positions follow an image's grid; else None."""
-    vision = MULTIMODAL_FAMILIES.get(config.model_type)
-    return config.vision_config.spatial_merge_size if vision is not None and vision.has_rotary_grid else None
+def rotary_grid(config: PretrainedConfig) -> RotaryGrid | None:
+    """How rotary positions follow the grids of images; None if they do not.
+
+    Args:
+        config: the config of the whole model.
+    """
+    family = MULTIMODAL_FAMILIES.get(config.model_type)
+    if family is None or not family.has_rotary_grid:
+        return None
+    return RotaryGrid(config.vision_config.spatial_merge_size, family.text_follows_time)

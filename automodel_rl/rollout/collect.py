@@ -8,9 +8,9 @@ import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import join_turns, read_routes
+from automodel_rl.batch import Video, join_turns, read_routes
 from automodel_rl.config import GRPOConfig
-from automodel_rl.errors import RolloutError, innermost
+from automodel_rl.errors import InputError, RolloutError, innermost
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
@@ -97,6 +97,8 @@ class RolloutCollector:
     def submit(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> Pending:
         """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
+        if self.config.rollout.generator == "vllm":
+            _check_for_vllm(prompts)
         requests = [
             Request(prompt.token_ids, self._seed(prompt, sample), sampling, media=prompt_media(prompt.media))
             for prompt, sample in asked
@@ -286,3 +288,13 @@ def _without_stale(completion: Completion, newest: int, most: int) -> Completion
 
 def _without_routes(rollout: Rollout) -> Rollout:
     return dataclasses.replace(rollout, completion=dataclasses.replace(rollout.completion, routes=None))
+
+
+def _check_for_vllm(prompts: Sequence[Promptlike]) -> None:
+    """Raises InputError if a prompt has a video."""
+    for prompt in prompts:
+        if any(isinstance(item, Video) for item in prompt.media):
+            raise InputError(
+                f"prompt {prompt.number} has a video: rollout.generator=vllm gets images only: use transformers, or "
+                "give frames as images"
+            )

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import Audio, single_media_tokens
+from automodel_rl.batch import single_media_tokens
 from automodel_rl.config import FilterConfig
+from automodel_rl.data.media import part_type
+from automodel_rl.data.messages import MEDIA_PARTS
 from automodel_rl.errors import InputError
 from automodel_rl.losses.advantages import has_signal, overlong_penalty
 from automodel_rl.rollout.episodes.metrics import conversation_metrics
@@ -136,11 +138,11 @@ def _conversation_record(conversation: Conversation | None) -> dict[str, Any]:
 
 
 def _media_record(prompt: Promptlike) -> dict[str, Any]:
-    """The paths of a prompt's pictures and clips; for one without a file, the number of its bytes."""
-    found: dict[str, list[str]] = {}
+    """The paths of a prompt's media by column; for one without a file, the number of its bytes."""
+    found: dict[str, list[Any]] = {}
     for item in prompt.media:
-        name = item.source if isinstance(item.source, str) else f"{len(item.source or b'')} bytes"
-        found.setdefault("audio" if isinstance(item, Audio) else "images", []).append(name)
+        source = f"{len(item.source)} bytes" if isinstance(item.source, bytes) else item.source
+        found.setdefault(MEDIA_PARTS[part_type(item)], []).append(source)
     return found
 
 

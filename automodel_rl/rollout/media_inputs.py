@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
-from automodel_rl.batch import Audio, Image, Media, multimodal_positions
+from automodel_rl.batch import Audio, Image, Media, Video, multimodal_positions
 from automodel_rl.data.images import ImageReader
-from automodel_rl.data.media import MediaReaders
+from automodel_rl.data.media import MediaReaders, part_type
 from automodel_rl.generator_messages import PromptMedia, Request
 from automodel_rl.model.audio import clip_arguments
-from automodel_rl.model.vision import rotary_merge
+from automodel_rl.model.vision import rotary_grid
 from automodel_rl.support.description import ImageForm
 
 IN_A_PROMPT = "a prompt"
@@ -30,7 +30,7 @@ class MediaInputs:
     """
 
     def __init__(self, config: PretrainedConfig, readers: MediaReaders | None):
-        self.readers, self.merge = readers, rotary_merge(config)
+        self.readers, self.rotary = readers, rotary_grid(config)
 
     def of(self, requests: Sequence[Request], ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arguments for the media of a batch, for the forward of its prompts.
@@ -41,13 +41,18 @@ class MediaInputs:
             dtype: that of pixels and spectrograms.
         """
         media = [self._item(item) for request in requests for item in request.media]
-        images = [item for item in media if isinstance(item, Image)]
+        videos = [item for item in media if isinstance(item, Video)]
+        images = [item for item in media if isinstance(item, Image) and not isinstance(item, Video)]
         clips = [item for item in media if isinstance(item, Audio)]
         found: dict[str, Tensor] = {}
         if images:
             assert self.readers is not None  # only such models have prompts with images
             assert self.readers.images is not None
             found |= _of_images(self.readers.images, images, ids, dtype)
+        if videos:
+            pixels = torch.cat([video.load().to(ids.device, dtype) for video in videos])
+            grids = torch.tensor([video.grid for video in videos], device=ids.device)
+            found |= {"pixel_values_videos": pixels, "video_grid_thw": grids}
         if clips:
             spectrograms = [clip.load().to(ids.device, dtype) for clip in clips]
             found |= clip_arguments(spectrograms, [clip.num_frames for clip in clips])
@@ -56,13 +61,13 @@ class MediaInputs:
     def positions(self, requests: Sequence[Request], longest: int) -> Tensor:
         """Positions of the tokens of prompts padded on the left to one length: int64 [B, n], or [3, B, n] for a model
         with M-RoPE. Pads have 0."""
-        axes = () if self.merge is None else (3,)
+        axes = () if self.rotary is None else (3,)
         positions = torch.zeros(*axes, len(requests), longest, dtype=torch.int64)
         for row, request in enumerate(requests):
             length = len(request.prompt)
             own = torch.arange(length)
-            if self.merge is not None:
-                own = multimodal_positions([self._item(item) for item in request.media], [length], self.merge)
+            if self.rotary is not None:
+                own = multimodal_positions([self._item(item) for item in request.media], [length], self.rotary)
             positions[..., row, longest - length :] = own
         return positions
 
@@ -73,6 +78,9 @@ class MediaInputs:
             (num_frames,) = item.size
             return Audio(item.start, item.num_tokens, num_frames, load, item.source)
         time, height, width = item.size
+        if item.kind == "video":
+            grid = (time, height, width)
+            return Video(item.start, item.num_tokens, grid, load, item.source, interval=item.interval)
         return Image(item.start, item.num_tokens, (time, height, width), load, item.source)
 
 
@@ -104,6 +112,6 @@ def prompt_media(media: Sequence[Media]) -> tuple[PromptMedia, ...]:
     found = []
     for item in media:
         assert item.source is not None  # a `MediaReader` has made it
-        kind = "audio" if isinstance(item, Audio) else "image"
-        found.append(PromptMedia(kind, item.start, item.num_tokens, item.size, item.source))
+        interval = item.interval if isinstance(item, Video) else 1.0
+        found.append(PromptMedia(part_type(item), item.start, item.num_tokens, item.size, item.source, interval))
     return tuple(found)

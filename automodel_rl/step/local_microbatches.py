@@ -10,7 +10,7 @@ from torch import Tensor
 from automodel_rl.batch import LEAST_TOKENS, LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
 from automodel_rl.model.float8 import MULTIPLE
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.vision import rotary_merge
+from automodel_rl.model.vision import rotary_grid
 
 
 def local_microbatches(
@@ -33,10 +33,10 @@ def local_microbatches(
     multiple = LEAST_TOKENS * layout.parallel.tp if sequence_parallel else 1
     if handle.model.fp8 is not None:
         multiple = math.lcm(multiple, MULTIPLE)
-    merge = rotary_merge(handle.whole_config)
+    rotary = rotary_grid(handle.whole_config)
     parts = []
     for number, microbatch in enumerate(microbatches):
-        positions = None if merge is None else multimodal_positions(microbatch.media, microbatch.lengths, merge)
+        positions = None if rotary is None else multimodal_positions(microbatch.media, microbatch.lengths, rotary)
         if microbatch.routes is not None:
             microbatch = dataclasses.replace(microbatch, routes=microbatch.routes.select(handle.router_layers))
         gradient = None if logprob_gradient is None else logprob_gradient(microbatch, number)

@@ -39,6 +39,8 @@ class Multimodal:
             fits counts.
         has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
             arXiv:2409.12191).
+        has_video_grid: whether a video is one grid of tokens over time, whose positions tell its seconds.
+        text_follows_time: whether the text after a video goes on from its largest position in time.
         interleaves_axes: whether rotary positions in time, height and width take turns in a head's dims.
         is_bidirectional: whether tokens of an image see each other both ways in the language model.
         image_text: what chat templates write for an image, and what the model's processor puts in its place, with a
@@ -48,6 +50,8 @@ class Multimodal:
     encoders: dict[str, EncoderNames]
     in_files: tuple[tuple[str, str], ...]
     has_rotary_grid: bool = False
+    has_video_grid: bool = False
+    text_follows_time: bool = False
     interleaves_axes: bool = False
     is_bidirectional: bool = False
     image_text: tuple[str, str] | None = None
@@ -99,6 +103,7 @@ MULTIMODAL_FAMILIES = {
         {"vision": EncoderNames(("visual",), ("visual.merger",), (*_QWEN_ATTENTION, *_QWEN_MLP))},
         in_files=(("model.visual.", "visual."),),
         has_rotary_grid=True,
+        has_video_grid=True,
     ),
     "qwen3_vl": _QWEN3_VISION,
     "qwen3_vl_moe": _QWEN3_VISION,
@@ -110,6 +115,8 @@ MULTIMODAL_FAMILIES = {
         },
         in_files=(("model.visual.", "visual."), ("model.audio_tower.", "audio_tower.")),
         has_rotary_grid=True,
+        has_video_grid=True,
+        text_follows_time=True,
     ),
 }
 """Encoders by the model_type of the whole model. All other facts are those of its language model's family."""

@@ -1,12 +1,13 @@
 """Random media for random sequences, with other numbers and sizes on every rank and in every microbatch."""
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from automodel_rl.batch import Audio, Image, Media, TokenSequence
+from automodel_rl.batch import Audio, Image, Media, TokenSequence, Video
 from automodel_rl.model.audio import LEAST_TOKENS, num_audio_tokens, num_frames_of, spectrogram_shape
 from automodel_rl.model.vision import blank_image
 from automodel_rl.support.description import ImageForm, image_form
@@ -34,7 +35,7 @@ def with_media(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> 
     """
     generator = torch.Generator().manual_seed(seed)
     family = MULTIMODAL_FAMILIES[config.model_type]
-    tokens = {name: _token_id(config, name) for name in family.encoders}
+    kinds = [*family.encoders, *(["video"] if family.has_video_grid else [])]
     special = {name: token for name, token in config.to_dict().items() if name in SPECIAL_IDS}
     ids = sequence.input_ids.where(sequence.input_ids < min(special.values()), 0)
     mask = sequence.loss_mask
@@ -42,16 +43,14 @@ def with_media(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> 
     media: list[Media] = []
     added = 0
     for number, place in enumerate(places):
-        kind = [*family.encoders][(seed + number) % len(family.encoders)]
-        random = random_image(config, generator) if kind == "vision" else random_clip(config, generator)
-        item: Media = dataclasses.replace(random, source=f"{seed} {len(media)}")
-        if media and seed % 2 and media[0].encoder == kind and not family.has_rotary_grid:
+        kind = kinds[(seed + number) % len(kinds)]
+        item: Media = dataclasses.replace(RANDOM[kind](config, generator), source=f"{seed} {len(media)}")
+        if media and seed % 2 and not family.has_rotary_grid:
             item = media[0].moved(-media[0].start)
         own = torch.zeros(item.num_tokens, dtype=torch.int64)
-        own[torch.from_numpy(item.places)] = tokens[kind]
-        before, after = (
-            [special[f"{kind}_{end}_token_id"]] if f"{kind}_{end}_token_id" in special else [] for end in ENDS
-        )
+        own[torch.from_numpy(item.places)] = _token_id(config, kind)
+        names = [f"{item.encoder}_{end}_token_id" for end in ENDS]
+        before, after = ([special[name]] if name in special else [] for name in names)
         own = torch.cat([torch.tensor(before, dtype=torch.int64), own, torch.tensor(after, dtype=torch.int64)])
         start = place + added
         added += len(own)
@@ -61,8 +60,9 @@ def with_media(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> 
     return dataclasses.replace(sequence, input_ids=ids, loss_mask=mask, media=tuple(media))
 
 
-def _token_id(config: PretrainedConfig, encoder: str) -> int:
-    return config.image_token_id if encoder == "vision" else config.audio_token_id
+def _token_id(config: PretrainedConfig, kind: str) -> int:
+    ids = {"vision": "image_token_id", "video": "video_token_id", "audio": "audio_token_id"}
+    return getattr(config, ids[kind])
 
 
 def random_image(config: PretrainedConfig, generator: torch.Generator) -> Image:
@@ -84,6 +84,15 @@ def random_image(config: PretrainedConfig, generator: torch.Generator) -> Image:
     return Image(0, height * width, grid, pixels)
 
 
+def random_video(config: PretrainedConfig, generator: torch.Generator) -> Video:
+    """A video of noise, of two or three patches in time."""
+    image = random_image(config, generator)
+    time = int(torch.randint(2, 4, (1,), generator=generator))
+    interval = float(torch.rand(1, generator=generator) * 3)
+    pixels = torch.randn(time * image.load().shape[0], image.load().shape[1], generator=generator)
+    return Video(0, time * image.num_tokens, (time, *image.grid[1:]), pixels, interval=interval)
+
+
 def random_clip(config: PretrainedConfig, generator: torch.Generator) -> Audio:
     """A clip of noise and of a random length, with other noise in the place of the silence that fills it up."""
     shortest = num_frames_of(LEAST_TOKENS)
@@ -91,6 +100,14 @@ def random_clip(config: PretrainedConfig, generator: torch.Generator) -> Audio:
     num_frames = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
     features = torch.randn(spectrogram_shape(config, num_frames), generator=generator)
     return Audio(0, num_audio_tokens(num_frames), num_frames, features)
+
+
+RANDOM: dict[str, Callable[[PretrainedConfig, torch.Generator], Media]] = {
+    "vision": random_image,
+    "video": random_video,
+    "audio": random_clip,
+}
+"""What makes a random item of each kind."""
 
 
 def clips_of(sequence: TokenSequence) -> tuple[list[Tensor], list[int]]:

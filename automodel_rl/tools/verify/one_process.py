@@ -20,7 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from automodel_rl.batch import Audio, Image, Routes, TokenSequence
+from automodel_rl.batch import Audio, Image, Routes, TokenSequence, Video
 from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
@@ -212,6 +212,10 @@ class OneProcess:
                 compute_rule_in_float64(module)
         self.takes_grids = "image_grid_thw" in signature(model.forward).parameters
         self.takes_types = "mm_token_type_ids" in signature(model.forward).parameters
+        self.seconds = "second_per_grid_ts" if self.takes_types else "video_second_per_grid"
+        self.positions_per_second = (config.get("vision_config") or {}).get("tokens_per_second") or config.get(
+            "position_id_per_seconds"
+        )
         self.takes_kinds = "token_type_ids" in signature(model.forward).parameters
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
@@ -260,13 +264,30 @@ class OneProcess:
         if any(isinstance(item, Audio) for item in sequence.media):
             spectrograms, num_frames = clips_of(sequence)
             found = clip_arguments([each.to(self.device, dtype) for each in spectrograms], num_frames)
-        images = [item for item in sequence.media if isinstance(item, Image)]
-        return found | self._images(sequence, images, dtype) if images else found
+        videos = [item for item in sequence.media if isinstance(item, Video)]
+        images = [item for item in sequence.media if isinstance(item, Image) and not isinstance(item, Video)]
+        if videos:
+            found |= {
+                "pixel_values_videos": torch.cat([video.load() for video in videos]).to(self.device, dtype),
+                "video_grid_thw": torch.tensor([video.grid for video in videos], device=self.device),
+                self.seconds: torch.tensor([video.interval / self.positions_per_second for video in videos]),
+            }
+        if images:
+            found |= self._images(sequence, images, dtype)
+        if not (self.takes_grids and (images or videos)):
+            return found
+        # Some models find images and videos by kinds, others by tokens around them that the attention mask lets pass.
+        if not self.takes_types:
+            return found | {"attention_mask": torch.ones_like(sequence.input_ids)[None].to(self.device)}
+        kinds = torch.zeros_like(sequence.input_ids, dtype=torch.int32)
+        for item in sequence.media:
+            kinds[item.start : item.start + item.num_tokens] = 2 if isinstance(item, Video) else 1
+        return found | {"mm_token_type_ids": kinds[None].to(self.device)}
 
     def _images(self, sequence: TokenSequence, images: list[Image], dtype: torch.dtype) -> dict[str, Tensor]:
         pixels = [image.load().to(self.device, dtype) for image in images]
-        kinds = (sequence.input_ids == self.model.config.image_token_id).int()[None].to(self.device)
         if self.takes_kinds:
+            kinds = (sequence.input_ids == self.model.config.image_token_id).int()[None].to(self.device)
             return {"pixel_values": torch.stack(pixels), "token_type_ids": kinds}
         if not self.takes_grids and len({image.shape for image in pixels}) == 1 and not images[0].row:
             return {"pixel_values": torch.stack(pixels)}
@@ -276,9 +297,7 @@ class OneProcess:
             padded = [torch.nn.functional.pad(i, (0, width - i.shape[2], 0, height - i.shape[1])) for i in pixels]
             return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
         grids = torch.tensor([image.grid for image in images], device=self.device)
-        # Some models find images by these kinds, others by tokens around them that the attention mask lets pass.
-        found_by = {"mm_token_type_ids": kinds} if self.takes_types else {"attention_mask": torch.ones_like(kinds)}
-        return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids, **found_by}
+        return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}
 
     def backward(self, microbatches: list[list[TokenSequence]]) -> float:
         """Computes gradients, and returns the loss: the mean over all trained tokens of all microbatches."""

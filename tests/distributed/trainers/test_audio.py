@@ -79,7 +79,7 @@ def test_an_algorithm_trains_alike_on_any_placement(
         assert not any(row["rollout/reward_errors"] for row in one)
         records = [record for step in (1, 2, 3) for record in rollouts_of(tmp_path / "one", step)]
         assert any(record.get("audio") for record in records)
-        for column, mark in (("audio", "<|AUDIO|>"), ("images", "<|IMAGE|>")):
+        for column, mark in (("audio", "<|AUDIO|>"), ("images", "<|IMAGE|>"), ("videos", "<|VIDEO|>")):
             assert all(len(record.get(column, [])) == record["prompt"].count(mark) for record in records)
 
 

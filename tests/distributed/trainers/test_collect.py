@@ -5,9 +5,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
+from automodel_rl.batch import Video
 from automodel_rl.config import RewardConfig
+from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.rollout.collect import RolloutCollector
@@ -65,7 +69,7 @@ def collected() -> list[tuple[str, float]]:
         problem="",
         policy_version=0,
     )
-    rollout = SimpleNamespace(retries=0, max_staleness=0, sampling=Sampling(3))
+    rollout = SimpleNamespace(generator="transformers", retries=0, max_staleness=0, sampling=Sampling(3))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
     config: Any = SimpleNamespace(seed=0, rollout=rollout, router_replay=SimpleNamespace(enabled=False))
     collector = RolloutCollector(config, supervisor, tokenizer, scorer)  # type: ignore[arg-type]
@@ -76,6 +80,15 @@ def collected() -> list[tuple[str, float]]:
         collector.close()
     assert len(scorer.submitted) == 4  # each once
     return [(rollout.text, rollout.score.total) for group in groups for rollout in group]
+
+
+def test_videos_are_not_sent_to_vllm() -> None:
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(generator="vllm"))
+    supervisor: Any = SimpleNamespace(handle=None, world=None)
+    collector = RolloutCollector(config, supervisor, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    prompt: Any = SimpleNamespace(number=3, media=(Video(0, 4, (2, 2, 2), torch.zeros(0)),))
+    with pytest.raises(InputError, match="prompt 3 has a video: rollout.generator=vllm gets images only"):
+        collector.submit([prompt], 1, Sampling(3))
 
 
 def test_completions_are_scored_while_others_are_written(ranks: RankPool) -> None:

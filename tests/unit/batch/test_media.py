@@ -3,47 +3,80 @@
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen2_5OmniThinkerConfig
+from transformers import Qwen2_5OmniThinkerForConditionalGeneration as Thinker
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
-from automodel_rl.batch import Image, TokenSequence, local_microbatch, multimodal_positions, pack_microbatch
+from automodel_rl.batch import (
+    Image,
+    Media,
+    RotaryGrid,
+    TokenSequence,
+    Video,
+    local_microbatch,
+    multimodal_positions,
+    pack_microbatch,
+)
 
-IMAGE = 9
+IMAGE, VIDEO, START, END = 9, 8, 7, 6
 
 
-def sequence_of(texts: list[int], sides: list[tuple[int, int]]) -> TokenSequence:
-    """Texts of so many tokens with images of (height, width) tokens between them."""
+def sequence_of(texts: list[int], sides: list[tuple[int, ...]]) -> TokenSequence:
+    """Texts of so many tokens with images of (height, width) tokens, or videos of (time, height, width), between."""
     ids: list[int] = []
-    images = []
+    media: list[Media] = []
     for number, length in enumerate(texts):
         ids += [1] * length
+        if number:
+            ids[-length] = END
         if number < len(sides):
-            height, width = sides[number]
-            images.append(Image(len(ids), height * width, (1, 2 * height, 2 * width), torch.zeros(0)))
-            ids += [IMAGE] * (height * width)
-    return TokenSequence(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool), media=tuple(images))
+            ids[-1] = START
+            *time, height, width = sides[number]
+            grid = (time[0] if time else 1, 2 * height, 2 * width)
+            count = grid[0] * height * width
+            if time:
+                media.append(Video(len(ids), count, grid, torch.zeros(0), interval=25 * 2 / 3 * (1 + number)))
+            else:
+                media.append(Image(len(ids), count, grid, torch.zeros(0)))
+            ids += [VIDEO if time else IMAGE] * count
+    return TokenSequence(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool), media=tuple(media))
 
 
-def test_positions_are_those_of_transformers() -> None:
-    config = Qwen2_5_VLConfig(image_token_id=IMAGE)
+def expected_positions(family: str, sequence: TokenSequence) -> torch.Tensor:
+    """The positions that transformers gives a sequence."""
+    special = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+    videos = [item for item in sequence.media if isinstance(item, Video)]
+    images = [item for item in sequence.media if isinstance(item, Image) and not isinstance(item, Video)]
+    grids = [torch.tensor([item.grid for item in items]) if items else None for items in (images, videos)]
+    seconds = torch.tensor([item.interval / 25 for item in videos])
+    stub = torch.nn.Module()
+    if family == "qwen2_5_vl":
+        stub.config = Qwen2_5_VLConfig(vision_config={"tokens_per_second": 25}, **special)
+        stub.get_vision_position_ids = lambda *a, **k: Qwen2_5_VLModel.get_vision_position_ids(None, *a, **k)
+        kinds = (sequence.input_ids == IMAGE).int() + 2 * (sequence.input_ids == VIDEO).int()
+        return Qwen2_5_VLModel.get_rope_index(stub, sequence.input_ids[None], kinds[None], *grids, seconds)[0][:, 0]
+    stub.config = Qwen2_5OmniThinkerConfig(**{key.replace("token_id", "token_index"): i for key, i in special.items()})
+    stub.config.vision_start_token_id = START
+    stub.spatial_merge_size = 2
+    stub.get_llm_pos_ids_for_vision = lambda *a: Thinker.get_llm_pos_ids_for_vision(None, *a)
+    ids = sequence.input_ids[None]
+    return Thinker.get_rope_index(stub, ids, *grids, torch.ones_like(ids), second_per_grids=seconds)[0][:, 0]
+
+
+@pytest.mark.parametrize(("family", "follows"), [("qwen2_5_vl", False), ("qwen2_5_omni_thinker", True)])
+def test_positions_are_those_of_transformers(family: str, follows: bool) -> None:
     generator = np.random.default_rng(0)
     sequences = []
     for _ in range(20):
-        count = int(generator.integers(0, 3))
-        texts = [int(n) for n in generator.integers(1, 6, count + 1)]
-        sequences.append(sequence_of(texts, [tuple(generator.integers(1, 5, 2).tolist()) for _ in range(count)]))
+        count = int(generator.integers(0, 4))
+        texts = [int(n) for n in generator.integers(2, 6, count + 1)]
+        sides = [tuple(generator.integers(1, 5, int(generator.integers(2, 4))).tolist()) for _ in range(count)]
+        sequences.append(sequence_of(texts, sides))
     microbatch = pack_microbatch(sequences)
-    pieces = multimodal_positions(microbatch.media, microbatch.lengths, merge=2).split(microbatch.lengths, dim=1)
-    for sequence, piece in zip(sequences, pieces, strict=True):
+    positions = multimodal_positions(microbatch.media, microbatch.lengths, RotaryGrid(2, follows))
+    for sequence, piece in zip(sequences, positions.split(microbatch.lengths, dim=1), strict=True):
         expected = torch.arange(len(sequence)).expand(3, -1)
-        if sequence.media:
-            kinds = (sequence.input_ids == IMAGE).int()[None]
-            grids = torch.tensor([image.grid for image in sequence.media])
-            stub = torch.nn.Module()
-            stub.config = config
-            stub.get_vision_position_ids = lambda *a, **k: Qwen2_5_VLModel.get_vision_position_ids(None, *a, **k)
-            expected = Qwen2_5_VLModel.get_rope_index(stub, sequence.input_ids[None], kinds, grids)[0][:, 0]
-        assert torch.equal(piece, expected)
+        assert torch.equal(piece, expected_positions(family, sequence) if sequence.media else expected)
 
 
 @pytest.mark.parametrize("cp", [1, 2])

@@ -195,7 +195,7 @@ def test_texts_are_not_lost_by_a_template_that_reads_parts_only(tmp_path: Path) 
     ("part", "message"),
     [
         ({"type": "image_url", "image_url": "x"}, "a part of content has type 'image_url'"),
-        ({"type": "video", "path": "x"}, "a part of content has type 'video'"),
+        ({"type": "video", "path": "x"}, "a part of type video has .x. for frames"),
         ("hi", "a part of content has type None"),
         ({"type": "image", "path": 5}, "a part of type image has 5 for file"),
     ],

@@ -158,7 +158,7 @@ def test_turns_of_weight_0_and_those_of_a_prompt_are_not_trained() -> None:
         ([QUESTION, ANSWER | {"tool_calls": [{"id": 1}]}], "tool_calls of turn 1 must be a list of objects"),
         ([QUESTION, ANSWER | {"tool_calls": "f()"}], "tool_calls of turn 1 must be a list of objects"),
         ([QUESTION | {"content": [{"type": "text", "text": 3}]}, ANSWER], "a part of type text has 3 for text"),
-        ([QUESTION | {"content": [{"type": "video"}]}, ANSWER], "a part of content has type 'video'"),
+        ([QUESTION | {"content": [{"type": "sound"}]}, ANSWER], "a part of content has type 'sound'"),
     ],
 )
 def test_messages_that_are_none_are_refused_in_all_kinds_of_records(messages: list[dict], message: str) -> None:

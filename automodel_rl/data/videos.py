@@ -1,0 +1,124 @@
+"""Videos of chats, given as frames. Their size and number decide the number of tokens; pixels are read on the rank that
+encodes them."""
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image as Picture
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from automodel_rl.batch import Video
+from automodel_rl.data.images import ImageReader, open_picture, picture_size
+from automodel_rl.errors import InputError
+
+SETTINGS = ("video_preprocessor_config.json", "preprocessor_config.json")
+"""Files with the limits of a frame's pixels; the first that is there counts."""
+
+UNLIMITED = {"shortest_edge": 1, "longest_edge": 2**62}
+
+
+class Frames(NamedTuple):
+    """A video's frames.
+
+    Attributes:
+        paths: the pictures' files, in order.
+        fps: frames a second.
+    """
+
+    paths: tuple[str, ...]
+    fps: float
+
+
+class VideoReader:
+    """Reads videos in the form that a model takes. It can be pickled, and goes with videos to the ranks that encode
+    them.
+
+    Every two frames are one patch in time; the last frame stands twice if their number is odd.
+
+    Args:
+        folder: the checkpoint's folder.
+        config: the config of the whole model.
+        images: the model's reader of images, whose image processor also makes patches of frames.
+        pixels: the fewest and the most pixels of a frame; None for what the checkpoint's files say.
+    """
+
+    def __init__(
+        self, folder: Path, config: PretrainedConfig, images: ImageReader, pixels: tuple[int | None, int | None]
+    ):
+        self.token_id = config.video_token_id
+        self.processor = copy.copy(images.processor)
+        settings = next((folder / name for name in SETTINGS if (folder / name).is_file()), None)
+        own = _limits({} if settings is None else json.loads(settings.read_text()), images.processor.size)
+        self.least, self.most = (given or default for given, default in zip(pixels, own, strict=True))
+        self.processor.size = UNLIMITED  # frames get their size here, which is another one than that of images
+        vision = config.vision_config.to_dict()
+        self.positions_per_second = vision.get("tokens_per_second") or config.to_dict()["position_id_per_seconds"]
+
+    def __call__(self, source: Any, where: str) -> Video:
+        """A video whose frames are not read yet.
+
+        Args:
+            source: its `Frames`.
+            where: its place in the data, for error messages.
+
+        Raises:
+            InputError: frames differ in size or cannot be opened, or the model's image processor refuses their size.
+        """
+        assert isinstance(source, Frames)  # made by `with_media_files`
+        sizes = {picture_size(path, where) for path in source.paths}
+        if len(sizes) != 1:
+            raise InputError(f"{where}: frames of a video have sizes {sorted(sizes)}: give all the same size")
+        height, width = self._resized(*sizes.pop(), where)
+        patch, merge, pair = self.processor.patch_size, self.processor.merge_size, self.processor.temporal_patch_size
+        grid = (-(-len(source.paths) // pair), height // patch, width // patch)
+        load = functools.partial(self.load, source.paths, where)
+        interval = self.positions_per_second * pair / source.fps
+        return Video(0, grid[0] * grid[1] * grid[2] // merge**2, grid, load, source.paths, interval=interval)
+
+    def load(self, source: tuple[str, ...], where: str) -> Tensor:
+        """The patches of a video, patch in time by patch in time, as the model's video processor lays them out.
+
+        Args:
+            source: the files of its frames.
+            where: its place in the data, for error messages.
+
+        Raises:
+            InputError: a frame is damaged.
+        """
+        pair = self.processor.temporal_patch_size
+        frames = [*source, *[source[-1]] * (-len(source) % pair)]
+        height, width = self._resized(*picture_size(source[0], where), where)
+        patches = [self._patches(open_picture(path, where), height, width) for path in frames]
+        taken = [
+            torch.stack([patches[first + place][:, :, place] for place in range(pair)], dim=2)
+            for first in range(0, len(frames), pair)
+        ]
+        return torch.cat(taken).flatten(1)
+
+    def _patches(self, frame: Picture.Image, height: int, width: int) -> Tensor:
+        """The patches of one frame, which has the place of all frames of a patch in time: [n, C, pair, pixels]."""
+        resized = frame.resize((width, height), Picture.Resampling(self.processor.resample))
+        made = torch.as_tensor(self.processor(images=[resized], return_tensors="pt")["pixel_values"])
+        patch, pair = self.processor.patch_size, self.processor.temporal_patch_size
+        return made.reshape(len(made), -1, pair, patch**2)
+
+    def _resized(self, height: int, width: int, where: str) -> tuple[int, int]:
+        factor = self.processor.patch_size * self.processor.merge_size
+        try:
+            return smart_resize(height, width, factor, self.least, self.most)
+        except ValueError as error:
+            raise InputError(f"{where}: the model's image processor refuses a frame ({error})") from None
+
+
+def _limits(settings: dict[str, Any], default: Any) -> tuple[int, int]:
+    """The fewest and the most pixels of a frame that a checkpoint's file says."""
+    size = settings.get("size") or {}
+    least = settings.get("min_pixels") or size.get("shortest_edge") or default["shortest_edge"]
+    most = settings.get("max_pixels") or size.get("longest_edge") or default["longest_edge"]
+    return least, most
