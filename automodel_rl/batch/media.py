@@ -96,9 +96,16 @@ class Video(Image):
     """A video in a sequence: an image whose grid has several patches in time.
 
     Attributes:
+        start, num_tokens, grid, pixels, row, is_bidirectional: as of an `Image`.
         source: the files of its frames.
         interval: rotary positions in time from one patch to the next, rounded down after they are summed (M-RoPE with
             absolute time, arXiv:2502.13923, section 2.1.3).
+
+    Example:
+        >>> import torch
+        >>> video = Video(start=3, num_tokens=8, grid=(2, 4, 4), pixels=torch.zeros(32, 1176), interval=4.0)
+        >>> video.size
+        (2, 4, 4)
     """
 
     plural: ClassVar[str] = "videos"
