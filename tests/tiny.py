@@ -7,6 +7,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     Gemma3Config,
     LlavaConfig,
     Mistral3Config,
@@ -20,7 +21,6 @@ from transformers import (
 )
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.model.multimodal import conditional_model
 from automodel_rl.tools.verify import comparison
 from tests.tiny_families import DENSE, SIZES, VOCAB, of_layers
 
@@ -221,5 +221,5 @@ def save_tiny_multimodal_model(
         tie_word_embeddings=tied,
         **{**special, **(ids or {})},
     )
-    model = conditional_model().from_config(config, dtype=torch.float64)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float64)
     save_lively(model, folder, dtype, plain_norms=family != "gemma3")

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import AutoModel, PretrainedConfig, Qwen2_5OmniThinkerTextModel
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniTextConfig
 
 
 def set_attention(config: PretrainedConfig, name: str) -> None:
@@ -28,6 +29,18 @@ def without_modules(module: nn.Module, names: Sequence[str]) -> nn.Module:
     found = copy.copy(module)
     found._modules = {name: None if name in names else child for name, child in module._modules.items()}
     return found
+
+
+def text_model(config: PretrainedConfig, **options: Any) -> Any:
+    """transformers' language model without a head, also where auto classes do not know it: Qwen2.5-Omni's.
+
+    Args:
+        config: the language model's config.
+        options: as of `AutoModel.from_config`.
+    """
+    if isinstance(config, Qwen2_5OmniTextConfig):
+        return Qwen2_5OmniThinkerTextModel._from_config(config, **options)
+    return AutoModel.from_config(config, **options)
 
 
 def apply_gate(experts: Any, gate_up: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ class LoraConfig(Section):
 
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter, or ends of their full names, such as 0.self_attn.q_proj.
-    all-linear: all but the head. experts: each expert of a mixture, which the other names do not mean. vision and
-    projector: all linear layers of a vision-language model's encoder, and of the projector after it; all-linear and
-    names that are not whole mean the language model alone."""
+    all-linear: all but the head. experts: each expert of a mixture, which the other names do not mean. vision, audio
+    and projector: all linear layers of that encoder of a multimodal model, and of the projector after it; all-linear
+    and names that are not whole mean the language model alone."""
 
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole beside the adapters and saved with them, such as embed_tokens and
@@ -118,8 +118,8 @@ class ModelConfig(Section):
     soft cap, if it has any; else sdpa, or eager, which alone computes soft caps."""
 
     frozen: tuple[Literal["vision", "audio", "projector", "language"], ...] = ()
-    """Parts of a vision-language model that are not trained: the encoder of images, the projector after it, the
-    language model."""
+    """Parts of a multimodal model that are not trained: the encoder of images or of audio, the projectors after them,
+    the language model."""
 
     lora: LoraConfig | None = None
     """Low-rank adapters to train in place of all weights; null trains the weights themselves."""

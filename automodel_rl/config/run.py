@@ -124,8 +124,8 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
 
     components: ComponentsConfig | None = None
-    """Meshes for the two components of a vision-language model, in place of `parallel`. By default both components are
-    on all ranks."""
+    """Meshes for the components of a multimodal model, in place of `parallel`. By default all components are on all
+    ranks."""
 
     memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

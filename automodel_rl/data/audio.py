@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoFeatureExtractor, PretrainedConfig
+from transformers import AutoFeatureExtractor, PretrainedConfig, WhisperFeatureExtractor
 
 from automodel_rl.batch import Audio
 from automodel_rl.errors import InputError
@@ -21,6 +21,12 @@ from automodel_rl.model.audio import (
     num_frames_of,
     spectrogram_shape,
 )
+
+LONGEST = 10**6
+"""Seconds of a file that tells a length: streaming encoders write the largest number for one that is not known."""
+
+OPEN_END = 2**31
+"""Size from which on a WAV file's header does not tell the size: it was written as a stream."""
 
 
 class AudioReader:
@@ -45,6 +51,11 @@ class AudioReader:
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"model.path={folder}: no feature extractor that transformers opens ({reason})") from None
+        if not isinstance(extractor, WhisperFeatureExtractor):
+            raise InputError(
+                f"model.path={folder}: the feature extractor is a {type(extractor).__name__} and no "
+                "WhisperFeatureExtractor: use the preprocessor_config.json that belongs to the model"
+            )
         self.rate, self.hop = extractor.sampling_rate, extractor.hop_length
         self.form, self.most_frames = audio_form(config), extractor.nb_max_frames
         made = (extractor.feature_size, self.most_frames)
@@ -106,8 +117,15 @@ class AudioReader:
             wave, rate = soundfile.read(_file(source), dtype="float32", always_2d=True)
         except (OSError, soundfile.SoundFileError) as error:
             raise _unreadable(source, where, error) from None
+        if not np.isfinite(wave).all():
+            raise InputError(f"{where}: the audio {_name(source)} has NaN or infinite samples: give an intact file")
         wave = soxr.resample(wave.mean(axis=1), rate, self.rate)
-        wanted = self._num_samples(source, where)  # a resampler may give one more or one less
+        wanted = self._num_samples(source, where)
+        if wanted - len(wave) > self.hop:  # a resampler may give one more or one less
+            raise InputError(
+                f"{where}: the audio {_name(source)} ends after {len(wave) / self.rate:.2f} s of "
+                f"{wanted / self.rate:.2f}: give an intact file"
+            )
         return np.pad(wave[:wanted], (0, max(0, wanted - len(wave))))
 
     def _num_samples(self, source: str | bytes, where: str) -> int:
@@ -117,6 +135,10 @@ class AudioReader:
             info = soundfile.info(_file(source))
         except (OSError, soundfile.SoundFileError) as error:
             raise _unreadable(source, where, error) from None
+        if info.frames > LONGEST * info.samplerate:
+            raise InputError(f"{where}: the audio {_name(source)} does not tell its length: write the file again")
+        if _is_cut(source):
+            raise InputError(f"{where}: the audio {_name(source)} is shorter than it says: give an intact file")
         return -(-info.frames * self.rate // info.samplerate)
 
 
@@ -137,6 +159,23 @@ def _file(source: str | bytes) -> Any:
     return source if isinstance(source, str) else io.BytesIO(source)
 
 
+def _is_cut(source: str | bytes) -> bool:
+    """Whether a WAV file is shorter than its header says. Readers take what is there; other formats are refused."""
+    head, size = (
+        (source[:8], len(source)) if isinstance(source, bytes) else (_head(source), Path(source).stat().st_size)
+    )
+    said = int.from_bytes(head[4:8], "little")
+    return head[:4] == b"RIFF" and 0 < said < OPEN_END and said + 8 > size + 1  # an odd file may lack its last pad
+
+
+def _head(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(8)
+
+
+def _name(source: str | bytes) -> str:
+    return source if isinstance(source, str) else "in its bytes"
+
+
 def _unreadable(source: str | bytes, where: str, error: Exception) -> InputError:
-    name = source if isinstance(source, str) else "in its bytes"
-    return InputError(f"{where}: cannot read the audio {name} ({error}): give an intact file")
+    return InputError(f"{where}: cannot read the audio {_name(source)} ({error}): give an intact file")

@@ -59,11 +59,6 @@ class MediaReaders:
         """
         return [self.of_parts[part["type"]](part["path"], where) for part in media_parts(messages)]
 
-    def load(self, item: Media, where: str) -> Tensor:
-        """What an encoder takes of an image or clip with a source, as `MediaReader.load`."""
-        assert item.source is not None
-        return self.of_parts[part_type(item)].load(item.source, where)
-
     def expand(self, sequence: TokenSequence, media: Sequence[Media], where: str) -> TokenSequence:
         """A sequence in which each image and clip has all of its tokens. The chat template writes only one for each.
 

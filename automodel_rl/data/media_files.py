@@ -25,7 +25,7 @@ def with_media_files(
     Raises:
         InputError: there are more parts than files or fewer, or one is no file.
     """
-    left = {kind: iter(_listed(kind, optional(record, config, column, where))) for kind, column in MEDIA_PARTS.items()}
+    left = {kind: iter(listed(kind, optional(record, config, column, where))) for kind, column in MEDIA_PARTS.items()}
 
     def named(part: dict[str, Any]) -> dict[str, Any]:
         kind = part["type"]
@@ -34,7 +34,8 @@ def with_media_files(
         source = part.get("path") or part.get(kind) or next(left[kind], None)
         if source is None:
             raise InputError(
-                f"{where}: a part of type {kind} has no file: name one for each in the column {MEDIA_PARTS[kind]}"
+                f"{where}: a part of type {kind} has no file: name one in the part as path, or one for each in the "
+                f"column {MEDIA_PARTS[kind]}"
             )
         folder = Path(config.path).parent
         if kind == "video":
@@ -58,7 +59,7 @@ def with_media_files(
     return result
 
 
-def _listed(kind: str, value: Any) -> list[Any]:
+def listed(kind: str, value: Any) -> list[Any]:
     """The files of a column: of a list, or a single one."""
     if value is None:
         return []

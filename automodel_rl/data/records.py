@@ -56,6 +56,7 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat 
         text = required(record, config, "text", where)
         if not isinstance(text, str) or not text:
             raise InputError(f"{where}: text must be a text that is not empty")
+        with_media_files([], record, config, where)  # which a text has no parts for
         return Text(text)
     if form == ("messages",):
         prompt, messages = [], _messages(record, config, "messages", where)

@@ -8,7 +8,8 @@ from typing import Any
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import DataConfig, SourcesConfig
 from automodel_rl.data.columns import MISSING, look_up, names_of
-from automodel_rl.data.messages import SHAREGPT_ROLES
+from automodel_rl.data.media_files import listed
+from automodel_rl.data.messages import MEDIA_PARTS, SHAREGPT_ROLES, media_parts
 from automodel_rl.data.sources import Source, open_source
 
 
@@ -66,7 +67,18 @@ class SplitTurns:
         name, messages = self._messages(record)
         *earlier, last = messages[: turns[turn] + 1]
         kept = [{**message, "weight": 0} if _is_answer(message) else message for message in earlier]
-        return _with_value(record, name, [*kept, last])
+        return _with_value(self._with_media_of(record, [*earlier, last]), name, [*kept, last])
+
+    def _with_media_of(self, record: dict[str, Any], messages: list[Any]) -> dict[str, Any]:
+        """The record with only those files in its columns that messages up to some turn have parts for."""
+        for kind, column in MEDIA_PARTS.items():
+            name = names_of(self.config, column)[0]
+            if (files := look_up(record, name)) not in (MISSING, None):
+                own = [message for message in messages if isinstance(message, dict)]
+                parts = [part for part in media_parts(own) if part["type"] == kind]
+                unnamed = [part for part in parts if not (part.get("path") or part.get(kind))]
+                record = _with_value(record, name, listed(kind, files)[: len(unnamed)])
+        return record
 
 
 def _is_answer(message: Any) -> bool:

@@ -90,7 +90,7 @@ class MemoryModel:
     """Plans layouts of one model. Everything that depends on the model alone is computed once.
 
     Args:
-        whole: the config of the whole model. Of a vision-language model it plans the language model.
+        whole: the config of the whole model. Of a multimodal model it plans the language model.
         model: the config section with its precision and adapters.
         microbatch_tokens: capacity of a microbatch in tokens.
         optimizer: the optimizer's config.

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
+from automodel_rl.compat.modules import text_model
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.mixture.experts import transpose_experts
 from automodel_rl.model.encoder import as_encoder, freeze
-from automodel_rl.model.multimodal import conditional_model, split_modules
+from automodel_rl.model.multimodal import split_modules
 from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
 from automodel_rl.support.description import language_config
 from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
@@ -59,7 +60,7 @@ def causal_model(config: PretrainedConfig, **options: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, **options)
     options.pop("experts_implementation", None)
     part: Any = nn.Module()
-    part.config, part.model = config, AutoModel.from_config(config, **options)
+    part.config, part.model = config, text_model(config, **options)
     part.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=options["dtype"])
     if config.tie_word_embeddings:
         part.lm_head.weight = part.model.embed_tokens.weight
@@ -83,7 +84,7 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
             add_adapters(model, lora)
         return [model]
     with torch.device("meta"):
-        whole = conditional_model().from_config(copy.deepcopy(config), dtype=dtype)
+        whole = AutoModelForMultimodalLM.from_config(copy.deepcopy(config), dtype=dtype)
         transpose_experts(whole, FAMILIES[language_config(config).model_type])
         language, encoders = split_modules(whole, language_config(config))
         if config.tie_word_embeddings:

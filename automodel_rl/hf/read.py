@@ -44,9 +44,11 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     whole = read_whole_config(folder)
     if whole.model_type not in COMPOSITES:
+        if "tie_word_embeddings" not in whole.to_dict():  # Qwen2-Audio's config class does not know the key
+            whole.tie_word_embeddings = False
         return whole
     key = COMPOSITES[whole.model_type]
-    part = whole.to_dict()[key] if False else vars(whole)[key]
+    part = vars(whole)[key]
     if key == "text_config":
         part.tie_word_embeddings = whole.tie_word_embeddings
     return part

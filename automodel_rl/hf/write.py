@@ -22,6 +22,7 @@ KEPT_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
     "chat_template.json",
+    "spk_dict.pt",  # voices of Qwen2.5-Omni, without which transformers opens no whole model
 )
 
 QUANTIZATION = "quantization_config"
@@ -60,7 +61,7 @@ def save_hf_checkpoint(
         components: the components of which this rank has parts.
         config: the model's config, saved as config.json.
         tokenizer: the tokenizer to save along, if given.
-        source: folder of the checkpoint that the model came from; its generation settings and image processor are kept.
+        source: folder of the checkpoint that the model came from; its generation settings and processors are kept.
         world: the group of all ranks.
     """
     with complete_folder(folder, world) as unfinished:
@@ -96,7 +97,7 @@ def write_description(
         folder: the checkpoint's folder.
         config: the model's config, saved as config.json.
         tokenizer: the tokenizer to save along, if given.
-        source: folder of the checkpoint that the model came from; its generation settings and image processor are kept.
+        source: folder of the checkpoint that the model came from; its generation settings and processors are kept.
     """
     exported = type(config).from_dict(config.to_dict())
     if QUANTIZATION in exported.to_dict():  # the weights that are written are plain

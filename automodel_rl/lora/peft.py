@@ -80,7 +80,9 @@ class AdapterFolder:
                 rank=self._rank,
                 alpha=values["lora_alpha"],
                 rslora=values.get("use_rslora", False),
-                targets=self._layers if isinstance(targets, str) or self._is_seeing else self._names(targets, values),
+                targets=self._layers
+                if isinstance(targets, str) or self._is_multimodal
+                else self._names(targets, values),
                 modules_to_save=values.get("modules_to_save") or (),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -149,8 +151,8 @@ class AdapterFolder:
             local.copy_(merged(local.cpu(), own, up[box[0]], self.config.scale, is_transposed))
 
     @cached_property
-    def _is_seeing(self) -> bool:
-        """Whether they belong to a vision-language model. Short names may then also mean layers of the encoder."""
+    def _is_multimodal(self) -> bool:
+        """Whether they belong to a multimodal model. Short names may then also mean layers of an encoder."""
         try:
             with safe_open(self.folder / WEIGHTS, "pt") as file:
                 names = [*file.keys()]
@@ -259,13 +261,13 @@ def write_single_adapters(folder: Path, tensors: dict[str, Tensor], origin: Adap
 
 def _name_in_class(name: str, family: str) -> str:
     """The name that PEFT sees of a tensor or layer: that in transformers' class, where the language model of a
-    vision-language model is a module of its own."""
-    if not _is_seeing(family):
+    multimodal model is a module of its own."""
+    if not _is_multimodal(family):
         return name
     return re.sub(r"^model\.(layers|embed_tokens|norm)\.", r"model.language_model.\1.", name)
 
 
-def _is_seeing(family: str) -> bool:
+def _is_multimodal(family: str) -> bool:
     return FAMILIES[family].multimodal is not None
 
 
@@ -308,7 +310,7 @@ def _peft_targets(layers: list[str], origin: AdapterOrigin) -> dict[str, list[st
     dense = [layer for layer in layers if not layer.endswith(_OF_STACKS)]
     by_weight = [layer for layer in dense if layer.rpartition(".")[2] in of_experts]
     # PEFT would find the same short names in the encoder.
-    has_full_names = _is_seeing(origin.family) or any(
+    has_full_names = _is_multimodal(origin.family) or any(
         target.count(".") > target.startswith(f"{EXPERTS}.") for target in origin.config.targets
     )
     by_name = {layer if has_full_names else layer.rpartition(".")[2] for layer in dense if layer not in by_weight}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from nemo_automodel.components.utils.model_utils import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from automodel_rl.compat.nemo import nemo_model
 from automodel_rl.compat.nemo_mixtures import nemo_mixture
@@ -15,7 +15,7 @@ from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_ex
 from automodel_rl.model.attention import register_attention
 from automodel_rl.model.encoder import EncoderPart
 from automodel_rl.model.linear_attention import set_decays_apart
-from automodel_rl.model.multimodal import conditional_model, split_modules
+from automodel_rl.model.multimodal import split_modules
 from automodel_rl.support.description import language_config
 from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 from automodel_rl.support.families import FAMILIES
@@ -65,7 +65,7 @@ def build_empty_model(
             model = nemo_model(family.nemo_class, config, dtype, attention)
         elif config.model_type in MULTIMODAL_FAMILIES:
             encoders = MULTIMODAL_FAMILIES[config.model_type].encoders
-            model = conditional_model().from_config(
+            model = AutoModelForMultimodalLM.from_config(
                 config,
                 dtype=dtype,
                 attn_implementation={"text_config": attention, **{f"{name}_config": "sdpa" for name in encoders}},

@@ -302,11 +302,10 @@ class ModelHandle:
         return found
 
     def _copied_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of a composite checkpoint that are not trained, from one rank, in the compute dtype."""
+        """Tensors of a composite checkpoint that belong to no part, from one rank, as they are."""
         assert self._checkpoint is not None
         for name in self.unused_tensors if self.layout.writes_for_stage and self.layout.pp_rank == 0 else ():
-            tensor = self._checkpoint.read(name)
-            yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            yield name, self._checkpoint.read(name)
 
     def let_read(self, hold: Callable[[], None]) -> None:
         """Lets something read the weights while the model computes.

@@ -3,12 +3,7 @@
 import math
 from typing import Any
 
-from transformers import (
-    AutoModelForMultimodalLM,
-    PretrainedConfig,
-    Qwen2_5OmniThinkerConfig,
-    Qwen2_5OmniThinkerForConditionalGeneration,
-)
+from transformers import PretrainedConfig
 
 from automodel_rl.batch import Image, Media
 from automodel_rl.model.audio import AudioPart, num_audio_positions
@@ -19,14 +14,6 @@ from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 
 PARTS: dict[str, type[EncoderPart]] = {part.name: part for part in (VisionPart, AudioPart)}
 """The class of each component's part."""
-
-
-def conditional_model() -> Any:
-    """The auto class of multimodal models."""
-    AutoModelForMultimodalLM.register(  # which is no model of its own for transformers
-        Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration, exist_ok=True
-    )
-    return AutoModelForMultimodalLM
 
 
 def language_model(whole: Any) -> Any:

@@ -1,5 +1,6 @@
 """The encoder of images: pixels in, embeddings of the language model out."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -88,14 +89,14 @@ def blank_image(config: PretrainedConfig) -> Image:
     if image_form(config) is ImageForm.PATCHES:
         size = token_patches(config)
         patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return Image(0, 1, (1, size, size), torch.zeros(size * size, patch))
+        return Image(0, 1, (1, size, size), functools.partial(torch.zeros, size * size, patch))
     if image_form(config) is ImageForm.ANY_SIZE:
         merge = token_patches(config)
         side = merge * vision.patch_size
-        return Image(0, 2, (1, merge, merge), torch.zeros(vision.num_channels, side, side), row=1)
+        return Image(0, 2, (1, merge, merge), functools.partial(torch.zeros, vision.num_channels, side, side), row=1)
     side = vision.image_size
     grid = side // vision.patch_size
-    pixels = torch.zeros(vision.num_channels, side, side)
+    pixels = functools.partial(torch.zeros, vision.num_channels, side, side)  # no tensor: it can be pickled
     pooled = config.to_dict().get("mm_tokens_per_image")
     if pooled is not None:
         is_bidirectional = MULTIMODAL_FAMILIES[config.model_type].is_bidirectional

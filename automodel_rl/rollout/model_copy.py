@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.data.media import MediaReaders
@@ -19,7 +19,7 @@ from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.layers import install_adapters, is_adapter
 from automodel_rl.mixture.experts import EXPERTS, experts_of, register_experts, transpose_experts
 from automodel_rl.mixture.routers import RouterOutput, in_order, routers_of
-from automodel_rl.model.multimodal import conditional_model, language_model
+from automodel_rl.model.multimodal import language_model
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.support.families import FAMILIES
@@ -58,7 +58,7 @@ def build_model(copy: ModelCopy) -> Any:
     config = type(copy.config).from_dict(copy.config.to_dict())  # the trained model's config names its own attention
     # transformers' sdpa ignores soft caps and sinks, and its grouped_mm does not support float64.
     kernels: dict[str, Any] = {"attn_implementation": "eager" if describe_model(config).lacks_sdpa else "sdpa"}
-    whole = AutoModelForCausalLM if copy.media is None else conditional_model()
+    whole = AutoModelForCausalLM if copy.media is None else AutoModelForMultimodalLM
     family = FAMILIES[language_config(config).model_type]
     if family.files_turn_experts:
         register_experts()

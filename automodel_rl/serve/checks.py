@@ -9,8 +9,11 @@ import numpy as np
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Sampling
+from automodel_rl.hf.find import find_model
+from automodel_rl.hf.read import read_config
 from automodel_rl.serve.messages import Datum, Prompt, RunShape
 from automodel_rl.serve.requests import CreateModelBody, SampleBody, number_of
+from automodel_rl.support.description import describe_model
 
 TARGETS = "target_tokens"
 
@@ -28,6 +31,13 @@ _CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
 SETTINGS: dict[str, tuple[str, ...]] = {"ppo": _CLIPS, "cispo": _CLIPS, "dro": ("beta",)}
 """The settings of these losses."""
+
+
+def check_model(config: ServeConfig) -> None:
+    """Raises InputError if the service's model is not served."""
+    multimodal = describe_model(read_config(find_model(config.model, with_weights=False).folder)).multimodal
+    if multimodal is not None:
+        raise InputError(f"model.path: a {multimodal!r} model has encoders, and models of text alone are served")
 
 
 def check_base_model(name: str | None, config: ServeConfig) -> None:

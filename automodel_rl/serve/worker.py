@@ -17,6 +17,7 @@ from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.peak_memory import peak_memory
+from automodel_rl.serve.checks import check_model
 from automodel_rl.serve.messages import (
     CreateRun,
     Done,
@@ -57,6 +58,7 @@ class Worker:
     """
 
     def __init__(self, config: ServeConfig):
+        check_model(config)
         self.handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory)
         self.engine = Engine(self.handle, OptimizerConfig(decay="constant", max_skipped_steps=NEVER))
         self.runs = Runs(self.engine, config.microbatch_tokens)

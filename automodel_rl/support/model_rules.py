@@ -33,9 +33,11 @@ def _family(asked: Combination) -> str | None:
     )
 
 
+_TEXT_COMPOSITES = [name for name, part in COMPOSITES.items() if part == "text_config"]
+
 FAMILY = Rule(
     "transformers models",
-    f"{', '.join(TEXT_FAMILIES)}; the language models in {', '.join(COMPOSITES)}",
+    f"{', '.join(TEXT_FAMILIES)}; the language models in {', '.join(_TEXT_COMPOSITES)}",
     _family,
     (
         Example(

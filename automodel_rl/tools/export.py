@@ -91,7 +91,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         if model.lora is not None:
             tensors = merged_tensors(weights, _trained(reader), model.lora.scale, dtypes_of(model)[0])
         else:
-            tensors = _model_tensors(reader, model, weights)
+            tensors = _model_tensors(reader, model, weights, whole_config)
         write_weights(folder, tensors)
         exported = read_whole_config(files.folder) if weights.is_composite else whole_config
         write_description(folder, _in_dtype(exported, dtypes_of(model)[0]), tokenizer, files.folder)
@@ -236,10 +236,13 @@ def merged_tensors(
     yield from ((name, tensor.to(dtype)) for name, tensor in saved.items())
 
 
-def _model_tensors(reader: SafetensorsReader, model: ModelConfig, source: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def _model_tensors(
+    reader: SafetensorsReader, model: ModelConfig, source: Checkpoint, config: PretrainedConfig
+) -> Iterator[tuple[str, Tensor]]:
     """Tensors by their Hugging Face names: trained weights in the compute dtype, buffers in their own dtype, and from
-    the source what was not trained."""
+    the source what was not trained. Of a composite that is also what belongs to no part, as it is."""
     dtype = dtypes_of(model)[0]
+    foreign = {*source.unused(empty_parts(config, dtype, model))}
     seen = set()
     for key in reader.shapes:
         weight, buffer = WEIGHT.fullmatch(key), BUFFER.fullmatch(key)
@@ -252,7 +255,9 @@ def _model_tensors(reader: SafetensorsReader, model: ModelConfig, source: Checkp
         for name, tensor in tensors:
             seen.add(name)
             yield name, tensor
-    for name in source.names if model.frozen or source.is_composite else ():
-        if name not in seen and not name.endswith(TIED_HEAD):
+    for name in source.names:
+        if name in foreign and source.is_composite:
+            yield name, source.read(name)
+        elif name not in seen and name not in foreign and not (config.tie_word_embeddings and name.endswith(TIED_HEAD)):
             tensor = source.read(name)
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor

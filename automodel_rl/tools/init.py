@@ -184,7 +184,7 @@ def _add_layout(
     else:
         card = find_device(name)
         device, memory = card.name, card.num_bytes
-    language = language_config(full)
+    language, encoders = language_config(full), describe_model(full).encoders
     for parallel, mode in itertools.product(_layouts(count, full), ("none", "selective", "full")):
         trial = {**values, "parallel": parallel, "memory": {"activation_checkpointing": mode}}
         try:
@@ -194,12 +194,19 @@ def _add_layout(
             continue
         if size.num_tokens >= max(size.needed, longest, 4096):
             values["parallel"] = parallel
+            if encoders:  # beside whose images or clips the largest microbatch is not known
+                values["batch"]["microbatch_tokens"] = max(size.needed, longest, 4096)
             if mode != "none":
                 values["memory"] = {"activation_checkpointing": mode}
             layout = ", ".join(f"{axis} {number}" for axis, number in parallel.items())
             return [f"{count} x {device}: {layout or 'one rank'}, {size.planned / GIB:.0f} of {memory / GIB:.0f} GiB"]
     values["parallel"] = {"dp_shard": count} if count > 1 else {}
     values["memory"] = {"activation_checkpointing": "full"}
+    if encoders:
+        raise InputError(
+            f"{count} x {device}: training all weights does not fit: write the config by hand, with components, frozen "
+            "parts or model.lora, and ask automodel-rl plan"
+        )
     values["model"]["lora"] = {"rank": 16, "targets": "all-linear"}
     return [f"{count} x {device}: training all weights does not fit, so adapters are trained (model.lora)"]
 

@@ -71,7 +71,18 @@ def difference_in_bf16(folder: Path, components: ComponentsConfig) -> float:
     return torch.cat(gaps).mean().item() if gaps else 0.0
 
 
-@pytest.mark.parametrize("family", [LLAVA, QWEN])
-def test_kernels_of_16_bits_agree_with_transformers(ranks: RankPool, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "components"),
+    [
+        (LLAVA, SIDE_BY_SIDE),
+        (QWEN, SIDE_BY_SIDE),
+        ("qwen2_audio", one_layout(ParallelConfig(dp_shard=2), ["audio"])),
+        ("qwen2_5_omni_thinker", one_layout(ParallelConfig(dp_shard=2), ["vision", "audio"])),
+    ],
+    ids=str,
+)
+def test_kernels_of_16_bits_agree_with_transformers(
+    ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
+) -> None:
     save_tiny_multimodal_model(tmp_path, family)
-    assert max(ranks(needs(SIDE_BY_SIDE)).run(difference_in_bf16, tmp_path, SIDE_BY_SIDE)) < 0.02
+    assert max(ranks(needs(components)).run(difference_in_bf16, tmp_path, components)) < 0.02

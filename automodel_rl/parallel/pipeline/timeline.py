@@ -48,7 +48,7 @@ def stages_of_ranks(parallel: ParallelConfig) -> list[list[int]]:
 
 @functools.cache
 def encoded_ahead(parallel: ParallelConfig, num_microbatches: int) -> int:
-    """How many microbatches' images an encoder on ranks of its own encodes before the first backward.
+    """How many microbatches' media an encoder on ranks of its own encodes before the first backward.
 
     As many as the first stage has forwards before a microbatch's gradient is there, and one more, which is encoded
     meanwhile. With fewer, the first stage would wait for the encoder, and the encoder for the first stage.

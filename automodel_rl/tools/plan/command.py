@@ -168,7 +168,7 @@ def _on_gpus(config: AnyConfig, num_gpus: int | None) -> AnyConfig:
     if num_gpus is None:
         return config
     if config.components is not None:
-        raise InputError(f"--gpus {num_gpus}: components names the ranks of both components: change them there")
+        raise InputError(f"--gpus {num_gpus}: components names the ranks of each component: change them there")
     return with_layout(config, _spread(config.parallel, num_gpus), config.memory)
 
 

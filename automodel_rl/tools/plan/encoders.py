@@ -1,8 +1,8 @@
 """Memory of one rank of a multimodal model's encoder in one training step.
 
-Where both components share ranks, all media of a step are encoded before the language model's schedule, and their
-activations are kept until its end, beside the language model's. An encoder on ranks of its own keeps those of the
-microbatches that it has encoded ahead. The extra memory of one layer's backward is left out.
+Where an encoder and the language model share ranks, all media of a step are encoded before the language model's
+schedule, and their activations are kept until its end, beside the language model's. An encoder on ranks of its own
+keeps those of the microbatches that it has encoded ahead. The extra memory of one layer's backward is left out.
 """
 
 import functools
@@ -31,7 +31,7 @@ from automodel_rl.support.description import ImageForm, encoder_config, image_fo
 from automodel_rl.tools.plan.packing import Packing, microbatches
 
 STAND_IN = "automodel_rl_plan_flash"
-"""Name of the attention stand-in. It contains "flash", so encoders pass all images in one call (model/vision.py)."""
+"""Name of the attention stand-in. It contains "flash", so encoders pass all media in one call (model/varlen.py)."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Case:
         dtype, implementation, attention: settings of the model.
         memory: the config section on recomputation and offloading.
         replay: whether tokens of a mixture follow routes.
-        components: meshes for the components of a vision-language model, in place of `parallel`.
+        components: meshes for the components of a multimodal model, in place of `parallel`.
         frozen: what `model.frozen` names, which is not trained.
         aux_loss: weight of a mixture's load-balancing loss.
         optimizer: the optimizer's name.

@@ -18,7 +18,7 @@ def ranks_to_verify(config: RunConfig) -> int:
     if config.components.world_size > MOST_RANKS:
         raise InputError(
             f"components has {config.components.world_size} ranks and verify runs on at most {MOST_RANKS}: give it a "
-            "config with fewer data ranks of both components"
+            "config with fewer data ranks of each component"
         )
     return config.components.world_size
 

@@ -18,6 +18,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
 )
 
 from automodel_rl.batch import Audio, Image, Routes, TokenSequence, Video
@@ -25,7 +26,6 @@ from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
 from automodel_rl.model.audio import clip_arguments
-from automodel_rl.model.multimodal import conditional_model
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
 from automodel_rl.support.families import FAMILIES, MULTIMODAL_FAMILIES, Family
 from automodel_rl.tools.verify.media import clips_of
@@ -203,7 +203,7 @@ class OneProcess:
         # transformers' sdpa ignores soft caps and sinks.
         plain = config.get("attn_logit_softcapping") is None and not FAMILIES[config["model_type"]].has_sinks
         has_encoder = config["model_type"] in MULTIMODAL_FAMILIES
-        kind = conditional_model() if has_encoder else AutoModelForCausalLM
+        kind = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from automodel_rl.config import ParallelConfig
-from automodel_rl.model.multimodal import conditional_model
 from automodel_rl.support.description import encoder_config, experts_per_token, language_config
 from automodel_rl.support.families import MULTIMODAL_FAMILIES
 
@@ -168,7 +167,7 @@ def _num_experts(config: PretrainedConfig, key: str, parallel: ParallelConfig) -
 def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """Writes a checkpoint with livelier weights than the default initialisation, so that differences show."""
     generator = torch.Generator().manual_seed(0)
-    kind = conditional_model() if config.model_type in MULTIMODAL_FAMILIES else AutoModelForCausalLM
+    kind = AutoModelForMultimodalLM if config.model_type in MULTIMODAL_FAMILIES else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

@@ -1,5 +1,6 @@
 """Models that hear: encoder of audio and language model on any meshes compute the numbers of one process."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,19 @@ def test_a_model_with_two_encoders_equals_one_process(ranks: RankPool, tmp_path:
 
 
 def train_and_export(folder: Path, out: Path, components: ComponentsConfig | None) -> list[str]:
-    model = ModelConfig(path=str(folder), dtype="float32")
-    handle = ModelHandle.from_pretrained(model, components=components)
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), components=components)
     engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
     engine.train_step(microbatches_of(engine, (2,)), sft_loss)
     handle.save_pretrained(out)
     return handle.unused_tensors
+
+
+def test_a_config_as_on_the_hub_does_not_say_whether_embeddings_are_tied(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_multimodal_model(tmp_path, "qwen2_audio")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_equal(ranks, tmp_path, Case(microbatches=(1, 2)))
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -100,7 +108,9 @@ def test_the_thinker_of_a_whole_model_is_trained_and_the_rest_is_kept(ranks: Ran
     save_tiny_multimodal_model(tmp_path / "thinker", "qwen2_5_omni_thinker", dtype=torch.float32)
     tensors = load_file(tmp_path / "thinker" / "model.safetensors")
     (tmp_path / "whole").mkdir()
-    whole = {f"thinker.{name}": tensor for name, tensor in tensors.items()} | {"talker.norm.weight": torch.ones(4)}
+    kept = torch.tensor([1.0001234, 1.0])  # not a number of bfloat16
+    whole = {f"thinker.{name}": tensor for name, tensor in tensors.items()} | {"talker.norm.weight": kept}
+    (tmp_path / "whole" / "spk_dict.pt").write_bytes(b"voices")
     save_file(whole, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
     thinker = AutoConfig.from_pretrained(tmp_path / "thinker")
     Qwen2_5OmniConfig(thinker_config=thinker.to_dict()).save_pretrained(tmp_path / "whole")
@@ -110,9 +120,10 @@ def test_the_thinker_of_a_whole_model_is_trained_and_the_rest_is_kept(ranks: Ran
         assert unused[0] == ["talker.norm.weight"]
         exported = tensors_of(tmp_path / name)
         assert exported.keys() == whole.keys()
-        assert torch.equal(exported["talker.norm.weight"], torch.ones(4))
+        assert torch.equal(exported["talker.norm.weight"], kept)
+        assert (tmp_path / name / "spk_dict.pt").read_bytes() == b"voices"
         assert not torch.equal(exported["thinker.lm_head.weight"], whole["thinker.lm_head.weight"])
         assert AutoConfig.from_pretrained(tmp_path / name).model_type == "qwen2_5_omni"
     alone, spread = (tensors_of(tmp_path / name) for name in ("one", "apart"))
     for key, tensor in alone.items():
-        torch.testing.assert_close(spread[key], tensor, rtol=0, atol=1e-4, msg=key)
+        torch.testing.assert_close(spread[key], tensor, rtol=0, atol=2e-2, msg=key)

@@ -29,6 +29,7 @@ from automodel_rl.tools.plan.devices import find_device
 from automodel_rl.tools.plan.encoders import plan_encoders
 from automodel_rl.tools.plan.packing import Packing
 from automodel_rl.tools.verify.media import with_media
+from tests.audio import make_hearing_workspace
 from tests.distributed.tools.test_verify import config_of
 from tests.processes import run_command
 from tests.rank_pool import RankPool
@@ -207,6 +208,17 @@ def test_bytes_of_an_encoder_are_those_of_a_run(
     # An encoder's last layer may take no part, and has no moments then.
     assert 0.5 * planned.moments < max(moments for _, moments, _ in real) <= planned.moments
     assert max(parameters for _, _, parameters in real) == planned.parameters
+
+
+def test_a_plan_counts_every_encoder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make_hearing_workspace(tmp_path, "qwen2_5_omni_thinker", num_chats=4)
+    config = config_of(tmp_path / "model", {}).model_dump()
+    data = {"train": [{"path": str(tmp_path / "train.jsonl")}]}
+    capsys.readouterr()  # what transformers says when it saves
+    plan(SFTConfig.model_validate({**config, "data": data}), None, find_device("H200"), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert all(found["encoders"][name]["activations"] > 0 for name in ("vision", "audio"))
+    assert found["peak_bytes"] > sum(encoder["peak"] for encoder in found["encoders"].values())
 
 
 def test_a_plan_of_two_modules_counts_both(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -83,6 +83,24 @@ def test_an_algorithm_trains_alike_on_any_placement(
             assert all(len(record.get(column, [])) == record["prompt"].count(mark) for record in records)
 
 
+def test_chats_are_split_with_the_clips_of_their_turns(ranks: RankPool, clips: dict[str, Path], tmp_path: Path) -> None:
+    record = next(
+        record
+        for record in map(json.loads, (clips[HEARS] / "train.jsonl").read_text().splitlines())
+        if len(record.get("audio", [])) == 2
+    )
+    first, second, third, fourth = record["messages"][0]["content"]
+    answer = record["messages"][1]
+    chat = [{"role": "user", "content": [first, second]}, answer, {"role": "user", "content": [third, fourth]}, answer]
+    files = [str(clips[HEARS] / file) for file in record["audio"]]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat, "audio": files}) + "\n")
+    data = {"train": [{"path": str(tmp_path / "chats.jsonl")}], "turns": "split"}
+    batch = {"sequences": 2, "microbatch_tokens": 250}
+    changes: dict[str, Any] = {"data": data, "batch": batch, "length": {"steps": 1}}
+    ranks(1).run(train, settings_of("sft", clips[HEARS], tmp_path / "run", **changes))
+    assert metrics_of(tmp_path / "run")[0]["data/num_sequences"] == 2
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -90,8 +108,9 @@ def test_an_algorithm_trains_alike_on_any_placement(
         ({"audio": ["nowhere.wav"]}, "train.jsonl:1: there is no file"),
         ({"audio": []}, "train.jsonl:1: a part of type audio has no file"),
         ({"images": ["red.png"]}, "train.jsonl:1: there are more images than parts of type image"),
+        ({"messages": None, "text": "a text"}, "train.jsonl:1: there are more audio than parts of type audio"),
     ],
-    ids=["no file", "too few", "pictures"],
+    ids=["no file", "too few", "pictures", "a text"],
 )
 def test_bad_clips_are_one_line_and_leave_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture, change: dict, message: str

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from transformers import AutoFeatureExtractor, AutoTokenizer, PreTrainedTokenizerBase, Qwen2AudioProcessor
+from transformers import (
+    AutoFeatureExtractor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2AudioProcessor,
+    SeamlessM4TFeatureExtractor,
+)
 
 from automodel_rl.data.audio import AudioReader
 from automodel_rl.data.chat import ChatTokenizer
@@ -89,6 +95,46 @@ def test_damaged_files_are_named(reader: AudioReader, tmp_path: Path) -> None:
         reader(str(tmp_path / "text.wav"), "chats.jsonl:3")
     with pytest.raises(InputError, match="audio is a dict: give the path of a file, or its bytes"):
         reader({"array": [0.0]}, "here")
+
+
+@pytest.mark.parametrize("ending", ["flac", "ogg", "mp3"])
+def test_compressed_files_are_read(reader: AudioReader, tmp_path: Path, ending: str) -> None:
+    tone(tmp_path / f"tone.{ending}", 400, 0.5, 16000)
+    clip = reader(str(tmp_path / f"tone.{ending}"), "here")
+    assert clip.num_tokens == 12
+    assert reader.samples(str(tmp_path / f"tone.{ending}"), "here").std() == pytest.approx(0.5 / 2**0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("ending", ["wav", "flac", "ogg", "mp3"])
+def test_a_file_that_is_cut_off_is_refused(reader: AudioReader, tmp_path: Path, ending: str) -> None:
+    """Whoever reads it: libraries fill up some formats with silence, or take what is there."""
+    tone(tmp_path / f"tone.{ending}", 400, 0.9, 16000)
+    whole = (tmp_path / f"tone.{ending}").read_bytes()
+    with pytest.raises(InputError, match="x:1: .*give an intact file"):
+        reader(whole[: len(whole) // 2], "x:1").load()
+
+
+def test_samples_that_are_no_numbers_are_refused(reader: AudioReader, tmp_path: Path) -> None:
+    wave = np.zeros(8000, dtype=np.float32)
+    wave[100] = np.nan
+    soundfile.write(tmp_path / "nan.wav", wave, 16000, subtype="FLOAT")
+    with pytest.raises(InputError, match="x:1: the audio .*nan.wav has NaN or infinite samples"):
+        reader(str(tmp_path / "nan.wav"), "x:1").load()
+
+
+def test_a_file_that_does_not_tell_its_length_is_refused(reader: AudioReader, tmp_path: Path) -> None:
+    tone(tmp_path / "tone.flac", 400, 0.5, 16000)
+    stream = bytearray((tmp_path / "tone.flac").read_bytes())
+    stream[21] &= 0xF0  # the number of samples in the first block, 36 bits
+    stream[22:26] = bytes(4)
+    with pytest.raises(InputError, match="x:1: the audio in its bytes does not tell its length: write the file again"):
+        reader(bytes(stream), "x:1")
+
+
+def test_a_feature_extractor_of_another_kind_is_refused(model: Path, tmp_path: Path) -> None:
+    SeamlessM4TFeatureExtractor().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="is a SeamlessM4TFeatureExtractor and no WhisperFeatureExtractor"):
+        AudioReader(tmp_path, read_config(model))
 
 
 def test_a_feature_extractor_of_another_model_is_refused(model: Path) -> None:
