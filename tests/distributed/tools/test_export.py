@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_rl.cli import main
+from tests.audio import make_hearing_workspace
 from tests.distributed.trainers.runs import Settings, assert_same_weights, settings_of, train, write
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
@@ -43,6 +44,19 @@ def test_the_last_checkpoint_exports_to_what_the_run_has_saved(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "run" / "final")
     if "lora" not in model:
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("frozen", [[], ["language"]], ids=["all is trained", "frozen language model"])
+def test_a_model_that_hears_exports_to_what_the_run_has_saved(tmp_path: Path, frozen: list[str]) -> None:
+    """With positions of the encoder that transformers never trains, and with a head that the run has frozen."""
+    make_hearing_workspace(tmp_path, num_chats=8)
+    settings = settings_of("sft", tmp_path, tmp_path / "run", length={"steps": 1}, batch={"sequences": 4})
+    settings["model"] |= {"frozen": frozen}
+    settings["batch"]["microbatch_tokens"] = 250
+    train(settings)
+    assert main(["export", str(tmp_path / "run" / "checkpoints" / "step_1"), str(tmp_path / "out")]) == 0
+    assert_same_weights(tmp_path / "run" / "final", tmp_path / "out")
 
 
 def test_adapters_of_a_mixture_with_dense_layers_export_to_the_same_files(

@@ -9,6 +9,7 @@ from automodel_rl.cli import main
 from automodel_rl.config import load_config
 from automodel_rl.errors import InputError
 from automodel_rl.tools.init import guess_columns
+from tests.audio import make_hearing_workspace
 from tests.distributed.trainers.runs import metrics_of
 from tests.tiny import save_tiny_model
 
@@ -71,6 +72,14 @@ def test_a_layout_that_fits_is_chosen(workspace: Path, tmp_path: Path) -> None:
         written = load_config(out)
         chosen[count, device] = (written.parallel.world_size, written.model.lora is not None)
     assert chosen == {(1, "H200"): (1, False), (1, "4090"): (1, True), (8, "4090"): (8, False)}
+
+
+def test_a_model_that_hears_gets_a_number_of_tokens(tmp_path: Path) -> None:
+    make_hearing_workspace(tmp_path, num_chats=8)
+    out = tmp_path / "sft.yaml"
+    target = ["--out", str(out), "--gpus", "1", "--device", "H200"]
+    assert main(["init", "sft", str(tmp_path / "model"), str(tmp_path / "train.jsonl"), *target]) == 0
+    assert main(["plan", str(out)]) == 0
 
 
 @pytest.mark.parametrize(

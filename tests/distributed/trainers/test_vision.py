@@ -118,6 +118,17 @@ def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
         assert [record.get(key) for key in same] == [other.get(key) for key in same]
 
 
+def test_a_generator_in_a_process_of_its_own_gets_pictures(ranks: RankPool, tmp_path: Path) -> None:
+    workspace = make_vision_workspace(tmp_path, "llava", num_chats=8)
+    settings = settings_of(
+        "grpo", workspace, tmp_path / "run", length={"steps": 2}, batch={"microbatch_tokens": 250},
+        rewards=[{"function": "tests.light_rewards:vowels_and_pictures"}],
+    )  # fmt: skip
+    settings["rollout"] |= {"own_process": True}
+    ranks(1).run(train, settings)
+    assert all(row["train/logprob_error"] == pytest.approx(1, abs=1e-5) for row in metrics_of(tmp_path / "run"))
+
+
 def test_adapters_learn_from_rewards_of_pictures_and_go_on_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
     workspace = make_vision_workspace(tmp_path, "qwen2_5_vl")
     lora = {"rank": 4, "targets": ["q_proj", "projector"]}
