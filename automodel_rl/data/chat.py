@@ -1,6 +1,7 @@
 """Token sequences from chats: the chat template's tokens, and a mask of those that the assistant wrote."""
 
 import copy
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -73,7 +74,8 @@ def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
     pixels = (config.data.min_pixels, config.data.max_pixels)
-    media = open_readers(files.folder, model, pixels, _breaks(tokenizer, model, folder))
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    media = open_readers(files.folder, model, pixels, _breaks(tokenizer, model, folder), encode)
     train_on = config.data.train_on if isinstance(config, SFTConfig) else "all"
     return ChatTokenizer(tokenizer, train_on, media, config.data.chat_template_kwargs)
 

@@ -1,8 +1,9 @@
 """Images and audio of chats, put into the token sequences that a chat template has written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,23 +13,34 @@ from automodel_rl.batch import Audio, Image, Media, TokenSequence, Video
 from automodel_rl.data.audio import AudioReader
 from automodel_rl.data.images import ImageReader
 from automodel_rl.data.messages import Message, media_parts
-from automodel_rl.data.videos import VideoReader
+from automodel_rl.data.videos import TimedVideoReader, VideoReader
 from automodel_rl.errors import InputError
 from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 
+MediaReader = ImageReader | VideoReader | AudioReader
+"""Reads one kind of media: a call gives an item whose file is not read yet."""
 
-class MediaReader(Protocol):
-    """Reads one kind of media. It can be pickled."""
 
-    token_id: int
+@dataclass(frozen=True)
+class Insert:
+    """What takes the place of the token that a chat template writes for a part of a message.
 
-    def __call__(self, source: Any, where: str) -> Media:
-        """An image or clip that is not read yet."""
-        ...
+    Attributes:
+        kind: the type of the part.
+        ids: the tokens, int64 [n].
+        media: their media, with places that count from the first of these tokens.
+        brackets: ids of the tokens before and after that are replaced as well, if they are there; None for none.
+    """
 
-    def load(self, source: Any, where: str) -> Tensor:
-        """What its encoder takes."""
-        ...
+    kind: str
+    ids: Tensor
+    media: tuple[Media, ...]
+    brackets: tuple[int, int] | None = None
+
+    def replaces_around(self, ids: Tensor, place: int) -> int:
+        """Number of tokens on either side of a template's token that are replaced as well, 0 or 1."""
+        inside = 0 < place < len(ids) - 1
+        return int(inside and self.brackets is not None and (int(ids[place - 1]), int(ids[place + 1])) == self.brackets)
 
 
 class MediaReaders:
@@ -36,10 +48,11 @@ class MediaReaders:
 
     Args:
         of_parts: the readers by the type of a message's part, "image", "video" or "audio".
+        encode: gives the tokens of a text, for videos whose seconds are written; None where no chat is read.
     """
 
-    def __init__(self, of_parts: Mapping[str, MediaReader]):
-        self.of_parts = of_parts
+    def __init__(self, of_parts: Mapping[str, MediaReader], encode: Callable[[str], list[int]] | None = None):
+        self.of_parts, self.encode = of_parts, encode
 
     @property
     def images(self) -> ImageReader | None:
@@ -47,8 +60,8 @@ class MediaReaders:
         reader = self.of_parts.get("image")
         return reader if isinstance(reader, ImageReader) else None
 
-    def read(self, messages: Sequence[Message], where: str) -> list[Media]:
-        """The media of messages, in order. Their contents are not read yet.
+    def read(self, messages: Sequence[Message], where: str) -> list[Insert]:
+        """The tokens and media of messages' parts, in order. Contents of files are not read yet.
 
         Args:
             messages: the messages, in which parts have their file under the key `path`.
@@ -57,41 +70,83 @@ class MediaReaders:
         Raises:
             InputError: a file cannot be opened, or does not fit the model.
         """
-        return [self.of_parts[part["type"]](part["path"], where) for part in media_parts(messages)]
+        return [self._insert(part["type"], part["path"], where) for part in media_parts(messages)]
 
-    def expand(self, sequence: TokenSequence, media: Sequence[Media], where: str) -> TokenSequence:
-        """A sequence in which each image and clip has all of its tokens. The chat template writes only one for each.
+    def _insert(self, kind: str, source: Any, where: str) -> Insert:
+        reader = self.of_parts[kind]
+        if isinstance(reader, TimedVideoReader):
+            return self._with_seconds(reader, source, where)
+        item = reader(source, where)
+        ids = torch.full((item.num_tokens,), reader.token_id)
+        if isinstance(item, Image) and self.images is not None:
+            self.images.write_breaks(ids, item)
+        return Insert(kind, ids, (item,))
+
+    def _with_seconds(self, reader: TimedVideoReader, source: Any, where: str) -> Insert:
+        """A video whose patches in time stand apart, each after its seconds, as Qwen3-VL's processor writes them."""
+        assert self.encode is not None  # a chat tokenizer has given it
+        start, end = reader.brackets
+        ids: list[int] = []
+        items: list[Media] = []
+        for seconds, video in reader.patches(source, where):
+            ids += [*self.encode(f"<{seconds:.1f} seconds>"), start]
+            items.append(video.moved(len(ids)))
+            ids += [*[reader.token_id] * video.num_tokens, end]
+        return Insert("video", torch.tensor(ids), tuple(items), reader.brackets)
+
+    def load(self, kind: str, source: Any, size: tuple[int, ...], where: str) -> Tensor:
+        """What an encoder takes of a file.
+
+        Args:
+            kind: the type of a message's part.
+            source, size: those of the item.
+            where: its place in the data, for error messages.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        reader = self.of_parts[kind]
+        if isinstance(reader, VideoReader):
+            time, height, width = size
+            return reader.load(source, where, (time, height, width))
+        return reader.load(source, where)
+
+    def expand(self, sequence: TokenSequence, inserts: Sequence[Insert], where: str) -> TokenSequence:
+        """A sequence in which each image, video and clip has all of its tokens. The chat template writes only one for
+        each.
 
         Args:
             sequence: the tokens that the chat template wrote.
-            media: the chat's media; those of one kind in order.
+            inserts: what `read` gave; those of one kind in order.
             where: the chat's place in the data, for error messages.
 
         Raises:
             InputError: the sequence has more or fewer tokens of a kind than there are media.
         """
-        found: dict[int, Media] = {}
+        found: dict[int, Insert] = {}
         for kind, reader in self.of_parts.items():
             places = (sequence.input_ids == reader.token_id).nonzero()[:, 0].tolist()
-            own = [item for item in media if part_type(item) == kind]
+            own = [insert for insert in inserts if insert.kind == kind]
             if len(places) != len(own):
                 raise InputError(
                     f"{where}: the chat template writes {len(places)} {kind} tokens for {len(own)} parts of type "
                     f"{kind}: use a template that writes one for each, and no such token in texts"
                 )
             found |= dict(zip(places, own, strict=True))
-        ordered = sorted(found)
-        counts = torch.ones_like(sequence.input_ids)
-        counts[ordered] = torch.tensor([found[place].num_tokens for place in ordered], dtype=counts.dtype)
-        starts = (counts.cumsum(0) - counts)[ordered].tolist()
-        mask = sequence.loss_mask.clone()
-        mask[ordered] = False
-        ids = sequence.input_ids.repeat_interleave(counts)
-        moved = tuple(found[place].moved(start) for place, start in zip(ordered, starts, strict=True))
-        for item in moved:
-            if isinstance(item, Image) and self.images is not None:
-                self.images.write_breaks(ids, item)
-        return TokenSequence(ids, mask.repeat_interleave(counts), media=moved)
+        ids, mask = [sequence.input_ids[:0]], [sequence.loss_mask[:0]]
+        media: list[Media] = []
+        done = 0
+        for place in sorted(found):
+            insert = found[place]
+            around = insert.replaces_around(sequence.input_ids, place)
+            ids += [sequence.input_ids[done : place - around], insert.ids]
+            mask += [sequence.loss_mask[done : place - around], torch.zeros(len(insert.ids), dtype=torch.bool)]
+            start = sum(map(len, ids)) - len(insert.ids)
+            media += [item.moved(start) for item in insert.media]
+            done = place + 1 + around
+        ids.append(sequence.input_ids[done:])
+        mask.append(sequence.loss_mask[done:])
+        return TokenSequence(torch.cat(ids), torch.cat(mask), media=tuple(media))
 
 
 def open_readers(
@@ -99,6 +154,7 @@ def open_readers(
     config: PretrainedConfig,
     pixels: tuple[int | None, int | None] = (None, None),
     breaks: tuple[int, int] | None = None,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> MediaReaders | None:
     """The readers of a model's media; None for a model that reads text only.
 
@@ -106,6 +162,7 @@ def open_readers(
         folder: the checkpoint's folder, with its image processor or feature extractor.
         config: the config of the whole model.
         pixels, breaks: as of `ImageReader`.
+        encode: as of `MediaReaders`.
 
     Raises:
         InputError: one of them cannot be opened.
@@ -116,11 +173,12 @@ def open_readers(
     readers: dict[str, MediaReader] = {}
     if "vision" in family.encoders:
         readers["image"] = images = ImageReader(folder, config, pixels, breaks)
-        if family.has_video_grid:
-            readers["video"] = VideoReader(folder, config, images, pixels)
+        if family.videos:
+            kind = VideoReader if family.videos == "grid" else TimedVideoReader
+            readers["video"] = kind(folder, config, images, pixels)
     if "audio" in family.encoders:
         readers["audio"] = AudioReader(folder, config)
-    return MediaReaders(readers)
+    return MediaReaders(readers, encode)
 
 
 def part_type(item: Media) -> str:

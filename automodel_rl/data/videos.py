@@ -12,6 +12,7 @@ from PIL import Image as Picture
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as resize_all
 
 from automodel_rl.batch import Video
 from automodel_rl.data.images import ImageReader, open_picture, picture_size
@@ -52,13 +53,15 @@ class VideoReader:
         self, folder: Path, config: PretrainedConfig, images: ImageReader, pixels: tuple[int | None, int | None]
     ):
         self.token_id = config.video_token_id
+        self.brackets = (config.vision_start_token_id, config.vision_end_token_id)
         self.processor = copy.copy(images.processor)
         settings = next((folder / name for name in SETTINGS if (folder / name).is_file()), None)
         own = _limits({} if settings is None else json.loads(settings.read_text()), images.processor.size)
-        self.least, self.most = (given or default for given, default in zip(pixels, own, strict=True))
+        self.limits = [given or default for given, default in zip(pixels, own, strict=True)]
+        self.of_frames = [given is not None for given in pixels]
         self.processor.size = UNLIMITED  # frames get their size here, which is another one than that of images
         vision = config.vision_config.to_dict()
-        self.positions_per_second = vision.get("tokens_per_second") or config.to_dict()["position_id_per_seconds"]
+        self.positions_per_second = vision.get("tokens_per_second") or config.to_dict().get("position_id_per_seconds")
 
     def __call__(self, source: Any, where: str) -> Video:
         """A video whose frames are not read yet.
@@ -71,35 +74,51 @@ class VideoReader:
             InputError: frames differ in size or cannot be opened, or the model's image processor refuses their size.
         """
         assert isinstance(source, Frames)  # made by `with_media_files`
-        sizes = {picture_size(path, where) for path in source.paths}
-        if len(sizes) != 1:
-            raise InputError(f"{where}: frames of a video have sizes {sorted(sizes)}: give all the same size")
-        height, width = self._resized(*sizes.pop(), where)
-        patch, merge, pair = self.processor.patch_size, self.processor.merge_size, self.processor.temporal_patch_size
-        grid = (-(-len(source.paths) // pair), height // patch, width // patch)
-        load = functools.partial(self.load, source.paths, where)
-        interval = self.positions_per_second * pair / source.fps
-        return Video(0, grid[0] * grid[1] * grid[2] // merge**2, grid, load, source.paths, interval=interval)
+        grid = self._grid(source.paths, where)
+        interval = self.positions_per_second * self.processor.temporal_patch_size / source.fps
+        return self._video(source.paths, grid, interval, where)
 
-    def load(self, source: tuple[str, ...], where: str) -> Tensor:
+    def load(self, source: tuple[str, ...], where: str, grid: tuple[int, int, int]) -> Tensor:
         """The patches of a video, patch in time by patch in time, as the model's video processor lays them out.
 
         Args:
             source: the files of its frames.
             where: its place in the data, for error messages.
+            grid: its patches in time, height and width.
 
         Raises:
             InputError: a frame is damaged.
         """
-        pair = self.processor.temporal_patch_size
+        pair, patch = self.processor.temporal_patch_size, self.processor.patch_size
         frames = [*source, *[source[-1]] * (-len(source) % pair)]
-        height, width = self._resized(*picture_size(source[0], where), where)
-        patches = [self._patches(open_picture(path, where), height, width) for path in frames]
+        patches = [self._patches(open_picture(path, where), grid[1] * patch, grid[2] * patch) for path in frames]
         taken = [
             torch.stack([patches[first + place][:, :, place] for place in range(pair)], dim=2)
             for first in range(0, len(frames), pair)
         ]
         return torch.cat(taken).flatten(1)
+
+    def _video(self, paths: tuple[str, ...], grid: tuple[int, int, int], interval: float, where: str) -> Video:
+        load = functools.partial(self.load, paths, where, grid)
+        num_tokens = grid[0] * grid[1] * grid[2] // self.processor.merge_size**2
+        return Video(0, num_tokens, grid, load, paths, interval=interval)
+
+    def _grid(self, paths: tuple[str, ...], where: str) -> tuple[int, int, int]:
+        """A video's patches in time, height and width."""
+        sizes = {picture_size(path, where) for path in paths}
+        if len(sizes) != 1:
+            raise InputError(f"{where}: frames of a video have sizes {sorted(sizes)}: give all the same size")
+        patch, factor = self.processor.patch_size, self.processor.patch_size * self.processor.merge_size
+        time = -(-len(paths) // self.processor.temporal_patch_size)
+        try:
+            height, width = self._resized(time, *sizes.pop(), factor)
+        except ValueError as error:
+            raise InputError(f"{where}: the model's image processor refuses a frame ({error})") from None
+        return time, height // patch, width // patch
+
+    def _resized(self, time: int, height: int, width: int, factor: int) -> tuple[int, int]:
+        """Height and width of the frames of a video with so many patches in time: multiples of a factor."""
+        return smart_resize(height, width, factor, *self.limits)
 
     def _patches(self, frame: Picture.Image, height: int, width: int) -> Tensor:
         """The patches of one frame, which has the place of all frames of a patch in time: [n, C, pair, pixels]."""
@@ -108,12 +127,30 @@ class VideoReader:
         patch, pair = self.processor.patch_size, self.processor.temporal_patch_size
         return made.reshape(len(made), -1, pair, patch**2)
 
-    def _resized(self, height: int, width: int, where: str) -> tuple[int, int]:
-        factor = self.processor.patch_size * self.processor.merge_size
-        try:
-            return smart_resize(height, width, factor, self.least, self.most)
-        except ValueError as error:
-            raise InputError(f"{where}: the model's image processor refuses a frame ({error})") from None
+
+class TimedVideoReader(VideoReader):
+    """Reads videos for a model that sees each patch in time apart, after a text with its seconds: Qwen3-VL.
+
+    The checkpoint's files limit the pixels of all frames together, and the arguments of `VideoReader` those of a frame.
+    """
+
+    def patches(self, source: Frames, where: str) -> list[tuple[float, Video]]:
+        """The patches in time of a video, each with its seconds. The arguments and errors are those of a call."""
+        pair = self.processor.temporal_patch_size
+        _, height, width = self._grid(source.paths, where)
+        found = []
+        for first in range(0, len(source.paths), pair):
+            paths = source.paths[first : first + pair]
+            seconds = (first + min(first + pair, len(source.paths)) - 1) / 2 / source.fps
+            found.append((seconds, self._video(paths, (1, height, width), 1.0, where)))
+        return found
+
+    def _resized(self, time: int, height: int, width: int, factor: int) -> tuple[int, int]:
+        pair = self.processor.temporal_patch_size
+        least, most = (
+            limit * (time * pair if own else 1) for limit, own in zip(self.limits, self.of_frames, strict=True)
+        )
+        return resize_all(time * pair, height, width, pair, factor, least, most)
 
 
 def _limits(settings: dict[str, Any], default: Any) -> tuple[int, int]:

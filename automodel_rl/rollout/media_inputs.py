@@ -73,7 +73,7 @@ class MediaInputs:
 
     def _item(self, item: PromptMedia) -> Media:
         assert self.readers is not None
-        load = functools.partial(self.readers.of_parts[item.kind].load, item.source, IN_A_PROMPT)
+        load = functools.partial(self.readers.load, item.kind, item.source, item.size, IN_A_PROMPT)
         if item.kind == "audio":
             (num_frames,) = item.size
             return Audio(item.start, item.num_tokens, num_frames, load, item.source)

@@ -2,6 +2,7 @@
 language model."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from automodel_rl.parallel.tensor_parallel import COLUMNS, FUSED_THREE, ROWS
 
@@ -39,7 +40,8 @@ class Multimodal:
             fits counts.
         has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
             arXiv:2409.12191).
-        has_video_grid: whether a video is one grid of tokens over time, whose positions tell its seconds.
+        videos: how videos stand in the language model: "grid" for one grid of tokens over time, whose positions tell
+            its seconds; "seconds" for patches in time that stand apart, each after a text with its seconds.
         text_follows_time: whether the text after a video goes on from its largest position in time.
         interleaves_axes: whether rotary positions in time, height and width take turns in a head's dims.
         is_bidirectional: whether tokens of an image see each other both ways in the language model.
@@ -50,7 +52,7 @@ class Multimodal:
     encoders: dict[str, EncoderNames]
     in_files: tuple[tuple[str, str], ...]
     has_rotary_grid: bool = False
-    has_video_grid: bool = False
+    videos: Literal["", "grid", "seconds"] = ""
     text_follows_time: bool = False
     interleaves_axes: bool = False
     is_bidirectional: bool = False
@@ -75,6 +77,7 @@ _QWEN3_VISION = Multimodal(
     },
     in_files=(("model.visual.", "model.visual."), ("model.", "model.language_model.")),
     has_rotary_grid=True,
+    videos="seconds",
     interleaves_axes=True,
 )
 _CLIP_PLAN = (
@@ -103,7 +106,7 @@ MULTIMODAL_FAMILIES = {
         {"vision": EncoderNames(("visual",), ("visual.merger",), (*_QWEN_ATTENTION, *_QWEN_MLP))},
         in_files=(("model.visual.", "visual."),),
         has_rotary_grid=True,
-        has_video_grid=True,
+        videos="grid",
     ),
     "qwen3_vl": _QWEN3_VISION,
     "qwen3_vl_moe": _QWEN3_VISION,
@@ -115,7 +118,7 @@ MULTIMODAL_FAMILIES = {
         },
         in_files=(("model.visual.", "visual."), ("model.audio_tower.", "audio_tower.")),
         has_rotary_grid=True,
-        has_video_grid=True,
+        videos="grid",
         text_follows_time=True,
     ),
 }

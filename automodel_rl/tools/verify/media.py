@@ -35,7 +35,7 @@ def with_media(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> 
     """
     generator = torch.Generator().manual_seed(seed)
     family = MULTIMODAL_FAMILIES[config.model_type]
-    kinds = [*family.encoders, *(["video"] if family.has_video_grid else [])]
+    kinds = [*family.encoders, *(["video"] if family.videos else [])]
     special = {name: token for name, token in config.to_dict().items() if name in SPECIAL_IDS}
     ids = sequence.input_ids.where(sequence.input_ids < min(special.values()), 0)
     mask = sequence.loss_mask
@@ -85,9 +85,10 @@ def random_image(config: PretrainedConfig, generator: torch.Generator) -> Image:
 
 
 def random_video(config: PretrainedConfig, generator: torch.Generator) -> Video:
-    """A video of noise, of two or three patches in time."""
+    """A video of noise, of two or three patches in time; of one where they stand apart."""
     image = random_image(config, generator)
-    time = int(torch.randint(2, 4, (1,), generator=generator))
+    is_grid = MULTIMODAL_FAMILIES[config.model_type].videos == "grid"
+    time = int(torch.randint(2, 4, (1,), generator=generator)) if is_grid else 1
     interval = float(torch.rand(1, generator=generator) * 3)
     pixels = torch.randn(time * image.load().shape[0], image.load().shape[1], generator=generator)
     return Video(0, time * image.num_tokens, (time, *image.grid[1:]), pixels, interval=interval)

@@ -270,8 +270,9 @@ class OneProcess:
             found |= {
                 "pixel_values_videos": torch.cat([video.load() for video in videos]).to(self.device, dtype),
                 "video_grid_thw": torch.tensor([video.grid for video in videos], device=self.device),
-                self.seconds: torch.tensor([video.interval / self.positions_per_second for video in videos]),
             }
+            if self.positions_per_second is not None:
+                found[self.seconds] = torch.tensor([video.interval / self.positions_per_second for video in videos])
         if images:
             found |= self._images(sequence, images, dtype)
         if not (self.takes_grids and (images or videos)):

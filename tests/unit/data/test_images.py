@@ -98,9 +98,12 @@ def test_rows_of_an_image_end_with_breaks(tmp_path: Path) -> None:
         written.append("".join(rows).removesuffix("[IMG_BREAK]") + "[IMG_END]")
     text = "What is{} this? And this{}"
     plain = torch.tensor(tokenizer(text.format("<image>", "<image>")).input_ids)
-    images = [reader(picture, "here") for picture in pictures]
+    media = MediaReaders({"image": reader})
+    parts = [{"type": "image", "path": picture} for picture in pictures]
+    inserts = media.read([{"role": "user", "content": parts}], "here")
+    images = [insert.media[0] for insert in inserts]
     trained = torch.ones(len(plain), dtype=torch.bool)
-    sequence = MediaReaders({"image": reader}).expand(TokenSequence(plain, trained), images, "here")
+    sequence = media.expand(TokenSequence(plain, trained), inserts, "here")
     assert sequence.input_ids.tolist() == tokenizer(text.format(*written)).input_ids
     assert [image.load().shape[1:] for image in images] == [tuple(size) for size in made["image_sizes"]]
 

@@ -1,6 +1,8 @@
 """Videos of chats: patches are laid out as by the model's own video processor, which needs torchvision, and what is
 refused."""
 
+import functools
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image as Picture
+from transformers import AutoTokenizer
 
 from automodel_rl.config import SourceConfig
+from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.media import MediaReaders, open_readers
 from automodel_rl.data.media_files import with_media_files
+from automodel_rl.data.messages import Chat
 from automodel_rl.data.videos import Frames
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import read_config
@@ -100,10 +105,58 @@ def test_frames_are_named_in_the_part_or_in_a_column(tmp_path: Path) -> None:
         ),
         ({"video": ["none.png"]}, "there is no file .*none.png of type video"),
         ({"video": ["0.png"], "fps": 0}, "a part of type video has fps 0: give its frames a second, a number above 0"),
-        ({}, "a part of type video has no file: name one for each in the column videos"),
+        ({}, "a part of type video has no file: name one in the part as path"),
     ],
 )
 def test_what_is_no_video_is_refused(tmp_path: Path, part: dict, message: str) -> None:
     frames(tmp_path, 1)
     with pytest.raises(InputError, match=f"x:1: {message}"):
         named(tmp_path, {"type": "video", **part})
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_patches_in_time_of_qwen3_stand_after_their_seconds(tmp_path: Path, count: int) -> None:
+    """As Qwen's processor writes them. That of transformers 5.18 leaves the template's marks around all of them."""
+    model = make_vision_workspace(tmp_path, "qwen3_vl", num_chats=1) / "model"
+    settings = {"size": {"shortest_edge": 64, "longest_edge": 10**6}}
+    (model / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<video>", "<start>", "<end>"]})
+    template = str(tokenizer.chat_template)
+    written = "{% elif part.type == 'video' %}<start><video><end>{% else %}{{ part.text }}"
+    tokenizer.chat_template = template.replace("{% else %}{{ part.text }}", written)
+    assert tokenizer.chat_template != template
+    names = {"video_token_id": "<video>", "vision_start_token_id": "<start>", "vision_end_token_id": "<end>"}
+    config = read_config(model)
+    for key, token in names.items():
+        setattr(config, key, tokenizer.convert_tokens_to_ids(token))
+    found = open_readers(model, config, encode=functools.partial(tokenizer.encode, add_special_tokens=False))
+    paths = frames(tmp_path, count)
+    parts = [{"type": "text", "text": "What is "}, {"type": "video", "path": Frames(paths, 2.0)}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "It is red."}]
+    sequence = ChatTokenizer(tokenizer, "all", found)(Chat(chat), "here")
+    tokens = 2 * 3
+    last = 1.25 if count == 4 else 1.0
+    text = "".join(f"<{seconds:.1f} seconds><start>" + "<video>" * tokens + "<end>" for seconds in (0.25, last))
+    assert tokenizer.decode(sequence.input_ids).startswith(f"<|im_start|>user\nWhat is {text}<|im_end|>")
+    assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]).startswith("It is red.")
+    assert [item.size for item in sequence.media] == [(1, 4, 6)] * 2
+    for number, item in enumerate(sequence.media):
+        own = sequence.input_ids[item.start : item.start + item.num_tokens]
+        assert (own == config.video_token_id).all()
+        whole: Any = open_readers(model, config)
+        grid = (1, 4, 6)
+        assert torch.equal(item.load(), whole.of_parts["video"].load(paths[2 * number : 2 * number + 2], "here", grid))
+
+
+def test_limits_of_qwen3_are_of_all_frames_together(tmp_path: Path) -> None:
+    model = make_vision_workspace(tmp_path, "qwen3_vl", num_chats=1) / "model"
+    settings = {"size": {"shortest_edge": 64, "longest_edge": 1536}}
+    (model / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    reader: Any = open_readers(model, read_config(model))
+    paths = frames(tmp_path, 8)  # of 384 pixels
+    (_, first), *_ = reader.of_parts["video"].patches(Frames(paths, 2.0), "here")
+    assert first.grid[1] * first.grid[2] * PATCH**2 * 8 <= 1536
+    limited: Any = open_readers(model, read_config(model), (None, 256))
+    (_, first), *_ = limited.of_parts["video"].patches(Frames(paths, 2.0), "here")
+    assert 192 // 2 < first.grid[1] * first.grid[2] * PATCH**2 <= 256
