@@ -36,11 +36,12 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 230)}
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% if part.type == 'image' %}<image>{% elif part.type == 'video' %}<video>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-MARKS = ["<image>", "[IMG_BREAK]", "[IMG_END]"]
+MARKS = ["<image>", "[IMG_BREAK]", "[IMG_END]", "<video>"]
 IMAGE_TOKENS = {"gemma3": "image_token_index"}
 """The config's key for the id of an image's tokens, where it has another name."""
 
@@ -104,11 +105,13 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
     tokenizer.chat_template = TEMPLATE.replace(
         "<image>", "{{ '<start_of_image>' }}" if family == "gemma3" else marks[0]
     )
-    image_id = tokenizer.convert_tokens_to_ids(marks[0])
+    ids = {IMAGE_TOKENS.get(family, "image_token_id"): tokenizer.convert_tokens_to_ids(marks[0])}
+    if family.startswith("qwen"):
+        ids["video_token_id"] = tokenizer.convert_tokens_to_ids("<video>")
     vision = MULTIMODAL_CONFIGS[family][2]["vision"]
     save_tiny_multimodal_model(
         folder / "model", family, num_layers=2, dtype=torch.float32,
-        text={"vocab_size": len(tokenizer)}, ids={IMAGE_TOKENS.get(family, "image_token_id"): image_id},
+        text={"vocab_size": len(tokenizer)}, ids=ids,
     )  # fmt: skip
     tokenizer.save_pretrained(folder / "model")
     if family == "llava":

@@ -118,6 +118,24 @@ def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
         assert [record.get(key) for key in same] == [other.get(key) for key in same]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos_are_seen_alike_by_generator_and_trainer(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    workspace = make_vision_workspace(tmp_path, family, num_chats=8)
+    records = [json.loads(line) for line in (workspace / "train_prompts.jsonl").read_text().splitlines()]
+    for record in records:
+        for part in record["prompt"][0]["content"] if record["images"] else []:
+            part["type"] = {"image": "video"}.get(part["type"], part["type"])
+        record["videos"] = [[picture] * 3 for picture in record.pop("images")]
+    (workspace / "train_prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = settings_of(
+        "grpo", workspace, tmp_path / "run", length={"steps": 2}, batch={"microbatch_tokens": 400}
+    )  # fmt: skip
+    settings["rollout"] |= {"max_prompt_tokens": 250}
+    ranks(1).run(train, settings)
+    assert all(row["train/logprob_error"] == pytest.approx(1, abs=1e-5) for row in metrics_of(tmp_path / "run"))
+    assert any(record.get("videos") for record in rollouts_of(tmp_path / "run", 1))
+
+
 def test_a_generator_in_a_process_of_its_own_gets_pictures(ranks: RankPool, tmp_path: Path) -> None:
     workspace = make_vision_workspace(tmp_path, "llava", num_chats=8)
     settings = settings_of(
