@@ -18,8 +18,12 @@ from automodel_rl.batch import Video
 from automodel_rl.data.images import ImageReader, open_picture, picture_size
 from automodel_rl.errors import InputError
 
-SETTINGS = ("video_preprocessor_config.json", "preprocessor_config.json")
-"""Files with the limits of a frame's pixels; the first that is there counts."""
+SETTINGS = (
+    ("video_preprocessor_config.json", None),
+    ("processor_config.json", "video_processor"),
+    ("preprocessor_config.json", None),
+)
+"""Files with the limits of a frame's pixels, and the key below which they are; the first that has them counts."""
 
 UNLIMITED = {"shortest_edge": 1, "longest_edge": 2**62}
 
@@ -53,10 +57,8 @@ class VideoReader:
         self, folder: Path, config: PretrainedConfig, images: ImageReader, pixels: tuple[int | None, int | None]
     ):
         self.token_id = config.video_token_id
-        self.brackets = (config.vision_start_token_id, config.vision_end_token_id)
         self.processor = copy.copy(images.processor)
-        settings = next((folder / name for name in SETTINGS if (folder / name).is_file()), None)
-        own = _limits({} if settings is None else json.loads(settings.read_text()), images.processor.size)
+        own = _limits(_settings(folder), images.processor.size)
         self.limits = [given or default for given, default in zip(pixels, own, strict=True)]
         self.of_frames = [given is not None for given in pixels]
         self.processor.size = UNLIMITED  # frames get their size here, which is another one than that of images
@@ -132,7 +134,16 @@ class TimedVideoReader(VideoReader):
     """Reads videos for a model that sees each patch in time apart, after a text with its seconds: Qwen3-VL.
 
     The checkpoint's files limit the pixels of all frames together, and the arguments of `VideoReader` those of a frame.
+
+    Attributes:
+        brackets: ids of the tokens before and after the tokens of each patch in time.
     """
+
+    def __init__(
+        self, folder: Path, config: PretrainedConfig, images: ImageReader, pixels: tuple[int | None, int | None]
+    ):
+        super().__init__(folder, config, images, pixels)
+        self.brackets = (config.vision_start_token_id, config.vision_end_token_id)
 
     def patches(self, source: Frames, where: str) -> list[tuple[float, Video]]:
         """The patches in time of a video, each with its seconds. The arguments and errors are those of a call."""
@@ -151,6 +162,16 @@ class TimedVideoReader(VideoReader):
             limit * (time * pair if own else 1) for limit, own in zip(self.limits, self.of_frames, strict=True)
         )
         return resize_all(time * pair, height, width, pair, factor, least, most)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's files say of frames; nothing if they say nothing."""
+    for name, key in SETTINGS:
+        if (folder / name).is_file():
+            found = json.loads((folder / name).read_text())
+            if key is None or key in found:
+                return found if key is None else found[key]
+    return {}
 
 
 def _limits(settings: dict[str, Any], default: Any) -> tuple[int, int]:

@@ -148,8 +148,8 @@ def test_patches_in_time_of_qwen3_stand_after_their_seconds(tmp_path: Path, coun
 
 def test_limits_of_qwen3_are_of_all_frames_together(tmp_path: Path) -> None:
     model = make_vision_workspace(tmp_path, "qwen3_vl", num_chats=1) / "model"
-    settings = {"size": {"shortest_edge": 64, "longest_edge": 1536}}
-    (model / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    settings = {"video_processor": {"size": {"shortest_edge": 64, "longest_edge": 1536}}}
+    (model / "processor_config.json").write_text(json.dumps(settings))
     reader: Any = open_readers(model, read_config(model))
     paths = frames(tmp_path, 8)  # of 384 pixels
     (_, first), *_ = reader.of_parts["video"].patches(Frames(paths, 2.0), "here")
