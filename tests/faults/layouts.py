@@ -106,6 +106,40 @@ def _shared_image_twice() -> Any:
     return mock.patch.object(MediaTokens, "put_into", twice)
 
 
+def _encoders_in_another_order() -> Any:
+    """Embeddings of audio stand before those of images."""
+
+    def joined(embeddings: Any) -> Tensor:
+        return torch.cat([of_encoder() for of_encoder in reversed(list(embeddings))])
+
+    return patch("step.media_encoders._joined", joined)
+
+
+def _silence_heard() -> Any:
+    """The frames that fill up a clip are heard like its own."""
+    from automodel_rl.model.audio import AudioPart
+
+    embeddings = AudioPart.embeddings
+
+    def hearing_all(part: AudioPart, loaded: Any, media: Any) -> Tensor:
+        longer = [dataclasses.replace(item, num_frames=loaded[0].shape[1]) for item in media]
+        return embeddings(part, loaded, longer)
+
+    return mock.patch.object(AudioPart, "embeddings", hearing_all)
+
+
+def _videos_without_seconds() -> Any:
+    """Positions in time of a video rise by one."""
+    from automodel_rl.batch import Video
+    from automodel_rl.step.local_microbatches import multimodal_positions
+
+    def by_one(media: Any, *arguments: Any) -> Tensor:
+        still = [dataclasses.replace(item, interval=1.0) if isinstance(item, Video) else item for item in media]
+        return multimodal_positions(still, *arguments)
+
+    return patch("step.local_microbatches.multimodal_positions", by_one)
+
+
 def _images_seen_one_way() -> Any:
     return patch("batch.local_microbatch._image_call", lambda *_: None)
 
@@ -135,6 +169,8 @@ INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
 ENCODERS = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
 PIPELINED_READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "pp": 2}}
 READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
+HEARERS = {"audio": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
+OMNI = {"vision": {"ranks": 0}, "audio": {"ranks": 1}, "language": {"ranks": 2}}
 CUT_READERS = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "cp": 2}}
 
 FAULTS: dict[str, Fault] = {
@@ -157,5 +193,10 @@ FAULTS: dict[str, Fault] = {
     "windows of an image from its last token on a rank": Fault(
         _window_from_the_last_own_token, Verified("gemma3", components=CUT_READERS)
     ),
+    "embeddings of two encoders in another order": Fault(
+        _encoders_in_another_order, Verified("qwen2_5_omni_thinker", components=OMNI)
+    ),
+    "silence heard like a clip": Fault(_silence_heard, Verified("qwen2_audio", components=HEARERS)),
+    "videos without seconds": Fault(_videos_without_seconds, Verified("qwen2_5_vl", components=READERS)),
     "gradient of a shared image counted twice": Fault(_shared_image_twice, Verified("llava", components=READERS)),
 }
