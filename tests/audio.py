@@ -10,6 +10,7 @@ from PIL import Image as Picture
 from transformers import Qwen2VLImageProcessorPil, WhisperFeatureExtractor
 
 from automodel_rl.quickstart.model import train_tokenizer
+from tests.media_chats import write_chats
 from tests.tiny import save_tiny_multimodal_model
 from tests.tiny_families import VOCAB
 
@@ -53,9 +54,7 @@ def make_hearing_workspace(folder: Path, family: str = "qwen2_audio", num_chats:
     rng = np.random.default_rng(0)
     sees = family == "qwen2_5_omni_thinker"
     chats = [_chat(folder, number, rng, sees) for number in range(num_chats + 4)]
-    for name, part in (("train", chats[4:]), ("held_out", chats[:4])):
-        for ending, form in (("", dict), ("_pairs", _pair), ("_prompts", _prompt)):
-            (folder / f"{name}{ending}.jsonl").write_text("".join(json.dumps(form(chat)) + "\n" for chat in part))
+    write_chats(folder, chats, ("audio", "images", "videos"))
     texts = ["What is this? And this? It is low. middle. high. There is nothing to hear."] * 20
     tokenizer = train_tokenizer(texts, VOCAB * 2)
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
@@ -71,16 +70,6 @@ def make_hearing_workspace(folder: Path, family: str = "qwen2_audio", num_chats:
         settings |= Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 640}).to_dict()
     (folder / "model" / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
-
-
-def _prompt(chat: dict) -> dict:
-    question, answer = chat["messages"]
-    files = {key: chat.get(key, []) for key in ("audio", "images", "videos")}
-    return {"prompt": [question], "answer": answer["content"], **files}
-
-
-def _pair(chat: dict) -> dict:
-    return _prompt(chat) | {"chosen": chat["messages"][1]["content"], "rejected": "What is this? And this?"}
 
 
 def _chat(folder: Path, number: int, rng: np.random.Generator, sees: bool) -> dict:

@@ -1,6 +1,5 @@
 """Small vision-language checkpoints with tokenizer, chat template and image processor, and chats about pictures."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
 from automodel_rl.tools.verify.media import with_media
+from tests.media_chats import write_chats
 from tests.rank_pool import RankPool
 from tests.tiny import MULTIMODAL_CONFIGS, save_tiny_multimodal_model
 from tests.tiny_families import VOCAB
@@ -95,9 +95,7 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
     beside them, for sft, as pairs and as prompts; every third chat has none and every fourth two."""
     rng = np.random.default_rng(0)
     chats = [_chat(folder, number, rng) for number in range(num_chats + 4)]
-    for name, part in (("train", chats[4:]), ("held_out", chats[:4])):
-        for ending, form in (("", dict), ("_pairs", _pair), ("_prompts", _prompt)):
-            (folder / f"{name}{ending}.jsonl").write_text("".join(json.dumps(form(chat)) + "\n" for chat in part))
+    write_chats(folder, chats, ("images",))
     texts = ["What is this? And this? It is red. green. blue. There is nothing to see."] * 20
     tokenizer = train_tokenizer(texts, VOCAB * 2)
     marks = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"] if family == "gemma3" else MARKS
@@ -131,15 +129,6 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
             patch_size=vision["patch_size"], size={"shortest_edge": 64, "longest_edge": 640}
         ).save_pretrained(folder / "model")
     return folder
-
-
-def _prompt(chat: dict) -> dict:
-    question, answer = chat["messages"]
-    return {"prompt": [question], "answer": answer["content"], "images": chat.get("images", [])}
-
-
-def _pair(chat: dict) -> dict:
-    return _prompt(chat) | {"chosen": chat["messages"][1]["content"], "rejected": "What is this? And this?"}
 
 
 def _chat(folder: Path, number: int, rng: np.random.Generator) -> dict:

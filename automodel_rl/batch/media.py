@@ -160,7 +160,7 @@ class Audio:
         """The clip's features, on the host."""
         return self.features() if callable(self.features) else self.features
 
-    def moved(self, places: int) -> "Audio":
+    def moved(self, places: int) -> Self:
         """The same clip, `places` tokens further on."""
         return dataclasses.replace(self, start=self.start + places)
 

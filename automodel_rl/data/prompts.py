@@ -104,9 +104,10 @@ class PromptStream:
             )
         chat = dataclasses.replace(chat, tools=chat.tools or self.tools)
         opening, example = self.chat.opening(chat, where), read_example(record, config)
+        parts = media_parts(chat.messages)
         for kind, column in MEDIA_PARTS.items():
             # Rewards get files that they can open, wherever the record's paths begin.
-            if paths := [part["path"] for part in media_parts(chat.messages) if part["type"] == kind]:
+            if paths := [part["path"] for part in parts if part["type"] == kind]:
                 example[column] = [list(path.paths) if isinstance(path, Frames) else path for path in paths]
         return Prompt(opening.input_ids.tolist(), example, number, chat.messages, opening.media)
 

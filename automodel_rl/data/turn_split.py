@@ -71,12 +71,11 @@ class SplitTurns:
 
     def _with_media_of(self, record: dict[str, Any], messages: list[Any]) -> dict[str, Any]:
         """The record with only those files in its columns that messages up to some turn have parts for."""
+        parts = media_parts([message for message in messages if isinstance(message, dict)])
         for kind, column in MEDIA_PARTS.items():
             name = names_of(self.config, column)[0]
             if (files := look_up(record, name)) not in (MISSING, None):
-                own = [message for message in messages if isinstance(message, dict)]
-                parts = [part for part in media_parts(own) if part["type"] == kind]
-                unnamed = [part for part in parts if not (part.get("path") or part.get(kind))]
+                unnamed = [p for p in parts if p["type"] == kind and not (p.get("path") or p.get(kind))]
                 record = _with_value(record, name, listed(kind, files)[: len(unnamed)])
         return record
 

@@ -78,10 +78,10 @@ class MediaInputs:
             (num_frames,) = item.size
             return Audio(item.start, item.num_tokens, num_frames, load, item.source)
         time, height, width = item.size
+        grid = (time, height, width)
         if item.kind == "video":
-            grid = (time, height, width)
             return Video(item.start, item.num_tokens, grid, load, item.source, interval=item.interval)
-        return Image(item.start, item.num_tokens, (time, height, width), load, item.source)
+        return Image(item.start, item.num_tokens, grid, load, item.source)
 
 
 def _of_images(reader: ImageReader, images: Sequence[Image], ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
