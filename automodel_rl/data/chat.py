@@ -120,7 +120,7 @@ class ChatTokenizer:
     Args:
         tokenizer: a tokenizer with a chat template.
         train_on: "all" or "last": the mask covers all trained turns of a chat, or only its last turn.
-        media: reads the images and audio of chats; None for a model that reads text only.
+        media: reads the images, videos and audio of chats; None for a model that reads text only.
         variables: further variables for the chat template.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Images and audio of chats, put into the token sequences that a chat template has written."""
+"""Images, videos and audio of chats, put into the token sequences that a chat template has written."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

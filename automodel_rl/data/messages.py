@@ -54,7 +54,7 @@ class Chat:
 
 
 def media_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The parts of messages that are images or audio, in order."""
+    """The parts of messages that are images, videos or audio, in order."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     return [part for part in parts if isinstance(part, dict) and part.get("type") in MEDIA_PARTS]
 

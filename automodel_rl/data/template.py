@@ -111,7 +111,7 @@ class ChatTemplate:
             The tokenizer's mapping, with `input_ids`.
 
         Raises:
-            InputError: the template refuses the chat, or it has images or audio that the model cannot read.
+            InputError: the template refuses the chat, or it has media that the model cannot read.
         """
         if self.tokenizer.chat_template is None:
             raise InputError(f"{where}: the tokenizer has no chat template for it: give one in data.chat_template")

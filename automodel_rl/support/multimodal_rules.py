@@ -194,9 +194,11 @@ def _without_encoder(asked: Combination) -> str | None:
 MULTIMODAL = Rule(
     "multimodal models",
     f"{', '.join(MULTIMODAL_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or their "
-    "own; encoders of CLIP, SigLIP, Pixtral or their own; images and audio; sft, dpo and grpo; every layout of the "
-    "language model; encoders: dp_shard, dp_replicate, pp but for audio and, but for Pixtral and audio, tp; "
-    "LoRA on each part but for Qwen2.5-Omni; batch.microbatch_tokens as a number; gemma3 and audio without vLLM",
+    "own; encoders of CLIP, SigLIP, Pixtral or their own; images and audio; videos with "
+    f"{', '.join(name for name, family in MULTIMODAL_FAMILIES.items() if family.videos)}; sft, dpo and grpo; every "
+    "layout of the language model; encoders: dp_shard, dp_replicate, pp but for audio and, but for Pixtral and audio, "
+    "tp; LoRA on each part but for Qwen2.5-Omni; batch.microbatch_tokens as a number; gemma3, audio and videos without "
+    "vLLM",
     _multimodal,
     (
         Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
