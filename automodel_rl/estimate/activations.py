@@ -1,6 +1,9 @@
 """Memory of one layer's activations, measured without a device by running its forward and backward on meta tensors.
 
 Stand-ins replace attention, norms and experts. They keep for the backward as many bytes as the fused kernels do.
+
+Compiled layers keep less: what is computed element by element is computed again in the backward, unless a matrix
+product needs it. And they do not compute attention again, even where everything else is.
 """
 
 import functools
@@ -58,11 +61,14 @@ def layer_activations(
     parallel: ParallelConfig,
     mode: Literal["none", "selective", "full"],
     dtype: torch.dtype,
+    compiled: bool,
 ) -> LayerActivations:
     """The bytes that one layer needs for `num_tokens` tokens on one rank."""
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, parallel.cp))
-    ALL_EXPERTS_FUNCTIONS.register(STAND_IN, _experts)
+    ALL_EXPERTS_FUNCTIONS.register(STAND_IN, functools.partial(_experts, compiled))
     module, rotary = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, dtype, num_tokens)
+    if compiled:
+        _stand_in_elementwise(module)
     tokens = torch.empty(num_tokens, dtype=torch.int64, device=META)
     microbatch = SimpleNamespace(restore=None, offsets=tokens, lengths=(num_tokens,), num_tokens=num_tokens)
     checkpoint_layers([module], mode)
@@ -84,9 +90,25 @@ def layer_activations(
     between = 3 * num_tokens * config.hidden_size * dtype.itemsize if mode == "none" else 0
     spared = between * (parallel.tp - 1) // parallel.tp if parallel.sequence_parallel else 0
     # Recomputation makes the stand-in's output again, but keeps the kernel's.
-    mixer = module.linear_attn.out_proj if linear_attention_of(module) else module.self_attn.o_proj
-    attended = num_tokens * mixer.in_features * dtype.itemsize if mode == "selective" else 0
+    attended = _attended(module, num_tokens, dtype) if keeps_attention(config, mode, compiled) else 0
+    if compiled and mode == "selective":  # nothing needs the output of the last matrix product again
+        attended -= num_tokens * config.hidden_size * dtype.itemsize
     return LayerActivations(kept - spared + attended, live.most - kept)
+
+
+def keeps_attention(config: PretrainedConfig, mode: Literal["none", "selective", "full"], compiled: bool) -> bool:
+    """Whether a layer that recomputes keeps the output of attention.
+
+    A compiled layer always does, since attention is an operator of its own in its graph. The graphs of mixtures hold no
+    recomputation.
+    """
+    return mode == "selective" or (mode == "full" and compiled and not FAMILIES[config.model_type].is_moe)
+
+
+def _attended(module: Any, num_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of attention's output."""
+    mixer = module.linear_attn.out_proj if linear_attention_of(module) else module.self_attn.o_proj
+    return num_tokens * mixer.in_features * dtype.itemsize
 
 
 def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
@@ -139,6 +161,14 @@ def stand_in_norms(module: nn.Module) -> None:
         norm.forward = MethodType(lambda norm, hidden: _Norm.apply(hidden, norm.weight), norm)
 
 
+def _stand_in_elementwise(module: nn.Module) -> None:
+    """Makes a layer keep as much as a compiled one does."""
+    stand_in_norms(module)
+    for name, part in module.named_modules():
+        if name.endswith("act_fn"):
+            part.forward = _InPlace.apply
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operators made and that are still alive: now, and at most."""
 
@@ -181,6 +211,31 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight, _ = ctx.saved_tensors
         return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+class _InPlace(torch.autograd.Function):
+    """An activation function of which nothing is kept but its input."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.empty_like(gradients[0])
+
+
+class _Gate(torch.autograd.Function):
+    """Activation and gate of experts, of which nothing is kept but the input."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
 
 
 class _Attention(torch.autograd.Function):
@@ -231,11 +286,12 @@ def _rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, lengths
     return _Rule.apply(q, k, v, decay, rates)
 
 
-def _experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+def _experts(compiled: bool, module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Makes the tensors of `experts_forward`, with a balanced load on the experts."""
     order = torch.empty(experts.numel(), dtype=torch.int64, device=META)
     slots = hidden[order]
     up, down = (w[0] if module.is_transposed else w[0].t() for w in (module.gate_up_proj, module.down_proj))
-    outputs = apply_gate(module, slots @ up) @ down
+    gate_up = slots @ up
+    outputs = (_Gate.apply(gate_up) if compiled else apply_gate(module, gate_up)) @ down
     weighted = outputs * weights.flatten()[order, None]
     return weighted[order].view(*experts.shape, -1).sum(1).to(hidden.dtype)

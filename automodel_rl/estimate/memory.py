@@ -19,18 +19,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+import torch
 from transformers import PretrainedConfig
 
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.estimate.activations import LayerActivations, layer_activations
+from automodel_rl.estimate.activations import LayerActivations, keeps_attention, layer_activations
 from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, parameter_sizes, stage_parameters
+from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
-from automodel_rl.support.description import LINEAR_ATTENTION, experts_per_token, language_config
+from automodel_rl.support.description import LINEAR_ATTENTION, describe_model, experts_per_token, language_config
+from automodel_rl.support.rule import Combination
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class MemoryModel:
         optimizer: OptimizerConfig,
     ):
         self.config, self.microbatch_tokens = (config := language_config(whole)), microbatch_tokens
+        self._description, self._model_config = describe_model(whole), model
         self.values = config.to_dict()
         self._dtype, master = dtypes_of(model)
         self.compute, self.master = self._dtype.itemsize, master.itemsize
@@ -228,12 +232,23 @@ class MemoryModel:
         axes = ParallelConfig(
             cp=parallel.cp, tp=parallel.tp, ep=parallel.ep, sequence_parallel=parallel.sequence_parallel
         )
-        return self._activations(like, self._tokens(parallel), axes, memory.activation_checkpointing)
+        mode, compiled = memory.activation_checkpointing, self.are_layers_compiled(parallel, memory)
+        return self._activations(like, self._tokens(parallel), axes, mode, compiled)
+
+    def are_layers_compiled(self, parallel: ParallelConfig, memory: MemoryConfig) -> bool:
+        """Whether a run on CUDA compiles the layers."""
+        asked = Combination(self._description, self._model_config, parallel, memory)
+        return are_compiled(asked, torch.device("cuda"), self._dtype)
+
+    def recomputes_attention(self, parallel: ParallelConfig, memory: MemoryConfig) -> bool:
+        """Whether attention is computed again in the backward."""
+        mode = memory.activation_checkpointing
+        return mode != "none" and not keeps_attention(self.config, mode, self.are_layers_compiled(parallel, memory))
 
     def _measure(
-        self, layer: int, tokens: int, axes: ParallelConfig, mode: Literal["none", "selective", "full"]
+        self, layer: int, tokens: int, axes: ParallelConfig, mode: Literal["none", "selective", "full"], compiled: bool
     ) -> LayerActivations:
-        return layer_activations(self.config, layer, tokens, axes, mode, self._dtype)
+        return layer_activations(self.config, layer, tokens, axes, mode, self._dtype, compiled)
 
 
 def _units(stage: list[ParameterSize], trained_only: bool = False) -> dict[object, int]:

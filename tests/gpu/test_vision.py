@@ -13,6 +13,7 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.tools.verify.comparison import Case
 from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
+from tests.distributed.model.test_encoder_stages import STAGES_ON_ALL
 from tests.distributed.model.test_vision import (
     LLAVA,
     ONE_TO_PIPELINE,
@@ -50,6 +51,29 @@ def needs(components: ComponentsConfig) -> int:
 @pytest.mark.parametrize("components", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("family", [LLAVA, QWEN])
 def test_float64_equals_transformers(
+    ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
+) -> None:
+    needs(components)
+    save_tiny_multimodal_model(tmp_path, family)
+    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
+
+
+FURTHER = [
+    ("gemma3", SIDE_BY_SIDE),
+    ("gemma3", one_layout(ParallelConfig(cp=2), ["vision"])),
+    ("qwen3_vl", STAGES_ON_ALL),
+    (LLAVA, STAGES_ON_ALL),
+    ("qwen2_audio", ComponentsConfig.model_validate({"audio": {"ranks": 0}, "language": {"ranks": 1}})),
+    ("qwen2_5_omni_thinker", one_layout(ParallelConfig(tp=2, sequence_parallel=True), ["vision", "audio"])),
+    (
+        "qwen2_5_omni_thinker",
+        ComponentsConfig.model_validate({"vision": {"ranks": 1}, "audio": {"ranks": 0}, "language": {"ranks": 1}}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "components"), FURTHER, ids=str)
+def test_further_encoders_equal_transformers_in_float64(
     ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
 ) -> None:
     needs(components)

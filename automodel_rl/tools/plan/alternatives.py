@@ -77,9 +77,15 @@ class Search:
         attention = sum(map(AttentionFlops(model.config), packing.lengths))
         self.work = Work(self.num_tokens, attention / max(1, sum(packing.lengths)))
 
-    def seconds(self, parallel: ParallelConfig, memory: MemoryConfig, bubble: float) -> float:
-        """The estimated time of a step on a layout."""
-        return step_seconds(self.model, parallel, memory, self.work, bubble, self.device)
+    def seconds(self, model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, bubble: float) -> float:
+        """The estimated time of a step on a layout.
+
+        Args:
+            model: the model, with microbatches of any capacity.
+            parallel, memory: the layout.
+            bubble: share of the ranks' time that the pipeline's schedule leaves idle.
+        """
+        return step_seconds(model, parallel, memory, self.work, bubble, self.device)
 
     def best(self, world_size: int) -> list[Choice]:
         """The fastest layouts on so many GPUs that fit. Where none does, also with smaller microbatches."""
@@ -96,7 +102,11 @@ class Search:
         model = self.model.with_microbatches_of(num_tokens)
         more = self.config.batch.capacity / num_tokens
         candidates = [
-            (self.seconds(parallel, memory, rough_bubble(parallel, self._count(parallel, more))), parallel, memory)
+            (
+                self.seconds(model, parallel, memory, rough_bubble(parallel, self._count(parallel, more))),
+                parallel,
+                memory,
+            )
             for parallel, memory in _candidates(self.config.parallel, self.config.memory, world_size)
             if model.least(parallel, memory) <= self.capacity
         ]
@@ -106,7 +116,7 @@ class Search:
                 continue
             step = model.plan(parallel, memory, self._count(parallel, more))
             if step.peak <= self.capacity:
-                seconds = self.seconds(parallel, memory, step.timeline.bubble)
+                seconds = self.seconds(model, parallel, memory, step.timeline.bubble)
                 changes = _changes(self.config.parallel, parallel, self.config.memory, memory)
                 if num_tokens != self.config.batch.capacity:
                     changes.append(f"batch.microbatch_tokens {num_tokens}")

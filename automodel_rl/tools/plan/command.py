@@ -62,7 +62,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
     rollouts_fit = phases.peak <= USABLE_IN_ROLLOUTS * device.num_bytes
     fits = peak <= capacity and rollouts_fit
     search = Search(model, description, config, packing, device, capacity)
-    seconds = search.seconds(parallel, config.memory, step.timeline.bubble)
+    seconds = search.seconds(model, parallel, config.memory, step.timeline.bubble)
     others = _others(search, parallel, fits, seconds) if not encoders and rollouts_fit else []
     if as_json:
         record = _record(parallel, step, packing, device.name, fits, [other for _, other in others])

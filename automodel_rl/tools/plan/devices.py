@@ -1,5 +1,6 @@
 """Cards that plan knows: their memory, speed and link."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from automodel_rl.errors import InputError, closest
@@ -14,12 +15,14 @@ class Device:
         name: its name.
         gib: its memory as the driver reports it.
         bf16_tflops: dense bf16 matrix products, by its maker's data sheet.
+        memory_gb_per_s: bandwidth of its memory, by the same sheet.
         link_gb_per_s: bandwidth to its neighbours on the same host, one direction: NVLink, or PCIe where there is none.
     """
 
     name: str
     gib: float
     bf16_tflops: float
+    memory_gb_per_s: float
     link_gb_per_s: float
 
     @property
@@ -28,17 +31,17 @@ class Device:
 
 
 _KNOWN = (
-    Device("A10", 22.5, 125, 32),
-    Device("A100", 79.2, 312, 300),
-    Device("A100-40", 39.4, 312, 300),
-    Device("L4", 22.5, 121, 32),
-    Device("L40S", 44.5, 362, 32),
-    Device("RTX4090", 23.5, 165, 32),
-    Device("RTX5090", 31.4, 210, 64),
-    Device("H100", 79.2, 989, 450),
-    Device("H200", 139.8, 989, 450),
-    Device("B200", 178.4, 2250, 900),
-    Device("MI300X", 191.5, 1307, 448),
+    Device("A10", 22.5, 125, 600, 32),
+    Device("A100", 79.2, 312, 2039, 300),
+    Device("A100-40", 39.4, 312, 1555, 300),
+    Device("L4", 22.5, 121, 300, 32),
+    Device("L40S", 44.5, 362, 864, 32),
+    Device("RTX4090", 23.5, 165, 1008, 32),
+    Device("RTX5090", 31.4, 210, 1792, 64),
+    Device("H100", 79.2, 989, 3350, 450),
+    Device("H200", 139.8, 989, 4800, 450),
+    Device("B200", 178.4, 2250, 8000, 900),
+    Device("MI300X", 191.5, 1307, 5300, 448),
 )
 
 DEVICES = {device.name: device for device in _KNOWN}
@@ -60,7 +63,7 @@ def find_device(name: str | None, gib: float | None = None) -> Device:
     found = plain.get(_plain(name)) or plain.get(f"rtx{_plain(name)}")
     if gib is not None:
         like = DEVICES[found or "H100"]
-        return Device(name, gib, like.bf16_tflops, like.link_gb_per_s)
+        return dataclasses.replace(like, name=name, gib=gib)
     if found is None:
         near = closest(_plain(name), plain)
         hint = f"did you mean {plain[near]}? " if near else ""

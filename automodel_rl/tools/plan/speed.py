@@ -1,8 +1,10 @@
 """The time of a step on a layout, estimated from matrix products, attention, messages and the pipeline's bubble.
 
-It ranks layouts; it does not replace a measurement. Efficiencies are those measured on one H200 (benchmarks/README.md):
-51% to 55% of the peak for a dense model of 1.5B, 32% for a mixture of 3.2B. Messages count with the bandwidth of the
-link that their group spans: NVLink within a host, the network between hosts.
+It ranks layouts; it does not replace a measurement. A step on one device takes the time of its matrix products and that
+of the memory traffic between them. Both are fitted to what was measured (benchmarks/README.md): a dense model of 1.5B
+reaches 51% to 55% of the peak of an H200 and 44% to 46% of that of an H100, which has as many FLOP/s and 0.7 of the
+bandwidth; a mixture of 3.2B reaches 32% and 25%. Messages count with the bandwidth of the link that their group spans:
+NVLink within a host, the network between hosts.
 """
 
 import math
@@ -14,11 +16,18 @@ from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.support.description import experts_per_token
 from automodel_rl.tools.plan.devices import Device
 
-EFFICIENCY = {"dense": 0.52, "mixture": 0.32}
-"""Share of a device's peak that matrix products reach, by kind of model."""
+PRODUCTS = {"dense": 1.25, "mixture": 1.8}
+"""Time of a step's matrix products and attention, in units of that at a device's peak, by kind of model."""
+
+TRAFFIC = {"dense": 0.0032, "mixture": 0.0063}
+"""Time of its memory traffic in the same units, for each FLOP/s of the peak per byte/s of the memory's bandwidth."""
 
 RECOMPUTED = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
-"""Work of a step with recomputation, in units of a forward and a backward without it."""
+"""Work of a step with recomputation, in units of a forward and a backward without it. Attention does not count."""
+
+WAIT = {"tp": 3e-3, "cp": 3e-3, "ep": 8e-3}
+"""Seconds for which the messages inside of a layer hold it up in the forward and backward of a microbatch, however
+short they are. With ep, the host has to learn how many tokens come."""
 
 NETWORK_GB_PER_S = 50.0
 """Bandwidth between hosts for each GPU: 400 Gbit/s."""
@@ -56,9 +65,11 @@ def step_seconds(
         device: the card.
     """
     kind = "mixture" if model.active_parameters < 0.9 * model.parameters else "dense"
-    flops = (6 * model.active_parameters + work.attention) * work.num_tokens
-    flops *= RECOMPUTED[memory.activation_checkpointing]
-    compute = flops / (parallel.world_size * device.bf16_tflops * 1e12 * EFFICIENCY[kind])
+    attention = work.attention * (RECOMPUTED["full"] if model.recomputes_attention(parallel, memory) else 1.0)
+    flops = (6 * model.active_parameters * RECOMPUTED[memory.activation_checkpointing] + attention) * work.num_tokens
+    peak = device.bf16_tflops * 1e12
+    of_peak = PRODUCTS[kind] + TRAFFIC[kind] * peak / (device.memory_gb_per_s * 1e9)
+    compute = flops / (parallel.world_size * peak) * of_peak
     own_tokens = work.num_tokens / parallel.num_data_ranks
     busy = compute + _of_layers(model, parallel, memory, own_tokens, device)
     share = model.parameters / (parallel.pp * parallel.tp)
@@ -86,7 +97,8 @@ def _of_layers(
     if parallel.ep > 1:  # a token goes once to each other rank with experts of its own, and a sum comes back
         met = (parallel.ep - 1) * (1 - (1 - 1 / parallel.ep) ** experts_per_token(config))
         seconds += 2 * passes * met * hidden / _link(parallel, "ep", device)
-    return layers * seconds
+    waits = sum(wait for axis, wait in WAIT.items() if getattr(parallel, axis) > 1)
+    return layers * (seconds + waits * own_tokens / model.microbatch_tokens)
 
 
 def _link(parallel: ParallelConfig, axis: str, device: Device) -> float:
