@@ -1,8 +1,8 @@
 """Muon: the step of a matrix is its momentum made orthogonal (Jordan et al., kellerjordan.github.io/posts/muon).
 
 Muon trains the weights of linear layers (adapters and an encoder's layers, too) and every expert of a mixture by
-itself. An expert's matrix is as transformers' module holds it: gate and up projection are one matrix if they are fused,
-and a transposed stack stays transposed.
+itself. An expert's matrix is as transformers' module holds it: gate and up projection are one matrix if they are fused.
+Whether a stack is transposed does not matter: its outputs count as rows.
 
 AdamW trains the rest, as Jordan et al. and Moonlight (Liu et al., arXiv:2502.16982) do. These are embeddings and the
 head, whose rows belong to single tokens, so few tokens of a step meet a row; norm weights and biases, which are no
@@ -14,7 +14,7 @@ whole matrices are orthogonalised. Momentum stays sharded.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -50,9 +50,10 @@ class Muon(torch.optim.Optimizer):
         named: names and parameters [m, n], or stacks [k, m, n], fp32 or float64.
         config: Muon's settings, learning rates and weight decay.
         group_of: gives the ranks along an axis of the parameters' mesh.
+        transposed: names of the stacks that are [k, inputs, outputs].
     """
 
-    def __init__(self, named: Named, config: OptimizerConfig, group_of: GroupOf):
+    def __init__(self, named: Named, config: OptimizerConfig, group_of: GroupOf, transposed: Collection[str] = ()):
         peak = config.muon.lr or config.lr
         members: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, parameter in named:
@@ -63,6 +64,7 @@ class Muon(torch.optim.Optimizer):
         ]
         super().__init__(groups, {"lr": peak})
         self.config, self.group_of = config.muon, group_of
+        self._transposed = {parameter for name, parameter in named if name in transposed}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -90,7 +92,7 @@ class Muon(torch.optim.Optimizer):
         return averaged.to(torch.float64 if averaged.dtype == torch.float64 else torch.bfloat16)
 
     def _rate_factor(self, parameter: nn.Parameter) -> float:
-        rows, columns = parameter.shape[-2:]
+        rows, columns = parameter.mT.shape[-2:] if parameter in self._transposed else parameter.shape[-2:]
         if self.config.adjust_lr_fn == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
@@ -129,11 +131,17 @@ def _matrix_names(part: nn.Module) -> set[str]:
     return names
 
 
+def _transposed_experts(part: nn.Module) -> set[str]:
+    """Paths of the experts whose stacks are [experts, inputs, outputs]."""
+    return {path for path, module in part.named_modules() if path.endswith(".experts") and module.is_transposed}
+
+
 def _build(part: nn.Module, config: OptimizerConfig, group_of: GroupOf) -> list[torch.optim.Optimizer]:
     names, named = _matrix_names(part), trained_parameters(part)
     matrices: Named = [(name, parameter) for name, parameter in named if name in names]
     others: Named = [(name, parameter) for name, parameter in named if name not in names]
-    muon = [Muon(matrices, config, group_of)] if matrices else []
+    transposed = {name for name in names if name.rpartition(".")[0] in _transposed_experts(part)}
+    muon = [Muon(matrices, config, group_of, transposed)] if matrices else []
     return [*muon, *adamw_of(others, config)]
 
 

@@ -1,6 +1,6 @@
 """torch.optim.Muon on plain transformers in one process. `verify` compares layouts with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -35,12 +35,14 @@ class PlainMuon(torch.optim.Muon):
 
     Args:
         weights: [m, n] or stacks [k, m, n] of a model in one process.
+        transposed: those of the stacks that are [k, n, m].
         settings: settings of torch.optim.Muon.
     """
 
-    def __init__(self, weights: list[nn.Parameter], **settings: Any):
+    def __init__(self, weights: list[nn.Parameter], transposed: Collection[nn.Parameter] = (), **settings: Any):
+        self.transposed = set(transposed)
         self.places = [(w, place) for w in weights for place in ([...] if w.ndim == 2 else range(len(w)))]
-        self.matrices = [nn.Parameter(weight.detach()[place]) for weight, place in self.places]  # share storage
+        self.matrices = [nn.Parameter(self._at(w, w.detach(), place)) for w, place in self.places]  # share storage
         super().__init__(self.matrices, **settings)
 
     @torch.no_grad()
@@ -51,11 +53,14 @@ class PlainMuon(torch.optim.Muon):
             closure: part of torch's interface; torch calls it.
         """
         for matrix, (weight, place) in zip(self.matrices, self.places, strict=True):
-            gradient = None if weight.grad is None else weight.grad[place]
+            gradient = None if weight.grad is None else self._at(weight, weight.grad, place)
             if gradient is not None and gradient.dtype == torch.float64:
                 gradient = gradient.as_subclass(_Exact)
             matrix.grad = gradient
         super().step(closure)
+
+    def _at(self, weight: nn.Parameter, values: Tensor, place: Any) -> Tensor:
+        return values[place].mT if weight in self.transposed else values[place]
 
 
 def reference(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
@@ -63,10 +68,13 @@ def reference(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Opt
     named = list(model.named_parameters())
     matrices = [(name, p) for name, p in named if _is_matrix(name, p)]
     others = [(name, p) for name, p in named if not _is_matrix(name, p)]
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    transposed = [p for module in experts if module.is_transposed for p in module.parameters() if p.ndim == 3]
     muon = config.muon
     settings = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
     optimizer = PlainMuon(
         [parameter for _, parameter in matrices],
+        transposed,
         lr=muon.lr or config.lr,
         weight_decay=config.weight_decay,
         adjust_lr_fn=muon.adjust_lr_fn,

@@ -41,7 +41,7 @@ def different(found: Differences) -> list[object]:
         ("qwen3", False, {"tp": 2, "dp_shard": 2, "sequence_parallel": True}, MUON),
         ("qwen3", True, {"cp": 2, "dp_replicate": 2}, MUON),
         ("qwen3_moe", False, {"dp_shard": 2, "ep": 2}, MUON),
-        ("gpt_oss", False, {"cp": 2}, MUON),
+        ("gpt_oss", False, {"cp": 2}, MuonConfig(lr=0.05, adjust_lr_fn="original")),
     ],
     ids=str,
 )

@@ -60,6 +60,22 @@ def test_every_expert_of_a_stack_is_a_matrix_of_its_own(dtype: torch.dtype) -> N
     torch.testing.assert_close(stack, other, rtol=0, atol=1e-12 if dtype == torch.float64 else 0)
 
 
+def test_a_transposed_stack_takes_the_steps_of_its_transpose() -> None:
+    settings = MuonConfig(adjust_lr_fn="original")
+    config = OptimizerConfig(name="muon", lr=0.1, weight_decay=0.1, muon=settings)
+    stack = nn.Parameter(torch.randn(3, 4, 12, dtype=torch.float64))
+    other, plain = nn.Parameter(stack.detach().mT.clone()), nn.Parameter(stack.detach().clone())
+    muons = [Muon([("stack", stack)], config, no_groups, ["stack"]), Muon([("other", other)], config, no_groups)]
+    muons.append(PlainMuon([plain], [plain], lr=0.1, weight_decay=0.1, adjust_lr_fn="original"))
+    for _ in range(2):
+        stack.grad = torch.randn_like(stack)
+        other.grad, plain.grad = stack.grad.mT.clone(), stack.grad.clone()
+        for muon in muons:
+            muon.step()
+    torch.testing.assert_close(stack, other.mT, rtol=0, atol=1e-12)
+    torch.testing.assert_close(stack, plain, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_singular_values_of_a_step_in_float64_lie_around_1(shape: tuple[int, int]) -> None:
     direction = orthogonal(torch.randn(shape, dtype=torch.float64), num_steps=8)
