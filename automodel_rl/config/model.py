@@ -152,7 +152,8 @@ class MemoryConfig(Section):
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations that each layer keeps for the backward; others are computed again. none: all are kept. selective:
-    only results of matrix products and of attention are kept. full: only the layer's input is kept."""
+    only results of matrix products and of attention are kept. full: only the layer's input is kept and, if dense layers
+    are compiled, attention's result."""
 
     offload_optimizer: bool = False
     """Keep the optimizer's moments in host memory, and copy them to the device only for each optimizer step."""
