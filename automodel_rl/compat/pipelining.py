@@ -8,6 +8,7 @@ its message is asked for until it has been used, so memory depends on the microb
 Checked with torch 2.11.0 and 2.13.0.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -257,8 +258,13 @@ def _tensor_meta(shape: Shape, dtype: torch.dtype, requires_grad: bool) -> Any:
     return extract_tensor_meta(torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad))
 
 
-def planned_actions(name: str, pp: int, stages_of_rank: Sequence[Sequence[int]], num_microbatches: int) -> list[list]:
+@functools.lru_cache(maxsize=64)
+def planned_actions(
+    name: str, pp: int, stages_of_rank: tuple[tuple[int, ...], ...], num_microbatches: int
+) -> list[list[tuple[int, str, int]]]:
     """Actions of each rank in one step of one of torch's schedules. It needs no process groups: it is for planning.
+
+    torch takes a second for many stages, and a plan asks for the same order again and again.
 
     Args:
         name: torch's name of the schedule.

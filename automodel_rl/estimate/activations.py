@@ -54,16 +54,26 @@ class LayerActivations:
     backward: int
 
 
+@dataclass(frozen=True)
+class LayerForward:
+    """How a layer computes.
+
+    Attributes:
+        dtype: the compute dtype.
+        recomputed: as memory.activation_checkpointing.
+        compiled: whether the layer is compiled.
+    """
+
+    dtype: torch.dtype
+    recomputed: Literal["none", "selective", "full"]
+    compiled: bool
+
+
 def layer_activations(
-    config: PretrainedConfig,
-    layer: int,
-    num_tokens: int,
-    parallel: ParallelConfig,
-    mode: Literal["none", "selective", "full"],
-    dtype: torch.dtype,
-    compiled: bool,
+    config: PretrainedConfig, layer: int, num_tokens: int, parallel: ParallelConfig, how: LayerForward
 ) -> LayerActivations:
     """The bytes that one layer needs for `num_tokens` tokens on one rank."""
+    dtype, mode, compiled = how.dtype, how.recomputed, how.compiled
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, parallel.cp))
     ALL_EXPERTS_FUNCTIONS.register(STAND_IN, functools.partial(_experts, compiled))
     module, rotary = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, dtype, num_tokens)
@@ -90,19 +100,20 @@ def layer_activations(
     between = 3 * num_tokens * config.hidden_size * dtype.itemsize if mode == "none" else 0
     spared = between * (parallel.tp - 1) // parallel.tp if parallel.sequence_parallel else 0
     # Recomputation makes the stand-in's output again, but keeps the kernel's.
-    attended = _attended(module, num_tokens, dtype) if keeps_attention(config, mode, compiled) else 0
+    attended = _attended(module, num_tokens, dtype) if keeps_attention(config, how) else 0
     if compiled and mode == "selective":  # nothing needs the output of the last matrix product again
         attended -= num_tokens * config.hidden_size * dtype.itemsize
     return LayerActivations(kept - spared + attended, live.most - kept)
 
 
-def keeps_attention(config: PretrainedConfig, mode: Literal["none", "selective", "full"], compiled: bool) -> bool:
+def keeps_attention(config: PretrainedConfig, how: LayerForward) -> bool:
     """Whether a layer that recomputes keeps the output of attention.
 
     A compiled layer always does, since attention is an operator of its own in its graph. The graphs of mixtures hold no
     recomputation.
     """
-    return mode == "selective" or (mode == "full" and compiled and not FAMILIES[config.model_type].is_moe)
+    in_graph = how.compiled and not FAMILIES[config.model_type].is_moe
+    return how.recomputed == "selective" or (how.recomputed == "full" and in_graph)
 
 
 def _attended(module: Any, num_tokens: int, dtype: torch.dtype) -> int:

@@ -14,10 +14,9 @@ Counted in bytes, for the first rank of each FSDP group (no rank has more):
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 from transformers import PretrainedConfig
@@ -25,7 +24,7 @@ from transformers import PretrainedConfig
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.estimate.activations import LayerActivations, keeps_attention, layer_activations
+from automodel_rl.estimate.activations import LayerActivations, LayerForward, keeps_attention, layer_activations
 from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, parameter_sizes, stage_parameters
 from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.parallelise import dtypes_of
@@ -205,7 +204,7 @@ class MemoryModel:
         tokens = self._tokens(parallel) // (parallel.tp if parallel.sequence_parallel else 1)
         return tokens * self.config.hidden_size * self.compute
 
-    def _buffers(self, indices: list[int], parallel: ParallelConfig) -> int:
+    def _buffers(self, indices: Sequence[int], parallel: ParallelConfig) -> int:
         """Bytes of receive buffers: of the gradient that is used and the next one, and of the next activation. Those in
         use until a backward count as activations."""
         received = sum((stage > 0) + 2 * (stage < parallel.num_stages - 1) for stage in indices)
@@ -232,23 +231,21 @@ class MemoryModel:
         axes = ParallelConfig(
             cp=parallel.cp, tp=parallel.tp, ep=parallel.ep, sequence_parallel=parallel.sequence_parallel
         )
-        mode, compiled = memory.activation_checkpointing, self.are_layers_compiled(parallel, memory)
-        return self._activations(like, self._tokens(parallel), axes, mode, compiled)
-
-    def are_layers_compiled(self, parallel: ParallelConfig, memory: MemoryConfig) -> bool:
-        """Whether a run on CUDA compiles the layers."""
-        asked = Combination(self._description, self._model_config, parallel, memory)
-        return are_compiled(asked, torch.device("cuda"), self._dtype)
+        return self._activations(like, self._tokens(parallel), axes, self._how(parallel, memory))
 
     def recomputes_attention(self, parallel: ParallelConfig, memory: MemoryConfig) -> bool:
         """Whether attention is computed again in the backward."""
-        mode = memory.activation_checkpointing
-        return mode != "none" and not keeps_attention(self.config, mode, self.are_layers_compiled(parallel, memory))
+        how = self._how(parallel, memory)
+        return how.recomputed != "none" and not keeps_attention(self.config, how)
 
-    def _measure(
-        self, layer: int, tokens: int, axes: ParallelConfig, mode: Literal["none", "selective", "full"], compiled: bool
-    ) -> LayerActivations:
-        return layer_activations(self.config, layer, tokens, axes, mode, self._dtype, compiled)
+    def _how(self, parallel: ParallelConfig, memory: MemoryConfig) -> LayerForward:
+        """How layers compute on CUDA."""
+        asked = Combination(self._description, self._model_config, parallel, memory)
+        compiled = are_compiled(asked, torch.device("cuda"), self._dtype)
+        return LayerForward(self._dtype, memory.activation_checkpointing, compiled)
+
+    def _measure(self, layer: int, tokens: int, axes: ParallelConfig, how: LayerForward) -> LayerActivations:
+        return layer_activations(self.config, layer, tokens, axes, how)
 
 
 def _units(stage: list[ParameterSize], trained_only: bool = False) -> dict[object, int]:

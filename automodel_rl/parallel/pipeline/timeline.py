@@ -38,12 +38,12 @@ class Timeline:
         return 1 - sum(self.busy) / (len(self.busy) * self.length)
 
 
-def stages_of_ranks(parallel: ParallelConfig) -> list[list[int]]:
+def stages_of_ranks(parallel: ParallelConfig) -> tuple[tuple[int, ...], ...]:
     """The stages of every pipeline rank."""
     pp, count = parallel.pp, parallel.num_stages
     if SCHEDULES[parallel.schedule].is_v:
-        return [[rank, count - 1 - rank] for rank in range(pp)]
-    return [list(range(rank, count, pp)) for rank in range(pp)]
+        return tuple((rank, count - 1 - rank) for rank in range(pp))
+    return tuple(tuple(range(rank, count, pp)) for rank in range(pp))
 
 
 @functools.cache

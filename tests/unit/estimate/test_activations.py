@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.estimate.activations import layer_activations
+from automodel_rl.estimate.activations import LayerForward, layer_activations
 from automodel_rl.estimate.memory import MemoryModel
 from tests.unit.tools.test_speed import DENSE, MIXTURE, SPLIT
 
@@ -32,7 +32,8 @@ Mode = Literal["none", "selective", "full"]
 def test_a_token_keeps_as_many_bytes_as_on_a_gpu(family: str, mode: Mode, compiled: bool, measured: int) -> None:
     """Growth of the allocated memory in the forward of a layer over 8,192 tokens, on an H100 with FlashAttention-3."""
     config = AutoConfig.for_model(family, **(DENSE if family == "qwen3" else MIXTURE))
-    found = layer_activations(config, 0, 8192, ParallelConfig(), mode, torch.bfloat16, compiled).kept / 8192
+    how = LayerForward(torch.bfloat16, mode, compiled)
+    found = layer_activations(config, 0, 8192, ParallelConfig(), how).kept / 8192
     assert found == pytest.approx(measured, rel=0.01)
 
 
