@@ -16,7 +16,7 @@ Counted in bytes, for the first rank of each FSDP group (no rank has more):
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from transformers import PretrainedConfig
@@ -124,7 +124,7 @@ class MemoryModel:
         self.parameters = sum(size.gathered for size in self._whole)
         self._trained_share = sum(size.gathered for size in self._whole if size.is_trained) / self.parameters
         self.active_parameters = sum(_active(size, config) for size in self._whole)
-        self._activations: Callable[..., LayerActivations] = cache(self._measure)
+        self._activations: Callable[..., LayerActivations] = cache(partial(layer_activations, config))
 
     def with_microbatches_of(self, num_tokens: int) -> "MemoryModel":
         """The same model with microbatches of another capacity."""
@@ -144,7 +144,8 @@ class MemoryModel:
         """The plan of a step on one layout, with so many microbatches on each data rank."""
         layers = layers_per_stage(self.config.num_hidden_layers, parallel)
         stages = stage_parameters(list(parameter_sizes(self._model, parallel)), layers)
-        of_layer = [self._of_layer(layer, parallel, memory) for layer in range(self.config.num_hidden_layers)]
+        how = self._how(parallel, memory)
+        of_layer = [self._of_layer(layer, parallel, how) for layer in range(self.config.num_hidden_layers)]
         held: list[float] = []
         start = 0
         for count in layers:
@@ -222,7 +223,7 @@ class MemoryModel:
     def _tokens(self, parallel: ParallelConfig) -> int:
         return -(-self.microbatch_tokens // parallel.cp)
 
-    def _of_layer(self, layer: int, parallel: ParallelConfig, memory: MemoryConfig) -> LayerActivations:
+    def _of_layer(self, layer: int, parallel: ParallelConfig, how: LayerForward) -> LayerActivations:
         """A layer's memory. Layers of the same kind are measured once."""
         first_mixture = self.values.get("first_k_dense_replace") or 0
         types = self.values.get("layer_types") or [None] * (layer + 1)
@@ -231,7 +232,7 @@ class MemoryModel:
         axes = ParallelConfig(
             cp=parallel.cp, tp=parallel.tp, ep=parallel.ep, sequence_parallel=parallel.sequence_parallel
         )
-        return self._activations(like, self._tokens(parallel), axes, self._how(parallel, memory))
+        return self._activations(like, self._tokens(parallel), axes, how)
 
     def recomputes_attention(self, parallel: ParallelConfig, memory: MemoryConfig) -> bool:
         """Whether attention is computed again in the backward."""
@@ -243,9 +244,6 @@ class MemoryModel:
         asked = Combination(self._description, self._model_config, parallel, memory)
         compiled = are_compiled(asked, torch.device("cuda"), self._dtype)
         return LayerForward(self._dtype, memory.activation_checkpointing, compiled)
-
-    def _measure(self, layer: int, tokens: int, axes: ParallelConfig, how: LayerForward) -> LayerActivations:
-        return layer_activations(self.config, layer, tokens, axes, how)
 
 
 def _units(stage: list[ParameterSize], trained_only: bool = False) -> dict[object, int]:

@@ -140,7 +140,8 @@ def _build(part: nn.Module, config: OptimizerConfig, group_of: GroupOf) -> list[
     names, named = _matrix_names(part), trained_parameters(part)
     matrices: Named = [(name, parameter) for name, parameter in named if name in names]
     others: Named = [(name, parameter) for name, parameter in named if name not in names]
-    transposed = {name for name in names if name.rpartition(".")[0] in _transposed_experts(part)}
+    experts = _transposed_experts(part)
+    transposed = {name for name in names if name.rpartition(".")[0] in experts}
     muon = [Muon(matrices, config, group_of, transposed)] if matrices else []
     return [*muon, *adamw_of(others, config)]
 

@@ -1,5 +1,6 @@
 """Encoder and language model on meshes of their own over NCCL: against plain transformers in float64, and in bf16."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -40,24 +41,6 @@ PLACEMENTS = [
     ONE_TO_PIPELINE,
     components_of({"ranks": 0}, {"ranks": "1-3", "pp": 3}),
 ]
-
-
-def needs(components: ComponentsConfig) -> int:
-    if torch.cuda.device_count() < components.world_size:
-        pytest.skip(f"needs {components.world_size} CUDA devices")
-    return components.world_size
-
-
-@pytest.mark.parametrize("components", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("family", [LLAVA, QWEN])
-def test_float64_equals_transformers(
-    ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
-) -> None:
-    needs(components)
-    save_tiny_multimodal_model(tmp_path, family)
-    assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
-
-
 FURTHER = [
     ("gemma3", SIDE_BY_SIDE),
     ("gemma3", one_layout(ParallelConfig(cp=2), ["vision"])),
@@ -72,8 +55,14 @@ FURTHER = [
 ]
 
 
-@pytest.mark.parametrize(("family", "components"), FURTHER, ids=str)
-def test_further_encoders_equal_transformers_in_float64(
+def needs(components: ComponentsConfig) -> int:
+    if torch.cuda.device_count() < components.world_size:
+        pytest.skip(f"needs {components.world_size} CUDA devices")
+    return components.world_size
+
+
+@pytest.mark.parametrize(("family", "components"), [*product([LLAVA, QWEN], PLACEMENTS), *FURTHER], ids=str)
+def test_float64_equals_transformers(
     ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig
 ) -> None:
     needs(components)

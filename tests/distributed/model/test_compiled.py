@@ -26,7 +26,7 @@ from automodel_rl.support.attention import ATTENTION
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
-STEPS, STEPS_OF_MANY = 11, 6
+STEPS, STEPS_OF_MANY = 20, 8
 """Steps of one rank, and of several, which only train: compiling on all of them takes long."""
 
 
