@@ -22,9 +22,7 @@ from tests.pages import ROOT, public_methods
 
 FILES = sorted((ROOT / "automodel_rl").rglob("*.py"))
 OF_TESTS = sorted(file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
-MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 400, 60, 6
-SIGNATURES_OF_TRANSFORMERS = {"packed_attention", "varlen_attention", "written_out"}
-"""Functions that take what transformers gives them."""
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 60
 
 
 def texts_of(name: str) -> list[tuple[str, Any, str]]:
@@ -142,15 +140,6 @@ def test_benchmarks_which_no_test_runs_import_names_that_exist(file: Path) -> No
             for name in node.names:
                 known = name.name in vars(module) or name.name in dir(module)
                 assert known or importlib.util.find_spec(f"{node.module}.{name.name}"), f"{node.module}.{name.name}"
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_functions_take_few_parameters(file: Path) -> None:
-    for function in functions_of(file):
-        given = function.args
-        named = {parameter.arg for parameter in (*given.posonlyargs, *given.args, *given.kwonlyargs)} - {"self", "cls"}
-        few = len(named) <= MOST_PARAMETERS or function.name in SIGNATURES_OF_TRANSFORMERS
-        assert few, f"{function.name} takes {len(named)} parameters"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
