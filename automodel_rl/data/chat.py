@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
 from automodel_rl.data.checks import holds_chats
+from automodel_rl.data.kinds import THOUGHTS
 from automodel_rl.data.media import MediaReaders, open_readers
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.template import ChatTemplate
+from automodel_rl.data.template import ChatTemplate, named_templates
 from automodel_rl.data.turns import MARKS_REMEDY, Span, find_turns
 from automodel_rl.errors import InputError
 from automodel_rl.hf.find import find_model
@@ -149,25 +150,41 @@ class ChatTokenizer:
         Raises:
             InputError: the template refuses the chat or leaves out part of it, or the assistant's tokens are unclear.
         """
-        has_marks = self.template.has_marks
+        has_marks = self.template.has_marks(chat)
         encoded = self.template.encode(chat, where, return_assistant_tokens_mask=has_marks)
         self.template.check(chat, where)
         turns, ids = self._turns(chat, where), encoded["input_ids"]
         if has_marks:
             spans = self._marked(chat, turns, _spans(encoded["assistant_masks"]), where)
         else:
-            spans = find_turns(self.template, chat, ids, turns, where)
+            found = find_turns(self.template, chat, ids, turns, where)
+            ids, spans = found.ids, found.spans
         mask = torch.zeros(len(ids), dtype=torch.bool)
         for start, end in spans:
             mask[start:end] = True
         return self._with_media(TokenSequence(torch.tensor(ids), mask), chat, where)
 
     def text_sequence(self, text: str) -> TokenSequence:
-        """A text with the end token, all of it trained, and with what the tokenizer itself puts before texts."""
-        ids, end = self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id
+        """A text with the end token, all of it trained, and with what the tokenizer itself puts around texts. What the
+        text already has of these, as texts that a template has written do, it gets no second time."""
+        end = self.tokenizer.eos_token_id
+        if end is not None and text.rstrip().endswith(str(self.tokenizer.eos_token)):
+            text, end = text.rstrip(), None
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        before, after = self._around_texts
+        before = before if ids[: len(before)] != before else []
+        after = after if after and ids[-len(after) :] != after else []
+        ids = [*before, *ids, *after]
         if end is not None and (not ids or ids[-1] != end):
             ids = [*ids, end]
         return TokenSequence(torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool))
+
+    @functools.cached_property
+    def _around_texts(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after texts."""
+        plain, whole = (self.tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (False, True))
+        place = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return whole[:place], whole[place + len(plain) :]
 
     def prompt_sequence(self, chat: Chat, where: str) -> TokenSequence:
         """The tokens before the assistant's last turn, ready for its answer. There are none if the chat begins with
@@ -192,6 +209,12 @@ class ChatTokenizer:
     def _turns(self, chat: Chat, where: str) -> list[int]:
         """Places of the turns that the mask covers."""
         turns = [turn for turn in chat.trained if self.train_on == "all" or turn == chat.turns[-1]]
+        for turn in turns:
+            if not any(chat.messages[turn].get(key) for key in ("content", "tool_calls", *THOUGHTS)):
+                raise InputError(
+                    f"{where}: turn {turn} of the assistant is empty: give it a text, or weight: 0 so that it is not "
+                    "trained, or remove the record"
+                )
         if not turns:
             raise InputError(
                 f"{where}: the last turn of the assistant has weight 0, and data.train_on=last trains no other: use "
@@ -235,7 +258,8 @@ def _with_image_text(template: ChatTemplate, written: str, wanted: str) -> ChatT
     The text is in the template, and not put in afterwards, because marks of the assistant's texts count characters.
     """
     tokenizer = copy.copy(template.tokenizer)
-    tokenizer.chat_template = str(tokenizer.chat_template).replace(written, wanted)
+    named = named_templates(tokenizer)
+    tokenizer.chat_template = {name: text.replace(written, wanted) for name, text in named.items()}
     changed = ChatTemplate(tokenizer, template.reads, template.variables)
     return changed if wanted in (changed.text(ONE_IMAGE) or "") else template
 

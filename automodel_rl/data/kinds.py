@@ -1,8 +1,9 @@
 """Kinds of chats, told by their roles, keys and tools: what a chat template may treat differently. Texts and lengths
 make no difference."""
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from automodel_rl.data.messages import Chat, Message, function_of
@@ -18,9 +19,13 @@ ARGUMENTS = "arguments"
 
 
 def kind_of(chat: Chat) -> frozenset[Any]:
-    """The kind of a chat: the facts about the messages of each role, and the form of the tools."""
+    """The kind of a chat: the facts about the messages of each role, which roles follow each other, and the form of the
+    tools."""
     facts = {(m["role"], fact) for turn, m in enumerate(chat.messages) for fact in facts_of(chat, turn)}
-    return frozenset([*facts, *("function" in tool for tool in chat.tools)])
+    # Templates refuse some orders. They look at what precedes a message, and some at the number of messages before it.
+    speakers = [(m["role"], bool(m.get("tool_calls"))) for m in chat.messages]
+    order = {*itertools.pairwise([None, *speakers, None])}
+    return frozenset([*facts, *order, *("function" in tool for tool in chat.tools)])
 
 
 def facts_of(chat: Chat, turn: int) -> frozenset[Any]:
@@ -76,20 +81,23 @@ def _texts(message: Message) -> list[str]:
 
 
 def with_objects(message: Message) -> Message:
-    """The message with objects for the arguments of its calls, if they are JSON of objects."""
+    """The message with objects for the arguments of its calls, if they are JSON."""
+    return _with_arguments(message, lambda value: json.loads(value) if isinstance(value, str) else value)
+
+
+def with_json(message: Message) -> Message:
+    """The message with JSON for the arguments of its calls, if they are objects."""
+    return _with_arguments(
+        message, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    )
+
+
+def _with_arguments(message: Message, form: Callable[[Any], Any]) -> Message:
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
         function = function_of(call)
-        function = {**function, ARGUMENTS: _parsed(function[ARGUMENTS])} if ARGUMENTS in function else function
+        function = {**function, ARGUMENTS: form(function[ARGUMENTS])} if ARGUMENTS in function else function
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
-
-
-def _parsed(arguments: Any) -> Any:
-    try:
-        value = json.loads(arguments)
-    except (TypeError, ValueError):  # objects already, or no JSON
-        return arguments
-    return value if isinstance(value, dict) else arguments

@@ -80,11 +80,11 @@ def checked_messages(value: Any, column: str, where: str, role: str | None = Non
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         text = "" if role is None else "a text or "
         raise InputError(f"{where}: {column} must be {text}a list of objects with role and content")
-    # A null content stays: a template may ask for it.
-    messages = [{k: _without_nulls(v) for k, v in m.items() if v is not None or k == "content"} for m in value]
+    messages = [{k: _without_nulls(v) for k, v in m.items() if v is not None} for m in value]
     for turn, message in enumerate(messages):
         _check_message(message, turn, where)
-    return messages
+    # Templates write a null as None, or raise. OpenAI's messages have one beside calls.
+    return [message if "content" in message else {**message, "content": ""} for message in messages]
 
 
 SHAREGPT_ROLES = {
@@ -121,6 +121,13 @@ def _check_message(message: Message, turn: int, where: str) -> None:
         raise InputError(
             f"{where}: tool_calls of turn {turn} must be a list of objects with a function that has name and arguments"
         )
+    for call in calls or ():
+        _check_arguments(call, turn, where)
+    for key in WEIGHTS_ELSEWHERE & message.keys():
+        raise InputError(
+            f"{where}: turn {turn} has {key}: {json.dumps(message[key], default=repr)[:40]}, which other tools read: "
+            f"give weight: 0 to a turn that is not trained, and leave {key} out, or pass it over with ignore: [{key}]"
+        )
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise InputError(f"{where}: weight of turn {turn} is {weight!r}: give 0 (not trained) or 1, or leave it out")
@@ -128,6 +135,25 @@ def _check_message(message: Message, turn: int, where: str) -> None:
         raise InputError(
             f"{where}: weight of turn {turn} is {weight}, and turns of role {message['role']} are never trained: "
             "leave it out"
+        )
+
+
+WEIGHTS_ELSEWHERE = {"train", "training", "trainable", "train_detail", "loss", "loss_mask", "loss_weight", "masked"}
+"""Keys of messages that say in other tools whether a turn is trained, such as Axolotl, verl and ms-swift."""
+
+
+def _check_arguments(call: dict[str, Any], turn: int, where: str) -> None:
+    """Raises InputError for arguments that no tool could be called with, such as JSON that was cut off."""
+    function = function_of(call)
+    arguments = function.get("arguments", {})
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InputError(
+            f"{where}: arguments of the call of {function['name']!r} in turn {turn} are no JSON object, but "
+            f"{json.dumps(arguments, default=repr)[-60:]}: give a whole one, {{}} for none, or remove the record"
         )
 
 

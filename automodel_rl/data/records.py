@@ -63,6 +63,7 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat 
     else:
         prompt = _messages(record, config, "prompt", where, role="user")
         messages = _messages(record, config, "completion", where, role="assistant")
+        prompt, messages = joined(prompt, messages, "completion", where)
     system = _system(record, config, [*prompt, *messages], where)
     messages = with_media_files([*system, *prompt, *messages], record, config, where)
     chat = Chat(messages, _tools(record, config, where), start=len(system) + len(prompt) if prompt else 0)
@@ -107,8 +108,7 @@ def _with_trained(chat: Chat, where: str) -> Chat:
 def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
     """The pair of a record, from its columns prompt, chosen and rejected. Each holds messages or a text.
 
-    Without a prompt, the messages with which both completions begin are the prompt. With one, completions may repeat
-    it.
+    Without a prompt, the messages with which both completions begin are the prompt. With one, completions may hold it.
 
     Raises:
         InputError: a column is missing, or a completion does not end with a turn of the assistant that is trained.
@@ -124,11 +124,17 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
             )
     else:
         prompt = _messages(record, config, "prompt", where, role="user")
-    completions = [_without_start(completion, prompt) for completion in completions]
+    named = zip(columns, completions, strict=True)
+    (prompt, chosen), (other, rejected) = (joined(prompt, messages, name, where) for name, messages in named)
+    if prompt != other:
+        raise InputError(
+            f"{where}: chosen and rejected hold other messages before their answers: give both the same, or remove the "
+            "record"
+        )
     prompt = [*_system(record, config, prompt, where), *prompt]
     tools = _tools(record, config, where)
     chats = []
-    for name, messages in zip(columns, completions, strict=True):
+    for name, messages in zip(columns, (chosen, rejected), strict=True):
         if not messages or messages[-1]["role"] != "assistant":
             raise InputError(f"{where}: {name} must end with a turn of the assistant: add one or remove the record")
         whole = with_media_files([*prompt, *messages], record, config, where)
@@ -144,8 +150,59 @@ def _common_start(chosen: list[Message], rejected: list[Message]) -> list[Messag
     return chosen[:count]
 
 
-def _without_start(messages: list[Message], prompt: list[Message]) -> list[Message]:
-    return messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+def joined(
+    prompt: list[Message], completion: list[Message], name: str, where: str
+) -> tuple[list[Message], list[Message]]:
+    """A prompt and a completion that may hold the prompt, or a part of it, once more.
+
+    Completions of many datasets are whole chats, whose prompt differs a little from the prompt's column: in white
+    space, or by a system message. Then the chat's own messages are the prompt.
+
+    Args:
+        prompt: the prompt's messages.
+        completion: the completion's messages.
+        name: the completion's column, for error messages.
+        where: the record's place in the data, for error messages.
+
+    Returns:
+        The messages before the trained ones, and those from there on.
+
+    Raises:
+        InputError: the completion begins with other messages than the assistant's, which are not the prompt.
+    """
+    asked = [_said(message) for message in prompt if message["role"] != "system"]
+    held = [_said(message) for message in completion]
+    starts = range(len(held) - len(asked) + 1) if completion and _asks(completion[0]) else range(1)
+    for start in starts:
+        if asked and held[start : start + len(asked)] == asked:
+            end = start + len(asked)
+            own, given = ([m for m in messages if m["role"] == "system"] for messages in (completion[:end], prompt))
+            if own and given and [*map(_said, own)] != [*map(_said, given)]:
+                break
+            return [*(given if not own else []), *completion[:end]], completion[end:]
+    if not prompt or not completion or not _asks(prompt[-1]) or not _asks(completion[0]):
+        return prompt, completion
+    # The completion may go on from a later message of the prompt.
+    for count in range(len(asked) - 1, 0, -1):
+        if held[:count] == asked[-count:]:
+            return prompt, completion[count:]
+    raise InputError(
+        f"{where}: {name} begins with a turn of role {completion[0]['role']}, which is not the prompt and follows it: "
+        f"leave it out of {name}, put it into the prompt, or leave out the column of the prompt"
+    )
+
+
+def _asks(message: Message) -> bool:
+    """Whether an answer of the assistant may follow a message, and the message is no tool's."""
+    return message["role"] in ("system", "developer", "user")
+
+
+def _said(message: Message) -> tuple[str, Any]:
+    """What two messages have in common that are the same but for white space."""
+    content = message.get("content")
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        content = "".join(part["text"] for part in content)
+    return message["role"], " ".join(content.split()) if isinstance(content, str) else content
 
 
 def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Chat:

@@ -3,11 +3,11 @@
 import functools
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, meta
+from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.data.kinds import (
@@ -18,6 +18,7 @@ from automodel_rl.data.kinds import (
     facts_of,
     says_more,
     thought_in,
+    with_json,
     with_objects,
 )
 from automodel_rl.data.messages import Chat, Message, function_of, media_parts
@@ -32,8 +33,8 @@ PROBE = "xyzzy"
 MARK = re.compile(f"{PROBE}([0-9]+){PROBE}")
 """Pattern of a mark: the text that is added to a numbered place of a chat."""
 
-OTHER = "\ue000"
-"""A text of one character that no chat contains."""
+OTHERS = 0xE000
+"""First of the characters for private use, which no chat contains. Changed values of a turn become one each."""
 
 QUESTION: Message = {"role": "user", "content": PROBE}
 
@@ -81,9 +82,9 @@ class ChatTemplate:
         InputError: the template does not read a variable.
 
     Attributes:
-        has_marks: whether the template marks what the assistant writes.
         reads_parts_only: whether contents must be lists of parts.
-        quotes_arguments: whether arguments of calls must be objects, not JSON.
+        arguments_form: a function that gives a message the form of arguments that the template can write, objects or
+            JSON.
     """
 
     def __init__(
@@ -93,11 +94,17 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ):
         self.tokenizer, self.reads, self.variables = tokenizer, reads, dict(variables or {})
-        _check_variables(self.variables, str(tokenizer.chat_template))
-        self.has_marks = bool(GENERATION_MARK.search(str(tokenizer.chat_template)))
+        _check_variables(self.variables, named_templates(tokenizer).values())
+        self.reads_parts_only, self.arguments_form = False, _as_given
         self.reads_parts_only = self._reads_parts_only()
-        self.quotes_arguments = self._quotes_arguments()
+        self.arguments_form = self._arguments_form()
         self._accepted: set[Any] = set()
+
+    def has_marks(self, chat: Chat) -> bool:
+        """Whether the template marks what the assistant writes in a chat."""
+        named = named_templates(self.tokenizer)
+        name = "tool_use" if chat.tools and "tool_use" in named else "default"
+        return bool(GENERATION_MARK.search(named.get(name, "")))
 
     def encode(self, chat: Chat, where: str, **options: Any) -> Any:
         """A chat, written by the template and tokenised.
@@ -131,17 +138,35 @@ class ChatTemplate:
         except Exception as error:  # a template is a program, and may raise any error
             raise InputError(f"{where}: the chat template refuses these messages ({error})") from None
 
-    def text(self, chat: Chat, changed_turn: int | None = None) -> str | None:
-        """What the template writes, with all texts of one turn changed if that is named; None if it raises."""
+    def text(self, chat: Chat, asks: bool = False) -> str | None:
+        """What the template writes; None if it raises.
+
+        Args:
+            chat: the chat.
+            asks: whether to write the chat ready for the assistant's next turn.
+        """
+        return self._text(self._tree(chat), asks)
+
+    def values(self, chat: Chat, turn: int) -> list[Leaf]:
+        """The values of a message that can be changed, without those that are empty. Arguments may be empty."""
         tree = self._tree(chat)
-        if changed_turn is not None:
-            tree = _copied(tree)
-            for leaf in [*_leaves(tree)]:
-                if leaf.turn == changed_turn and _takes_mark(tree, leaf):
-                    *path, key = leaf.path
-                    holder = _at(tree, path)
-                    holder[key] = OTHER if isinstance(holder[key], str) else {OTHER: OTHER}
-        return self._text(tree)
+        found = [leaf for leaf in _leaves(tree, with_empty_arguments=True) if leaf.turn == turn and not leaf.before]
+        return [leaf for leaf in found if _takes_mark(tree, leaf)]
+
+    def changed_text(self, chat: Chat, changed: Mapping[Leaf, int], asks: bool = False) -> str | None:
+        """What the template writes if some values are others; None if it raises.
+
+        Args:
+            chat: the chat.
+            changed: the values, each with the number of the character for private use that takes its place.
+            asks: as for `text`.
+        """
+        tree = _copied(self._tree(chat))
+        for leaf, number in changed.items():
+            *path, key = leaf.path
+            holder, other = _at(tree, path), chr(OTHERS + number)
+            holder[key] = other if isinstance(holder[key], str) else {other: other}
+        return self._text(tree, asks)
 
     def opening_text(self, chat: Chat) -> str:
         """The text of a chat, ready for the assistant's next turn. Raises InputError if the template refuses it."""
@@ -158,9 +183,25 @@ class ChatTemplate:
         """
         question: Tree = {"messages": [_in_parts(QUESTION) if self.reads_parts_only else QUESTION], "tools": []}
         before, asking = self._text(question), self._text(question, add_generation_prompt=True)
-        if before is None or asking is None or not asking.startswith(before):
+        if before is None or asking is None:
             return ""
-        return asking[len(before) :].partition(BEGIN_THOUGHT)[0]
+        place = num_common(before, asking)
+        if place < len(before):  # an end of the chat, such as an end token, stands where the answer would begin
+            begin, starts = asking.rfind(PROBE), asking.startswith
+            places = (at for at in range(place, begin, -1) if any(starts(mark, at) for mark in self.special_tokens))
+            place = next(places, len(asking))
+        return asking[place:].partition(BEGIN_THOUGHT)[0]
+
+    @functools.cached_property
+    def answers_at_once(self) -> bool:
+        """Whether the template writes nothing between a question and its answer, so that it needs no header."""
+        form = _in_parts if self.reads_parts_only else _in_one
+        question, answer = form(QUESTION), form({"role": "assistant", "content": PROBE})
+        asking = self._text({"messages": [question], "tools": []}, add_generation_prompt=True)
+        text = self._text({"messages": [question, answer], "tools": []})
+        if asking is None or text is None or not text.startswith(asking):
+            return False
+        return text[len(asking) :].lstrip().startswith(PROBE)
 
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -181,6 +222,7 @@ class ChatTemplate:
             add_generation_prompt: write the chat ready for the assistant's next turn.
         """
         tree = self._tree(chat)
+        self._check_empty(tree, chat, where, add_generation_prompt)
         leaves = [*_leaves(tree)]
         marks = {leaf: _mark(number) for number, leaf in enumerate(leaves) if _takes_mark(tree, leaf)}
         text = self._text(_marked(tree, marks), add_generation_prompt) or ""
@@ -191,6 +233,25 @@ class ChatTemplate:
                 continue
             if not (self._may_forget(chat, leaf) or self._reads(tree, leaf, add_generation_prompt)):
                 raise InputError(f"{where}: the chat template leaves out {_label(chat, leaf)}: {REMEDY}{_ignore(leaf)}")
+            self._accepted.add(situation)
+
+    def _check_empty(self, tree: Tree, chat: Chat, where: str, add_generation_prompt: bool) -> None:
+        """Raises InputError if the template writes something for a content that is empty, such as None.
+
+        Once the content has a text, what the template wrote in its place is gone.
+        """
+        for leaf in _empty_contents(tree):
+            situation = ("empty", _situation(chat, leaf), add_generation_prompt)
+            if situation in self._accepted:
+                continue
+            text = self._text(tree, add_generation_prompt)
+            filled = self._text(_marked(tree, {leaf: PROBE}), add_generation_prompt)
+            first, end = (text and filled and changed_part(text, filled)) or (0, 0)
+            if stands_in := (text or "")[first:end].strip():
+                raise InputError(
+                    f"{where}: the chat template writes {stands_in!r:.60} for the empty content of turn {leaf.turn}: "
+                    "give data.chat_template a template that writes nothing there, or remove the turn"
+                )
             self._accepted.add(situation)
 
     def _may_forget(self, chat: Chat, leaf: Leaf) -> bool:
@@ -236,28 +297,50 @@ class ChatTemplate:
         )
         return num_texts < len(roles) <= num_parts
 
-    def _quotes_arguments(self) -> bool:
-        """Whether the template writes JSON arguments as a quoted text. Then arguments must be objects."""
-        function = {"name": PROBE, ARGUMENTS: json.dumps({PROBE: PROBE})}
-        calls = [{"id": "123456789", "type": "function", "function": function}]
-        messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "", "tool_calls": calls}]
-        return f'\\"{PROBE}' in (self._text({"messages": messages, "tools": []}) or "")
+    def _arguments_form(self) -> Callable[[Message], Message]:
+        """The form of arguments that the template writes as a model would. It may write JSON as a quoted text, and may
+        raise for objects."""
+        by_object, by_json = (
+            self._text({"messages": [QUESTION, _calling(arguments)], "tools": []})
+            for arguments in ({PROBE: PROBE}, json.dumps({PROBE: PROBE}))
+        )
+        if f'\\"{PROBE}' in (by_json or ""):
+            return with_objects
+        return with_json if by_object is None and by_json is not None else _as_given
 
     def _tree(self, chat: Chat) -> Tree:
         """The chat in the form that the template reads."""
         form = _in_parts if self.reads_parts_only else _in_one
         messages = [form({k: v for k, v in message.items() if k != "weight"}) for message in chat.messages]
-        if self.quotes_arguments:
-            messages = [with_objects(message) for message in messages]
-        return {"messages": messages, "tools": list(chat.tools)}
+        return {"messages": [self.arguments_form(message) for message in messages], "tools": list(chat.tools)}
 
 
-def _check_variables(variables: Mapping[str, Any], template: str) -> None:
-    """Raises InputError for a variable that the template does not read, or that a chat sets itself."""
+def named_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """A tokenizer's chat templates by name. Where there is one, its name is default."""
+    templates = tokenizer.chat_template
+    return dict(templates) if isinstance(templates, Mapping) else {"default": str(templates or "")}
+
+
+def _as_given(message: Message) -> Message:
+    return message
+
+
+def _calling(arguments: Any) -> Message:
+    """A turn that calls a tool."""
+    call = {"id": "123456789", "type": "function", "function": {"name": PROBE, ARGUMENTS: arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _check_variables(variables: Mapping[str, Any], templates: Iterable[str]) -> None:
+    """Raises InputError for a variable that no template reads, or that a chat sets itself."""
     if not variables:
         return
-    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # transformers' own tag
-    read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+    plain = [re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text) for text in templates]  # transformers' own tag
+    jinja = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        read = {name for text in plain for name in meta.find_undeclared_variables(jinja.parse(text))}
+    except TemplateSyntaxError as error:
+        raise InputError(f"the chat template is no Jinja ({error}): give another one in data.chat_template") from None
     read -= {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
     for name in variables:
         if name not in read:
@@ -281,20 +364,24 @@ def _in_one(message: Message) -> Message:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-def _leaves(tree: Tree) -> Iterator[Leaf]:
-    """All values that the template should write, except those that are empty or false."""
+EMPTY = (None, "", [], {})
+"""Values that say nothing. False and 0 are none of them: whoever writes them means something."""
+
+
+def _leaves(tree: Tree, with_empty_arguments: bool = False) -> Iterator[Leaf]:
+    """All values that the template should write, except those that are empty."""
     for number, tool in enumerate(tree["tools"]):
         yield Leaf(("tools", number, *_function_path(tool), "name"))
     for turn, message in enumerate(tree["messages"]):
         skipped = ("role", *LINKS) if message["role"] == "tool" else ("role",)
         for key, value in message.items():
-            if key in skipped or not value:
+            if key in skipped or value in EMPTY:
                 continue
             path = ("messages", turn, key)
             if key == "content":
                 yield from _leaves_of_content(path, value, message["role"])
             elif key == "tool_calls":
-                yield from _leaves_of_calls(path, value)
+                yield from _leaves_of_calls(path, value, with_empty_arguments)
             else:
                 yield Leaf(path)
 
@@ -309,12 +396,40 @@ def _leaves_of_content(path: tuple[str | int, ...], content: Any, role: str) -> 
             yield Leaf(place, before=END_THOUGHT)
 
 
-def _leaves_of_calls(path: tuple[str | int, ...], calls: list[dict[str, Any]]) -> Iterator[Leaf]:
+def _leaves_of_calls(
+    path: tuple[str | int, ...], calls: list[dict[str, Any]], with_empty_arguments: bool
+) -> Iterator[Leaf]:
     for number, call in enumerate(calls):
         inner = (*path, number, *_function_path(call))
         yield Leaf((*inner, "name"))
-        if function_of(call).get(ARGUMENTS):
+        arguments = function_of(call).get(ARGUMENTS)
+        if arguments or (with_empty_arguments and arguments is not None):
             yield Leaf((*inner, ARGUMENTS))
+
+
+def _empty_contents(tree: Tree) -> Iterator[Leaf]:
+    """Contents that are an empty text."""
+    for turn, message in enumerate(tree["messages"]):
+        content = message.get("content")
+        if content == "":
+            yield Leaf(("messages", turn, "content"))
+        elif isinstance(content, list) and [part.get("text") for part in content] == [""]:
+            yield Leaf(("messages", turn, "content", 0, "text"))
+
+
+def changed_part(text: str, changed: str) -> tuple[int, int] | None:
+    """The first character of a text that differs from a changed one, and the place after the last; None if all are the
+    same."""
+    if changed == text:
+        return None
+    first = num_common(text, changed)
+    return first, len(text) - num_common(text[first:][::-1], changed[first:][::-1])
+
+
+def num_common(one: str, other: str) -> int:
+    """Number of characters with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _function_path(tool: dict[str, Any]) -> tuple[str, ...]:

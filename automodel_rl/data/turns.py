@@ -1,13 +1,19 @@
 """The places of the assistant's turns in a chat that a template has written, found by changing one turn at a time.
 
-A turn begins after what the template writes to ask for an answer, and ends with the token that ends it. This also holds
-for templates that write earlier turns differently once later ones follow.
+A turn begins where the template, asked for an answer, would stop writing. It ends with the token that tells others to
+go on: an end token, or the mark of the role that goes on, where a template has no end tokens. Both also hold for
+templates that write earlier turns differently once later ones follow.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from automodel_rl.data.messages import Chat
-from automodel_rl.data.template import ChatTemplate
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.data.kinds import BEGIN_THOUGHT
+from automodel_rl.data.messages import Chat, Message, function_of
+from automodel_rl.data.template import OTHERS, PROBE, QUESTION, ChatTemplate, Leaf, changed_part
 from automodel_rl.errors import InputError
 
 MARKS_REMEDY = (
@@ -19,7 +25,21 @@ Span = tuple[int, int]
 """Tokens of an assistant turn: the place of its first token, and the place after its last token."""
 
 
-def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Sequence[int], where: str) -> list[Span]:
+@dataclass(frozen=True)
+class FoundTurns:
+    """The tokens of a chat, and where its turns are among them.
+
+    Attributes:
+        ids: the chat's token ids. Where the template leaves the end of a turn to the message that follows, and none
+            follows the last turn, they have one token more than the template writes: the one that ends it.
+        spans: the tokens of each turn.
+    """
+
+    ids: list[int]
+    spans: list[Span]
+
+
+def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Sequence[int], where: str) -> FoundTurns:
     """The tokens of some of the assistant's turns.
 
     Args:
@@ -32,84 +52,234 @@ def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Se
     Raises:
         InputError: a turn cannot be found in what the template writes.
     """
-    text = template.text(chat) or ""
-    encoded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    if list(encoded["input_ids"]) != list(ids):
+    finder = _Finder(template, chat)
+    text, token_places = finder.text, _TokenPlaces(template.tokenizer, finder.text)
+    if token_places.ids != list(ids):
         raise InputError(
             f"{where}: the chat template's text has other tokens when it is tokenised again: {MARKS_REMEDY}"
         )
-    offsets = encoded["offset_mapping"]
-    found = []
+    spans, added = [], ""
     for turn in turns:
-        span = _characters(template, chat, turn, text)
-        if span is None:
+        found = finder.find(turn)
+        tokens = None if found is None else token_places.of(*found)
+        if found is None or tokens is None:
             raise InputError(
                 f"{where}: the tokens of assistant turn {turn} cannot be told from the chat template's output: "
                 f"{MARKS_REMEDY}"
             )
-        found.append(_tokens(offsets, *span))
-    return found
+        if turn == len(chat.messages) - 1 and found[1] == len(text):
+            added = finder.end_left_to_others(turn)
+        spans.append(tokens)
+    if not added:
+        return FoundTurns([*ids], spans)
+    # What the template writes after the turn, such as a line break, is the turn's as well.
+    first, last = spans[-1]
+    return FoundTurns([*ids, template.tokenizer.convert_tokens_to_ids(added)], [*spans[:-1], (first, last + 1)])
 
 
-def _characters(template: ChatTemplate, chat: Chat, turn: int, text: str) -> Span | None:
-    """The first character of a turn and the one after its end; None if they are unclear."""
-    edges = _edges(template, chat, turn)
-    if edges is None or not template.header:
-        return None
-    first, last = edges
-    place, ending = text.rfind(template.header, 0, first), _num_ending(template, chat, turn, text[last:])
-    return None if place < 0 or ending is None else (place + len(template.header), last + ending)
-
-
-def _edges(template: ChatTemplate, chat: Chat, turn: int) -> Span | None:
-    """The first character of what a turn itself holds and the one after it; None if the template writes none of it."""
-    text, changed = template.text(chat), template.text(chat, changed_turn=turn)
-    if text is None or changed is None or changed == text:
-        return None
-    first = _num_common(text, changed)
-    return first, len(text) - _num_common(text[first:][::-1], changed[first:][::-1])
-
-
-def _num_ending(template: ChatTemplate, chat: Chat, turn: int, rest: str) -> int | None:
-    """Number of characters with which a turn ends: all up to its last end token or, without one, what ends the chat
-    there. None if the whole chat ends the turn in another way that is unclear.
+class _Finder:
+    """Finds turns in the text of a chat.
 
     Args:
-        template, chat, turn: as for `_characters`.
-        rest: what follows the turn's own characters in the whole chat.
+        template: writes the chat.
+        chat: the chat.
+
+    Attributes:
+        text: what the template writes.
     """
-    until = chat.until(turn + 1)
-    edges = _edges(template, until, turn)
-    ending = (template.text(until) or "")[edges[1] :] if edges else ""
-    ends = _after_specials(template, ending)
-    ending = ending[: ends[-1] if ends else len(ending)]
-    if rest.startswith(ending):
-        return len(ending)
-    # The template ends a turn before others by another token than the last one.
-    others = _after_specials(template, rest)
-    is_one = len(ends) == 1 and bool(others) and len(rest[: others[0]].split()) == 1
-    begins_turn = bool(others) and template.header.startswith(rest[: others[0]].strip())
-    return others[0] if is_one and not begins_turn else None
+
+    def __init__(self, template: ChatTemplate, chat: Chat):
+        self.template, self.chat = template, chat
+        self.text = template.text(chat) or ""
+
+    def find(self, turn: int) -> Span | None:
+        """The first character of a turn and the one after its end; None if they are unclear."""
+        kept = self._repeated(turn)
+        edges = self._edges(self.chat, self.text, turn, kept)
+        alone = self._ending_alone(turn, kept)
+        if edges is None or alone is None:
+            return None
+        first, last = edges
+        begin, ending = self._begin(turn, first), self._num_ending(turn, alone, self.text[last:])
+        return None if begin is None or ending is None else (begin, last + ending)
+
+    def end_left_to_others(self, turn: int) -> str:
+        """The special token with which the message after the last turn would begin, if that is what ends turns: where
+        the template itself ends the turn with no special token."""
+        alone = self._ending_alone(turn, frozenset())
+        if alone is None or self._after_specials(alone):
+            return ""
+        return self._mark_of_next(alone, self._ending_followed(turn) or "")
+
+    def _edges(self, chat: Chat, text: str, turn: int, kept: frozenset[Leaf]) -> Span | None:
+        """The first character of what a message itself holds and the one after it; None if the template writes none of
+        it.
+
+        Args:
+            chat: the chat.
+            text: what the template writes of it.
+            turn: the message's place.
+            kept: values of the message that say nothing about its place.
+        """
+        changed = self.template.changed_text(chat, self._numbered(chat, turn, kept))
+        return None if changed is None else changed_part(text, changed)
+
+    def _numbered(self, chat: Chat, turn: int, kept: frozenset[Leaf] = frozenset()) -> Mapping[Leaf, int]:
+        values = self.template.values(chat, turn)
+        return {leaf: number for number, leaf in enumerate(values) if leaf not in kept}
+
+    def _repeated(self, turn: int) -> frozenset[Leaf]:
+        """Values of a turn that later messages repeat, such as the name of a tool that is called."""
+        if turn == len(self.chat.messages) - 1:
+            return frozenset()
+        until = self.chat.until(turn + 1)
+        values = self._numbered(until, turn)
+        alone, followed = (self.template.changed_text(chat, values) or "" for chat in (until, self.chat))
+        others = {leaf: chr(OTHERS + number) for leaf, number in values.items()}
+        return frozenset(leaf for leaf, other in others.items() if followed.count(other) > alone.count(other))
+
+    def _begin(self, turn: int, first: int) -> int | None:
+        """The place where a turn begins: after what the template writes behind the message before it to ask for an
+        answer; None if that is unclear.
+
+        A template may begin the answer itself, with thoughts or with none. That is the turn's.
+
+        Args:
+            turn: the turn.
+            first: the first character of what the turn itself holds.
+        """
+        header = self.template.header
+        if not header and not self.template.answers_at_once:
+            return None
+        asking = self._asking(turn)
+        place = self.text.rfind(asking, 0, first) if asking else -1
+        if asking and place >= 0:
+            place += len(asking)
+            # Some templates ask without the header, behind the message of a tool, and write it before the answer.
+            return place + len(header) if self.text.startswith(header, place) else place
+        place = self.text.rfind(header, 0, first) if header else -1
+        return None if place < 0 or place < self._end_of_values(turn - 1) else place + len(header)
+
+    def _asking(self, turn: int) -> str | None:
+        """What the template writes after the values of the message before a turn to ask for an answer; None if there is
+        no such message, or it has no values that the template writes, such as one with nothing but an image."""
+        before = self.chat.until(turn)
+        values = self._numbered(before, turn - 1) if before.messages else {}
+        text = self.template.text(before, asks=True) if values else None
+        changed = self.template.changed_text(before, values, asks=True) if values else None
+        edges = None if text is None or changed is None else changed_part(text, changed)
+        return None if text is None or edges is None else text[edges[1] :].partition(BEGIN_THOUGHT)[0]
+
+    def _end_of_values(self, turn: int) -> int:
+        """The place after what a message itself holds; 0 if it holds nothing that the template writes."""
+        edges = self._edges(self.chat, self.text, turn, self._repeated(turn)) if turn >= 0 else None
+        return edges[1] if edges else 0
+
+    def _ending_alone(self, turn: int, kept: frozenset[Leaf]) -> str | None:
+        """What the template writes after the values of a turn that ends the chat."""
+        until = self.chat.until(turn + 1)
+        text = self.template.text(until)
+        edges = None if text is None else self._edges(until, text, turn, kept)
+        return None if text is None or edges is None else text[edges[1] :]
+
+    def _ending_followed(self, turn: int) -> str | None:
+        """What the template writes after the values of a turn once another message follows: of a tool that the turn
+        calls, or else of the user; None if the template refuses that."""
+        until = self.chat.until(turn + 1)
+        followed = Chat([*until.messages, *_next_messages(until.messages[turn])], until.tools)
+        return _Finder(self.template, followed)._rest(turn)
+
+    def _rest(self, turn: int) -> str | None:
+        edges = self._edges(self.chat, self.text, turn, self._repeated(turn))
+        return self.text[edges[1] :] if edges else None
+
+    def _num_ending(self, turn: int, alone: str, rest: str) -> int | None:
+        """Number of characters with which a turn ends; None if that is unclear.
+
+        Args:
+            turn: the turn.
+            alone: what the template writes after the turn's values if the turn ends the chat.
+            rest: what follows them in the whole chat.
+        """
+        ends = self._after_specials(alone)
+        if rest == alone and len(ends) > 1:  # one of them may only end chats
+            ends = self._shared_ends(ends, alone, self._ending_followed(turn) or alone) or ends
+            return ends[-1]
+        if rest == alone:
+            return ends[-1] if ends else len(alone)
+        shared = self._shared_ends(ends, alone, rest)
+        if shared:
+            return shared[-1]
+        if ends:
+            # The template ends a turn before others by another token than the last one.
+            others = self._after_specials(rest)
+            is_one = len(ends) == 1 and bool(others) and len(rest[: others[0]].split()) == 1
+            begins_turn = bool(others) and self.template.header.startswith(rest[: others[0]].strip())
+            return others[0] if is_one and not begins_turn else None
+        next_mark = self._mark_of_next(alone, rest)
+        if next_mark and self.chat.messages[turn + 1]["role"] != "assistant":
+            return rest.index(next_mark, len(alone.rstrip())) + len(next_mark)
+        return len(alone) if rest.startswith(alone) else None
+
+    def _shared_ends(self, ends: Sequence[int], alone: str, rest: str) -> list[int]:
+        """The places after special tokens up to which both texts are the same."""
+        return [end for end in ends if alone[:end] == rest[:end]]
+
+    def _mark_of_next(self, alone: str, rest: str) -> str:
+        """The special token that follows the end of a turn that has none of its own; empty if none does at once."""
+        if not rest.startswith(alone.rstrip()):
+            return ""
+        after = rest[len(alone.rstrip()) :].lstrip()
+        marks = [mark for mark in self.template.special_tokens if after.startswith(mark)]
+        return max(marks, key=len, default="")
+
+    def _after_specials(self, text: str) -> list[int]:
+        """The places after each special token in a text."""
+        found = []
+        for token in self.template.special_tokens:
+            place = text.find(token)
+            while place >= 0:
+                found.append(place + len(token))
+                place = text.find(token, place + len(token))
+        return sorted(found)
 
 
-def _after_specials(template: ChatTemplate, text: str) -> list[int]:
-    """The places after each special token in a text."""
-    found = []
-    for token in template.special_tokens:
-        place = text.find(token)
-        while place >= 0:
-            found.append(place + len(token))
-            place = text.find(token, place + len(token))
-    return sorted(found)
+def _next_messages(turn: Message) -> list[Message]:
+    """Messages that may follow a turn."""
+    calls = turn.get("tool_calls")
+    if not calls:
+        return [QUESTION]
+    names = [str(function_of(call)["name"]) for call in calls]
+    links = [{"tool_call_id": call["id"]} if "id" in call else {} for call in calls]
+    return [{"role": "tool", "name": name, **link, "content": PROBE} for name, link in zip(names, links, strict=True)]
 
 
-def _num_common(one: str, other: str) -> int:
-    """Number of characters with which both begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+class _TokenPlaces:
+    """Tokens of a text, by their characters.
 
+    Args:
+        tokenizer: the tokenizer; one that is not fast knows no characters of tokens.
+        text: the text, special tokens included.
 
-def _tokens(offsets: Sequence[Span], start: int, end: int) -> Span:
-    """The tokens with the first and the last character of a span, and all between them."""
-    inside = [number for number, (first, last) in enumerate(offsets) if first < end and last > start]
-    return (inside[0], inside[-1] + 1) if inside else (0, 0)
+    Attributes:
+        ids: the text's token ids.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
+        self._encode = functools.partial(tokenizer, add_special_tokens=False)
+        self._text, self._offsets = text, None
+        if tokenizer.is_fast:
+            encoded = self._encode(text, return_offsets_mapping=True)
+            self._offsets = encoded["offset_mapping"]
+        else:
+            encoded = self._encode(text)
+        self.ids: list[int] = list(encoded["input_ids"])
+
+    def of(self, start: int, end: int) -> Span | None:
+        """The tokens with the first and the last character of a span, and all between them; None if that is unclear."""
+        if self._offsets is not None:
+            inside = [number for number, (first, last) in enumerate(self._offsets) if first < end and last > start]
+            return (inside[0], inside[-1] + 1) if inside else (0, 0)
+        before, until = (list(self._encode(self._text[:place])["input_ids"]) for place in (start, end))
+        are_edges = self.ids[: len(before)] == before and self.ids[: len(until)] == until
+        return (len(before), len(until)) if are_edges else None

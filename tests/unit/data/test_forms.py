@@ -99,6 +99,58 @@ def test_completions_of_a_pair_may_repeat_the_prompt_or_hold_it(record: dict) ->
     assert pair.rejected == Chat([SYSTEM, USER, {"role": "assistant", "content": "r"}], start=2)
 
 
+OTHER_USER = {"role": "user", "content": "q"}
+WORSE = {"role": "assistant", "content": "r"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "held", "before"),
+    [
+        ("p", [SYSTEM, USER], [SYSTEM, USER]),
+        ("p \n", [USER], [USER]),
+        ([USER], [{"role": "user", "content": [{"type": "text", "text": " p"}]}], None),
+        ("q", [USER, ANSWER, OTHER_USER], [USER, ANSWER, OTHER_USER]),
+        ([SYSTEM, USER], [USER], [SYSTEM, USER]),
+        ([SYSTEM, USER], [SYSTEM, USER], [SYSTEM, USER]),
+        ([USER, ANSWER, OTHER_USER], [OTHER_USER], [USER, ANSWER, OTHER_USER]),
+        ([ANSWER, USER], [ANSWER, USER], [ANSWER, USER]),
+        ([USER, ANSWER], [USER, ANSWER, OTHER_USER], [USER, ANSWER, OTHER_USER]),
+        ([USER, ANSWER], [OTHER_USER], [USER, ANSWER, OTHER_USER]),
+    ],
+)
+def test_completions_that_hold_their_prompt_are_not_asked_twice(prompt: object, held: list, before: list) -> None:
+    expected = before or held
+    pair = read_pair({"prompt": prompt, "chosen": [*held, ANSWER], "rejected": [*held, WORSE]}, source(), "x:1")
+    assert pair.chosen.messages == [*expected, ANSWER]
+    assert pair.rejected.messages == [*expected, WORSE]
+    chat = read_chat({"prompt": prompt, "completion": [*held, ANSWER]}, source(system="s"), "x:1")
+    assert isinstance(chat, Chat)
+    assert [m for m in chat.messages if m["role"] != "system"] == [m for m in [*expected, ANSWER] if m != SYSTEM]
+    assert chat.messages[0] == SYSTEM
+    assert chat.trained == [len(chat.messages) - 1] or held == [OTHER_USER]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "held"),
+    [
+        ("p", [OTHER_USER]),
+        ([{"role": "system", "content": "other"}, USER], [SYSTEM, USER]),
+        ([USER, ANSWER, USER], [OTHER_USER]),
+    ],
+)
+def test_a_completion_that_begins_with_another_question_is_refused(prompt: object, held: list) -> None:
+    with pytest.raises(InputError, match="x:1: chosen begins with a turn of role .* leave it out of chosen"):
+        read_pair({"prompt": prompt, "chosen": [*held, ANSWER], "rejected": [*held, WORSE]}, source(), "x:1")
+    with pytest.raises(InputError, match="x:1: completion begins with a turn of role"):
+        read_chat({"prompt": prompt, "completion": [*held, ANSWER]}, source(), "x:1")
+
+
+def test_a_pair_whose_completions_answer_other_questions_is_refused() -> None:
+    record = {"prompt": "p", "chosen": [USER, ANSWER], "rejected": [SYSTEM, USER, WORSE]}
+    with pytest.raises(InputError, match="x:1: chosen and rejected hold other messages before their answers"):
+        read_pair(record, source(), "x:1")
+
+
 def test_a_pair_without_any_prompt_is_refused() -> None:
     with pytest.raises(InputError, match="x:1: no column 'prompt', and chosen and rejected do not begin with the same"):
         read_pair({"chosen": [ANSWER], "rejected": "r"}, source(), "x:1")
