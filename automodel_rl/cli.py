@@ -80,8 +80,11 @@ def _train(algorithm: str, arguments: list[str]) -> int:
     path, rest = _config_file(algorithm, arguments)
     resume, rest = _take_resume(rest)
     launcher, rest = _take_launcher(rest)
-    max_minutes, overrides = _take_minutes(rest)
+    max_minutes, rest = _take_minutes(rest)
+    shown, overrides = _take_shown(rest)
     config = load_config(path, overrides, algorithm)
+    if shown:
+        return _show_examples(config, shown)
     # Checked once for all ranks: by the launcher, before they import anything heavy, or by torchrun's first rank.
     if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
         from automodel_rl.data.checks import check_data
@@ -93,7 +96,8 @@ def _train(algorithm: str, arguments: list[str]) -> int:
             check_rewards(config.rewards)
         from automodel_rl.data.chat import check_chats  # imports torch, which errors found above need not wait for
 
-        check_chats(config, chats)
+        for warning in check_chats(config, chats):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     on_ray = RayConfig() if launcher == "ray" and config.launch.ray is None else config.launch.ray
     if not is_rank() and on_ray is not None and launcher != "local":
         return _run_on_ray(config, on_ray, [algorithm, *arguments])
@@ -156,6 +160,23 @@ def _take_minutes(arguments: list[str]) -> tuple[float | None, list[str]]:
     if not 0 < minutes < float("inf"):
         raise InputError(f"--max-minutes {text}: must be a number above 0")
     return minutes, rest
+
+
+def _take_shown(arguments: list[str]) -> tuple[int, list[str]]:
+    """The number of records that --show asks for, 0 without it, and the other arguments."""
+    text, rest = _take_option("--show", arguments)
+    if text is not None and not (text.isdecimal() and int(text)):
+        raise InputError(f"--show {text}: must be a number of records, 1 or more")
+    return int(text or 0), rest
+
+
+def _show_examples(config: RunConfig, count: int) -> int:
+    """Prints which tokens of a run's first records are trained; nothing starts."""
+    from automodel_rl.data.show import first_examples
+
+    for example in first_examples(config, count):
+        print(example)
+    return EXIT_OK
 
 
 def _export(arguments: list[str]) -> int:

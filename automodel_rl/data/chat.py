@@ -4,7 +4,7 @@ import copy
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from automodel_rl.data.checks import holds_chats
 from automodel_rl.data.kinds import THOUGHTS
 from automodel_rl.data.media import MediaReaders, open_readers
 from automodel_rl.data.messages import Chat
+from automodel_rl.data.rendering_limits import check_length, rendering_limits
 from automodel_rl.data.template import ChatTemplate, named_templates
 from automodel_rl.data.turns import MARKS_REMEDY, Span, find_turns
 from automodel_rl.errors import InputError
@@ -98,17 +99,30 @@ def _breaks(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, folder:
     return known[BREAKS[0]], known[BREAKS[1]]
 
 
-def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> None:
+def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> list[str]:
     """Raises InputError if the chat template cannot write one of the chats, or if the result cannot be trained on.
 
     Args:
         config: the run's config.
         chats: chats of the run's data, each with its place in the data.
+
+    Returns:
+        Warnings: what can be trained, but is hardly meant.
     """
-    tokenizer = open_chat_tokenizer(config)
-    write: Callable[[Chat, str], Any] = tokenizer.opening if isinstance(config, GRPOConfig) else tokenizer
+    with rendering_limits(f"model.path={config.model.path}"):
+        tokenizer = open_chat_tokenizer(config)
+    writes_prompts, warnings = isinstance(config, GRPOConfig), []
     for chat, where in chats:
-        write(chat, where)
+        with rendering_limits(where):
+            check_length(tokenizer.template.text(chat), where)
+        sequence = tokenizer.opening(chat, where) if writes_prompts else tokenizer(chat, where)
+        if not writes_prompts and not warnings and not tokenizer.ends_turns(sequence):
+            warnings.append(
+                f"{where}: no trained turn ends with a special token, so the model does not learn to stop: put the end "
+                "token between the template's {% generation %} and {% endgeneration %}, or give data.chat_template a "
+                "template that ends turns with one"
+            )
+    return warnings
 
 
 class ChatTokenizer:
@@ -185,6 +199,18 @@ class ChatTokenizer:
         plain, whole = (self.tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (False, True))
         place = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return whole[:place], whole[place + len(plain) :]
+
+    def ends_turns(self, sequence: TokenSequence) -> bool:
+        """Whether a trained stretch of a sequence ends with a special token, white space aside."""
+        mask = [*sequence.loss_mask.tolist(), False]
+        ids = sequence.input_ids.tolist()
+        special = {*self.tokenizer.convert_tokens_to_ids([*self.template.special_tokens])}
+        for last in (at for at in range(len(ids)) if mask[at] and not mask[at + 1]):
+            while mask[last] and last > 0 and not self.tokenizer.decode([ids[last]]).strip():
+                last -= 1
+            if ids[last] in special:
+                return True
+        return False
 
     def prompt_sequence(self, chat: Chat, where: str) -> TokenSequence:
         """The tokens before the assistant's last turn, ready for its answer. There are none if the chat begins with

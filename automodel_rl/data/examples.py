@@ -26,12 +26,16 @@ class Example:
     Attributes:
         draw: the record's source and number.
         sequences: its token sequences; empty if none of it can be trained on.
-        truncated: whether sequences were cut.
+        too_long: what was too long and what became of it; empty if all fits.
     """
 
     draw: Draw
     sequences: tuple[TokenSequence, ...]
-    truncated: bool = False
+    too_long: str = ""
+
+    @property
+    def is_truncated(self) -> bool:
+        return bool(self.sequences and self.too_long)
 
 
 def checked(example: Example | InputError) -> Example:
@@ -53,6 +57,7 @@ class ExampleDataset(Dataset):
 
     Attributes:
         longest: most tokens of a sequence.
+        limit: the name of what limits them.
     """
 
     together = 1
@@ -70,7 +75,9 @@ class ExampleDataset(Dataset):
         data: ExamplesConfig,
     ):
         self.chat, self.batch, self.overlong = chat, batch, data.overlong
-        self.longest = min(limit for limit in (batch.capacity, context, data.max_tokens) if limit is not None)
+        limits = {"batch.microbatch_tokens": batch.capacity, "the model's context": context}
+        limits["data.max_tokens"] = data.max_tokens
+        self.longest, self.limit = min((limit, name) for name, limit in limits.items() if limit is not None)
         self.sources = Sources(sources, functools.partial(open_examples, data=data))
 
     def _held(self, draw: Draw) -> tuple[Chat | Text | Pair, str]:
@@ -84,8 +91,8 @@ class ExampleDataset(Dataset):
         try:
             held, where = self._held(draw)
             if isinstance(held, Text):
-                return self._fit(draw, (self.chat.text_sequence(held.text),))
-            return self._fit(draw, tuple(self.chat(chat, place) for chat, place in chats_of(held, where)))
+                return self._fit(draw, (self.chat.text_sequence(held.text),), where)
+            return self._fit(draw, tuple(self.chat(chat, place) for chat, place in chats_of(held, where)), where)
         except InputError as error:
             return error
 
@@ -98,16 +105,20 @@ class ExampleDataset(Dataset):
         chat, where = chats_of(held, where)[0]
         return self.chat.prompt_sequence(chat, where), str(chat.messages[chat.turns[-1]].get("content"))
 
-    def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...]) -> Example:
+    def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...], where: str) -> Example:
         """Cuts the longest sequences until all fit into a microbatch together, or drops the example."""
         lengths = [len(sequence) for sequence in sequences]
         if sum(lengths) <= self.batch.capacity and max(lengths) <= self.longest:
             return Example(draw, sequences)
         limit = min(_common_limit(lengths, self.batch.capacity), self.longest)
+        name = self.limit if limit == self.longest else "batch.microbatch_tokens, for both together"
+        said = f"{where} has {' and '.join(f'{length:,}' for length in lengths)} tokens, and {limit:,} fit ({name})"
+        if self.overlong == "drop":
+            return Example(draw, (), f"{said}: dropped")
         shorter = tuple(cut(sequence, limit) for sequence in sequences)
-        if self.overlong == "drop" or not all(sequence.loss_mask[1:].any() for sequence in shorter):
-            return Example(draw, ())
-        return Example(draw, shorter, truncated=True)
+        if not all(sequence.loss_mask[1:].any() for sequence in shorter):
+            return Example(draw, (), f"{said}: dropped, because no trained token would be left")
+        return Example(draw, shorter, f"{said}: cut at its end")
 
 
 class ChatDataset(ExampleDataset):

@@ -50,6 +50,7 @@ class PackedStep:
         microbatches: this data rank's microbatches.
         size: size of the global batch.
         num_truncated, num_dropped: number of examples of the global batch that were too long and were cut or left out.
+        too_long: the first of these examples, and what became of it.
         draws: the records of the global batch, in the order of its sequences.
     """
 
@@ -57,6 +58,7 @@ class PackedStep:
     size: StepSize
     num_truncated: int = 0
     num_dropped: int = 0
+    too_long: str = ""
     draws: tuple[Draw, ...] = ()
 
 
@@ -140,8 +142,9 @@ class PackedLoader:
         packed = pack_step(sequences, self.dataset.batch, self.layout, self.cost, together=self.dataset.together)
         return replace(
             packed,
-            num_truncated=sum(example.truncated for example in examples),
+            num_truncated=sum(example.is_truncated for example in examples),
             num_dropped=sum(not example.sequences for example in examples),
+            too_long=next((example.too_long for example in examples if example.too_long), ""),
             draws=tuple(example.draw for example in examples if example.sequences),
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from automodel_rl.data.messages import Chat, Message
 from automodel_rl.data.template import PROBE, ChatTemplate
+from automodel_rl.data.turns import end_token
 from automodel_rl.errors import InputError
 
 QUESTION: Message = {"role": "user", "content": "Go on."}
@@ -72,15 +73,13 @@ class TurnSuffix:
         calls = [str(tool["function"]["name"]) for tool in self.tools[:1]]
         found = set()
         for messages, called in (([QUESTION], []), *([([{**ANSWER, "name": calls[0]}], calls)] if calls else [])):
-            text = self.template.text(Chat([QUESTION, _turn(called), *messages], self.tools)) or ""
-            tail = text[text.rindex(PROBE) + len(PROBE) :] if PROBE in text else ""
-            places = {tail.find(mark): mark for mark in self.template.special_tokens if mark in tail}
-            if not places and called:
+            end = end_token(self.template, Chat([QUESTION, _turn(called), *messages], self.tools), 1)
+            if not end and called:
                 raise InputError(
                     "the chat template does not end turns that call tools with a special token: give another one in "
                     "data.chat_template"
                 )
-            found |= {self.tokenizer.convert_tokens_to_ids(places[min(places)])} if places else set()
+            found |= {self.tokenizer.convert_tokens_to_ids(end)} if end else set()
         return found
 
 

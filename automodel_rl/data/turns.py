@@ -8,6 +8,7 @@ templates that write earlier turns differently once later ones follow.
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -77,6 +78,23 @@ def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Se
     return FoundTurns([*ids, template.tokenizer.convert_tokens_to_ids(added)], [*spans[:-1], (first, last + 1)])
 
 
+def end_token(template: ChatTemplate, chat: Chat, turn: int) -> str:
+    """The special token with which a turn ends; empty if it ends with none, or cannot be found.
+
+    Args:
+        template: writes the chat.
+        chat: the chat, with what follows the turn.
+        turn: the turn's place in the chat.
+    """
+    finder = _Finder(template, chat)
+    begin, end = finder.find(turn) or (0, 0)
+    written = finder.text[begin:end].rstrip()
+    if not written:
+        return ""
+    ending = max((mark for mark in template.special_tokens if written.endswith(mark)), key=len, default="")
+    return ending or (finder.end_left_to_others(turn) if turn == len(chat.messages) - 1 else "")
+
+
 class _Finder:
     """Finds turns in the text of a chat.
 
@@ -90,18 +108,35 @@ class _Finder:
 
     def __init__(self, template: ChatTemplate, chat: Chat):
         self.template, self.chat = template, chat
-        self.text = template.text(chat) or ""
+        self._texts: dict[Any, str | None] = {}
+        self._values: dict[int, Span | None] = {}
+        self.text = self._written(len(chat.messages)) or ""
 
     def find(self, turn: int) -> Span | None:
         """The first character of a turn and the one after its end; None if they are unclear."""
         kept = self._repeated(turn)
-        edges = self._edges(self.chat, self.text, turn, kept)
-        alone = self._ending_alone(turn, kept)
+        edges, alone = self._values_at(turn), self._ending_alone(turn, kept)
         if edges is None or alone is None:
             return None
         first, last = edges
         begin, ending = self._begin(turn, first), self._num_ending(turn, alone, self.text[last:])
-        return None if begin is None or ending is None else (begin, last + ending)
+        if begin is None or ending is None or self._holds_neighbours(turn, begin, last + ending):
+            return None
+        return begin, last + ending
+
+    def _holds_neighbours(self, turn: int, begin: int, end: int) -> bool:
+        """Whether a span has something of the messages before and after a turn, where a template writes the turn's text
+        behind the result of its call."""
+        before = self._values_at(turn - 1) if turn > 0 else None
+        after = self._values_at(turn + 1) if turn + 1 < len(self.chat.messages) else None
+        return (before is not None and before[1] > begin) or (after is not None and after[0] < end)
+
+    def _values_at(self, turn: int) -> Span | None:
+        """The first character of what a message itself holds and the one after it; None if the template writes none of
+        it."""
+        if turn not in self._values:
+            self._values[turn] = self._edges(len(self.chat.messages), turn, self._repeated(turn))
+        return self._values[turn]
 
     def end_left_to_others(self, turn: int) -> str:
         """The special token with which the message after the last turn would begin, if that is what ends turns: where
@@ -111,18 +146,29 @@ class _Finder:
             return ""
         return self._mark_of_next(alone, self._ending_followed(turn) or "")
 
-    def _edges(self, chat: Chat, text: str, turn: int, kept: frozenset[Leaf]) -> Span | None:
-        """The first character of what a message itself holds and the one after it; None if the template writes none of
-        it.
+    def _edges(self, end: int, turn: int, kept: frozenset[Leaf], asks: bool = False) -> Span | None:
+        """`_values_at` in a part of the chat.
 
         Args:
-            chat: the chat.
-            text: what the template writes of it.
+            end: number of messages in the part.
             turn: the message's place.
             kept: values of the message that say nothing about its place.
+            asks: whether the template asks for an answer.
         """
-        changed = self.template.changed_text(chat, self._numbered(chat, turn, kept))
-        return None if changed is None else changed_part(text, changed)
+        text, changed = self._written(end, asks), self._written(end, asks, turn, kept)
+        return None if text is None or changed is None else changed_part(text, changed)
+
+    def _written(
+        self, end: int, asks: bool = False, turn: int | None = None, kept: frozenset[Leaf] = frozenset()
+    ) -> str | None:
+        """What the template writes of the first messages, perhaps with another turn's values; None if it raises. The
+        same text is asked for several times."""
+        key = (end, asks, turn, kept)
+        if key not in self._texts:
+            until = self.chat.until(end)
+            changed = {} if turn is None else self._numbered(until, turn, kept)
+            self._texts[key] = self.template.changed_text(until, changed, asks)
+        return self._texts[key]
 
     def _numbered(self, chat: Chat, turn: int, kept: frozenset[Leaf] = frozenset()) -> Mapping[Leaf, int]:
         values = self.template.values(chat, turn)
@@ -130,12 +176,11 @@ class _Finder:
 
     def _repeated(self, turn: int) -> frozenset[Leaf]:
         """Values of a turn that later messages repeat, such as the name of a tool that is called."""
-        if turn == len(self.chat.messages) - 1:
+        end = len(self.chat.messages)
+        if turn == end - 1:
             return frozenset()
-        until = self.chat.until(turn + 1)
-        values = self._numbered(until, turn)
-        alone, followed = (self.template.changed_text(chat, values) or "" for chat in (until, self.chat))
-        others = {leaf: chr(OTHERS + number) for leaf, number in values.items()}
+        alone, followed = (self._written(until, turn=turn) or "" for until in (turn + 1, end))
+        others = {leaf: chr(OTHERS + number) for leaf, number in self._numbered(self.chat, turn).items()}
         return frozenset(leaf for leaf, other in others.items() if followed.count(other) > alone.count(other))
 
     def _begin(self, turn: int, first: int) -> int | None:
@@ -158,28 +203,18 @@ class _Finder:
             # Some templates ask without the header, behind the message of a tool, and write it before the answer.
             return place + len(header) if self.text.startswith(header, place) else place
         place = self.text.rfind(header, 0, first) if header else -1
-        return None if place < 0 or place < self._end_of_values(turn - 1) else place + len(header)
+        return None if place < 0 else place + len(header)
 
     def _asking(self, turn: int) -> str | None:
         """What the template writes after the values of the message before a turn to ask for an answer; None if there is
         no such message, or it has no values that the template writes, such as one with nothing but an image."""
-        before = self.chat.until(turn)
-        values = self._numbered(before, turn - 1) if before.messages else {}
-        text = self.template.text(before, asks=True) if values else None
-        changed = self.template.changed_text(before, values, asks=True) if values else None
-        edges = None if text is None or changed is None else changed_part(text, changed)
+        text = self._written(turn, asks=True) if turn else None
+        edges = None if text is None else self._edges(turn, turn - 1, frozenset(), asks=True)
         return None if text is None or edges is None else text[edges[1] :].partition(BEGIN_THOUGHT)[0]
-
-    def _end_of_values(self, turn: int) -> int:
-        """The place after what a message itself holds; 0 if it holds nothing that the template writes."""
-        edges = self._edges(self.chat, self.text, turn, self._repeated(turn)) if turn >= 0 else None
-        return edges[1] if edges else 0
 
     def _ending_alone(self, turn: int, kept: frozenset[Leaf]) -> str | None:
         """What the template writes after the values of a turn that ends the chat."""
-        until = self.chat.until(turn + 1)
-        text = self.template.text(until)
-        edges = None if text is None else self._edges(until, text, turn, kept)
+        text, edges = self._written(turn + 1), self._edges(turn + 1, turn, kept)
         return None if text is None or edges is None else text[edges[1] :]
 
     def _ending_followed(self, turn: int) -> str | None:
@@ -187,11 +222,9 @@ class _Finder:
         calls, or else of the user; None if the template refuses that."""
         until = self.chat.until(turn + 1)
         followed = Chat([*until.messages, *_next_messages(until.messages[turn])], until.tools)
-        return _Finder(self.template, followed)._rest(turn)
-
-    def _rest(self, turn: int) -> str | None:
-        edges = self._edges(self.chat, self.text, turn, self._repeated(turn))
-        return self.text[edges[1] :] if edges else None
+        finder = _Finder(self.template, followed)
+        edges = finder._values_at(turn)
+        return finder.text[edges[1] :] if edges else None
 
     def _num_ending(self, turn: int, alone: str, rest: str) -> int | None:
         """Number of characters with which a turn ends; None if that is unclear.

@@ -273,9 +273,8 @@ class Run:
             return
         self.mentioned_overlong = True
         self.say(
-            f"warning: in a step, {packed.num_truncated} examples were truncated to data.max_tokens, "
-            f"batch.microbatch_tokens={self.config.batch.capacity} or the model's context and "
-            f"{packed.num_dropped} dropped; metrics.jsonl counts them in every step"
+            f"warning: {packed.too_long}; in this step {packed.num_truncated} examples were cut and "
+            f"{packed.num_dropped} dropped, and metrics.jsonl counts them in every step"
         )
 
     def save_model(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -22,10 +22,41 @@ SILENT = ("deepseek_r1_distill", "idefics3", "lfm2", "llama3", "phi3", "phi3_5",
 """Templates that leave calls out without a word."""
 
 
+TEMPLATES = sorted(
+    file.name.removesuffix(".jinja") for file in files("trl") or [] if file.match("chat_templates/*.jinja")
+)
+"""All templates."""
+
+PUBLISHED = [name for name in TEMPLATES if not name.endswith("_training")]
+"""Templates as models have them."""
+
+TWINS = [name for name in TEMPLATES if f"{name}_training" in TEMPLATES]
+"""Templates that TRL also has with marks around what the assistant writes."""
+
+
+def template_of(name: str) -> str:
+    """A published template."""
+    (file,) = (file for file in files("trl") or [] if file.match(f"chat_templates/{name}.jinja"))
+    return Path(str(file.locate())).read_text()
+
+
+def twin_tokenizers(name: str) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
+    """Tokenizers with the same tokens, one with a template as published and one with its marks."""
+    texts = template_of(name), template_of(f"{name}_training")
+    published, marked = (bytes_tokenizer("".join(texts)) for _ in texts)
+    published.chat_template, marked.chat_template = texts
+    return published, marked
+
+
 def stock_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer of bytes with a published template."""
-    (file,) = (file for file in files("trl") or [] if file.match(f"chat_templates/{name}.jinja"))
-    template = Path(str(file.locate())).read_text()
+    tokenizer = bytes_tokenizer(template_of(name))
+    tokenizer.chat_template = template_of(name)
+    return tokenizer
+
+
+def bytes_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, and of the special tokens in a template."""
     bytewise = Tokenizer(models.BPE())
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
@@ -34,5 +65,4 @@ def stock_tokenizer(name: str) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, bos_token="<bos>", eos_token="<eos>")
     marks = sorted(set(MARKS.findall(template)) - {"<bos>", "<eos>"})
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.chat_template = template
     return tokenizer
