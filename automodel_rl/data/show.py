@@ -1,0 +1,82 @@
+"""Examples as people read them: their text, with marks around what is trained."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.batch import TokenSequence
+from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
+from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
+from automodel_rl.data.records import Reader, Text, chats_of, read_chat, read_pair, read_prompt
+from automodel_rl.data.turn_split import open_examples
+
+BEGIN, END = "⟦", "⟧"
+"""Marks around trained tokens."""
+
+
+@dataclass(frozen=True)
+class ShownExample:
+    """A sequence of a run's data.
+
+    Attributes:
+        where: its place in the data.
+        num_tokens: its length in tokens.
+        stretches: its text in order, in pieces that are trained or not.
+    """
+
+    where: str
+    num_tokens: int
+    stretches: tuple[tuple[str, bool], ...]
+
+    def __str__(self) -> str:
+        trained = sum(is_trained for _, is_trained in self.stretches)
+        text = "".join(f"{BEGIN}{text}{END}" if is_trained else text for text, is_trained in self.stretches)
+        pieces = f"{trained} trained pieces between {BEGIN} and {END}" if trained != 1 else f"between {BEGIN} and {END}"
+        return f"--- {self.where}: {self.num_tokens} tokens, {pieces if trained else 'none trained'}\n{text}"
+
+
+def stretches_of(tokenizer: PreTrainedTokenizerBase, sequence: TokenSequence) -> tuple[tuple[str, bool], ...]:
+    """A sequence's text, special tokens included, in pieces that are trained or not.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        sequence: token ids and loss mask, each [T].
+    """
+    both = zip(sequence.input_ids.tolist(), sequence.loss_mask.tolist(), strict=True)
+    return tuple(
+        (str(tokenizer.decode([token for token, _ in group])), bool(is_trained))
+        for is_trained, group in itertools.groupby(both, key=lambda pair: pair[1])
+    )
+
+
+def first_examples(config: RunConfig, count: int, chat: ChatTokenizer | None = None) -> list[ShownExample]:
+    """The first sequences of a run's training data, in the order of the files, before any is cut.
+
+    Args:
+        config: the run's config.
+        count: number of records.
+        chat: makes token sequences of chats; opened by default.
+    """
+    records = itertools.islice(_sequences(config, chat or open_chat_tokenizer(config)), count)
+    return [example for examples in records for example in examples]
+
+
+def _sequences(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExample]]:
+    """For each record, its sequences."""
+    is_prompt = isinstance(config, GRPOConfig)
+    read: Reader = read_prompt if is_prompt else read_chat if isinstance(config, SFTConfig) else read_pair
+    for source_config in config.data.train:
+        source = open_examples(source_config, config.data)
+        for number, record in enumerate(source):
+            where = source.where(number)
+            held = read(record, source_config, where)
+            if isinstance(held, Text):
+                named = [(chat.text_sequence(held.text), where)]
+            else:
+                write = chat.opening if is_prompt else chat
+                named = [(write(one, place), place) for one, place in chats_of(held, where)]
+            yield [
+                ShownExample(place, len(sequence), stretches_of(chat.tokenizer, sequence)) for sequence, place in named
+            ]
