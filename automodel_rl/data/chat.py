@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
 from automodel_rl.data.checks import holds_chats
-from automodel_rl.data.kinds import THOUGHTS
+from automodel_rl.data.kinds import says_nothing
 from automodel_rl.data.media import MediaReaders, open_readers
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.rendering_limits import check_length, rendering_limits
@@ -114,7 +114,10 @@ def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> list[st
     writes_prompts, warnings = isinstance(config, GRPOConfig), []
     for chat, where in chats:
         with rendering_limits(where):
-            check_length(tokenizer.template.text(chat), where)
+            text = tokenizer.template.text(chat)
+            if text is None:
+                tokenizer.template.encode(chat, where)  # raises, and says why
+            check_length(text, where)
         sequence = tokenizer.opening(chat, where) if writes_prompts else tokenizer(chat, where)
         if not writes_prompts and not warnings and not tokenizer.ends_turns(sequence):
             warnings.append(
@@ -236,7 +239,7 @@ class ChatTokenizer:
         """Places of the turns that the mask covers."""
         turns = [turn for turn in chat.trained if self.train_on == "all" or turn == chat.turns[-1]]
         for turn in turns:
-            if not any(chat.messages[turn].get(key) for key in ("content", "tool_calls", *THOUGHTS)):
+            if says_nothing(chat.messages[turn]):
                 raise InputError(
                     f"{where}: turn {turn} of the assistant is empty: give it a text, or weight: 0 so that it is not "
                     "trained, or remove the record"

@@ -51,6 +51,13 @@ def says_more(message: Message) -> bool:
     return bool(spoken.strip() or message.get("tool_calls"))
 
 
+def says_nothing(message: Message) -> bool:
+    """Whether a message is empty: it has no text, no call, no thoughts and no media."""
+    content = message.get("content")
+    has_media = isinstance(content, list) and any(part["type"] != "text" for part in content)
+    return not (any(_texts(message)) or message.get("tool_calls") or _thinks(message) or has_media)
+
+
 def thought_in(text: str) -> str:
     """The thoughts in a text, up to `</think>`; empty if the text has none."""
     thought, end, _ = text.partition(END_THOUGHT)

@@ -136,16 +136,12 @@ class ChatTemplate:
                 **self.variables,
             )
         except Exception as error:  # a template is a program, and may raise any error
-            raise InputError(f"{where}: the chat template refuses these messages ({error})") from None
+            reason = str(error) or type(error).__name__
+            raise InputError(f"{where}: the chat template refuses these messages ({reason})") from None
 
-    def text(self, chat: Chat, asks: bool = False) -> str | None:
-        """What the template writes; None if it raises.
-
-        Args:
-            chat: the chat.
-            asks: whether to write the chat ready for the assistant's next turn.
-        """
-        return self._text(self._tree(chat), asks)
+    def text(self, chat: Chat) -> str | None:
+        """What the template writes; None if it raises."""
+        return self._text(self._tree(chat))
 
     def values(self, chat: Chat, turn: int) -> list[Leaf]:
         """The values of a message that can be changed, without those that are empty. Arguments may be empty."""
@@ -159,7 +155,7 @@ class ChatTemplate:
         Args:
             chat: the chat.
             changed: the values, each with the number of the character for private use that takes its place.
-            asks: as for `text`.
+            asks: whether to write the chat ready for the assistant's next turn.
         """
         tree = _copied(self._tree(chat))
         for leaf, number in changed.items():

@@ -181,7 +181,7 @@ class _Finder:
             return frozenset()
         alone, followed = (self._written(until, turn=turn) or "" for until in (turn + 1, end))
         others = {leaf: chr(OTHERS + number) for leaf, number in self._numbered(self.chat, turn).items()}
-        return frozenset(leaf for leaf, other in others.items() if followed.count(other) > alone.count(other))
+        return frozenset(leaf for leaf, other in others.items() if followed.count(other) > alone.count(other) > 0)
 
     def _begin(self, turn: int, first: int) -> int | None:
         """The place where a turn begins: after what the template writes behind the message before it to ask for an

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.messages import Chat
 from automodel_rl.errors import InputError
 from automodel_rl.quickstart.model import train_tokenizer
+from tests.unit.data import templates
 
 CHAT = Chat(
     [
@@ -151,3 +154,67 @@ def test_a_turn_before_others_may_end_with_another_token(marked: PreTrainedToken
     tokenizer.chat_template, tokenizer.eos_token = template, tokenizer.pad_token
     sequence = ChatTokenizer(tokenizer, "all")(CHAT, "here")
     assert trained_text(tokenizer, sequence) == f"two<|im_end|>three{tokenizer.pad_token}"
+
+
+@pytest.mark.parametrize(
+    "text", ["one", "<bos>one", "one<|im_end|>", "<bos>one<|im_end|>\n", "<bos><|im_start|>user\none<|im_end|> \n"]
+)
+@pytest.mark.parametrize("adds", ["<bos> $A", "<bos> $A <|im_end|>", "$A"])
+def test_a_text_that_a_template_has_written_gets_no_second_token_at_either_end(
+    marked: PreTrainedTokenizerFast, text: str, adds: str
+) -> None:
+    backend = Tokenizer.from_str(marked.backend_tokenizer.to_str())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<|im_end|>")
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<bos>", "<|im_end|>")]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single=adds, special_tokens=ids)
+    tokenizer.chat_template = marked.chat_template
+    tokens = tokenizer.convert_ids_to_tokens(ChatTokenizer(tokenizer, "all").text_sequence(text).input_ids.tolist())
+    starts = "<bos>" in adds or text.startswith("<bos>")
+    assert tokens.count("<bos>") == tokens[:1].count("<bos>") == int(starts)
+    assert tokens[-1] == "<|im_end|>"
+    assert tokens.count("<|im_end|>") == 1
+
+
+def test_a_tokenizer_that_is_not_fast_finds_the_same_turns() -> None:
+    slow = ByT5Tokenizer()
+    slow.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    slow.chat_template = templates.CHATML
+    assert not slow.is_fast
+    sequence = ChatTokenizer(slow, "all")(CHAT, "here")
+    found = "".join(slow.convert_ids_to_tokens(sequence.input_ids[sequence.loss_mask].tolist()))
+    assert found == "two<|im_end|>three<|im_end|>"
+
+
+def test_of_named_templates_the_one_that_writes_the_chat_is_asked(marked: PreTrainedTokenizerFast) -> None:
+    plain = without_marks(marked)
+    shouting = templates.CHATML.replace("message['content'] +", "message['content'] + (mode or '') +")
+    plain.chat_template = {"default": shouting, "tool_use": marked.chat_template}
+    sequence = ChatTokenizer(plain, "all", None, {"mode": "!"})(CHAT, "here")
+    assert trained_text(plain, sequence) == "two!<|im_end|>three!<|im_end|>"
+    with pytest.raises(
+        InputError, match="chat_template_kwargs.moode: the chat template reads no such variable, only mode"
+    ):
+        ChatTokenizer(plain, "all", None, {"moode": "!"})
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (templates.CHATML, True),
+        (
+            "{% for m in messages %}{{ m.role + ':' }}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+            False,
+        ),
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+            "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+            "{% endfor %}",
+            True,
+        ),
+    ],
+)
+def test_whether_a_model_learns_to_stop_is_told(marked: PreTrainedTokenizerFast, template: str, ends: bool) -> None:
+    tokenizer = without_marks(marked)
+    tokenizer.chat_template = template
+    chat = ChatTokenizer(tokenizer, "all")
+    assert chat.ends_turns(chat(CHAT, "here")) is ends

@@ -50,7 +50,7 @@ def test_a_chat_is_cut_to_the_row_and_to_the_context(
 ) -> None:
     sources = source(tmp_path, {"messages": [{"role": "assistant", "content": LETTERS}]})
     example = ChatDataset(sources, Letters(), batch(microbatch_tokens), context, limits())[(0, 0)]
-    assert (lengths_of(example), example.truncated) == (expected, truncated)
+    assert (lengths_of(example), example.is_truncated) == (expected, truncated)
     dropped = ChatDataset(sources, Letters(), batch(microbatch_tokens), context, limits(overlong="drop"))[(0, 0)]
     assert lengths_of(dropped) == ([] if truncated else expected)
 
@@ -71,3 +71,29 @@ def test_of_a_pair_the_longer_one_is_cut_first(
 def test_max_tokens_is_a_limit_of_its_own(tmp_path: Path, most: int, expected: int) -> None:
     sources = source(tmp_path, {"messages": [{"role": "assistant", "content": LETTERS}]})
     assert lengths_of(ChatDataset(sources, Letters(), batch(20), None, limits(max_tokens=most))[(0, 0)]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("microbatch_tokens", "context", "values", "said"),
+    [
+        (20, 40, {}, "has 26 tokens, and 20 fit (batch.microbatch_tokens): cut at its end"),
+        (40, 9, {}, "has 26 tokens, and 9 fit (the model's context): cut at its end"),
+        (40, 30, {"max_tokens": 7, "overlong": "drop"}, "has 26 tokens, and 7 fit (data.max_tokens): dropped"),
+        (40, 30, {"max_tokens": 1}, "and 1 fit (data.max_tokens): dropped, because no trained token would be left"),
+    ],
+)
+def test_what_is_too_long_is_said_with_record_and_reason(
+    tmp_path: Path, microbatch_tokens: int, context: int, values: dict, said: str
+) -> None:
+    sources = source(tmp_path, {"messages": [{"role": "assistant", "content": LETTERS}]})
+    example = ChatDataset(sources, Letters(), batch(microbatch_tokens), context, limits(**values))[(0, 0)]
+    assert example.too_long.startswith(f"{tmp_path}/data.jsonl:1 ")
+    assert example.too_long.endswith(said)
+
+
+def test_of_a_pair_both_lengths_are_said(tmp_path: Path) -> None:
+    sources = source(tmp_path, {"prompt": "a", "chosen": LETTERS, "rejected": LETTERS[:10]})
+    example = PairDataset(sources, Letters(), batch(12), None, limits())[(0, 0)]
+    assert example.too_long.endswith(
+        "has 26 and 10 tokens, and 6 fit (batch.microbatch_tokens, for both together): cut at its end"
+    )

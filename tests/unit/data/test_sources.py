@@ -218,6 +218,16 @@ def test_of_every_kind_of_chat_the_first_is_told(tmp_path: Path) -> None:
     assert [where for _, where in found] == [f"{path}:1", f"{path}:3", f"{path}:6"]
 
 
+def test_a_late_record_with_another_order_of_roles_is_of_a_kind_of_its_own(tmp_path: Path) -> None:
+    """A template may refuse two questions in a row, and would do so in the middle of a run."""
+    path = tmp_path / "d.jsonl"
+    twice, first = {"messages": [QUESTION, QUESTION, ANSWER]}, {"messages": [ANSWER, QUESTION, ANSWER]}
+    longer = {"messages": [QUESTION, ANSWER, QUESTION, ANSWER, QUESTION, ANSWER]}
+    path.write_text("".join(json.dumps(record) + "\n" for record in (CHAT, longer, CHAT, longer, twice, first, twice)))
+    found = check_records(SourcesConfig(train=(SourceConfig(path=str(path)),)), read_chat)
+    assert [where for _, where in found] == [f"{path}:{line}" for line in (1, 2, 5, 6)]
+
+
 THOUGHT = ANSWER | {"reasoning_content": "a"}
 SAID = ANSWER | {"content": "<think>a</think>b"}
 TEXT, PICTURE = {"type": "text", "text": "b"}, {"type": "image", "path": "p.png"}

@@ -1,8 +1,8 @@
 """Published templates and forms of messages: which tokens are trained in each.
 
-TRL ships many templates twice: as published, and with marks around what the assistant writes. Turns that are found in the
-first must be those that transformers masks in the second. Templates without such a twin are held against rollouts: a turn
-begins where a prompt ends, and ends with a token at which a generator stops.
+TRL ships many templates twice: as published, and with marks around what the assistant writes. Turns that are found in
+the first must be those that transformers masks in the second. Templates without such a twin are held against rollouts:
+a turn begins where a prompt ends, and ends with a token at which a generator stops.
 """
 
 import re
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.messages import Chat, checked_messages
+from automodel_rl.data.show import stretches_of
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.tool_formats import PROBE_TOOL
 from automodel_rl.data.turn_suffix import TurnSuffix
@@ -28,8 +29,7 @@ def user(text: str = "How many?") -> Message:
 
 
 def answer(content: Any = "Three.", **more: Any) -> Message:
-    message = {"role": "assistant", **({} if content is NOTHING else {"content": content}), **more}
-    return message
+    return {"role": "assistant", **({} if content is NOTHING else {"content": content}), **more}
 
 
 def call(arguments: Any, number: int = 1) -> Message:
@@ -85,19 +85,15 @@ def spans(tokenizer: PreTrainedTokenizerFast, form: str) -> tuple[str, list[str]
     try:
         sequence = ChatTokenizer(tokenizer, "all")(chat_of(form), "d:1")
     except InputError as error:
-        # Gemma 4 writes the text of a turn that calls a tool behind the tool's result.
-        is_behind = form == "a call after a text" and "the tokens of assistant turn 1 cannot be told" in str(error)
-        assert is_behind or REFUSALS.match(str(error)), error
-        return None
-    found: list[list[int]] = []
-    before = False
-    for token, is_trained in zip(sequence.input_ids.tolist(), sequence.loss_mask.tolist(), strict=True):
-        if is_trained and not before:
-            found.append([])
-        if is_trained:
-            found[-1].append(token)
-        before = is_trained
-    return tokenizer.decode(sequence.input_ids), [tokenizer.decode(ids) for ids in found]
+        refusal = str(error)
+    else:
+        return tokenizer.decode(sequence.input_ids), [
+            text for text, is_trained in stretches_of(tokenizer, sequence) if is_trained
+        ]
+    # Gemma 4 writes the text of a turn that calls a tool behind the tool's result.
+    is_behind = form == "a call after a text" and "the tokens of assistant turn 1 cannot be told" in refusal
+    assert is_behind or REFUSALS.match(refusal), refusal
+    return None
 
 
 def bare(tokenizer: PreTrainedTokenizerFast, span: str) -> str:

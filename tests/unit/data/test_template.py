@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import chats_of, read_pair
+from automodel_rl.data.messages import Chat, checked_messages
+from automodel_rl.data.records import chats_of, read_chat, read_pair
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
 from automodel_rl.quickstart.model import train_tokenizer
@@ -92,6 +92,8 @@ def test_what_is_written_in_any_form_is_accepted(template: str, messages: tuple[
         (templates.CHATML, ({**QUESTION, "name": "Ola"}, ANSWER), "name of turn 0 (role user)"),
         (templates.CHATML, (QUESTION, {**ANSWER, "function_call": {"name": "f"}}), "function_call of turn 1"),
         (templates.CHATML, (QUESTION, {**ANSWER, "audio": ["x"]}), "audio of turn 1"),
+        (templates.CHATML, (QUESTION, {**ANSWER, "toxic": False}), "toxic of turn 1"),
+        (templates.CHATML, ({**QUESTION, "score": 0}, ANSWER), "score of turn 0"),
         (templates.LLAMA3, (QUESTION, call({"city": "Oslo"}, "I look."), RESULT, ANSWER), "content of turn 1"),
         (templates.R1, (QUESTION, {**ANSWER, "content": "<think>cold</think>yes"}), "what comes before </think>"),
         (templates.R1, (QUESTION, {**ANSWER, "content": "a</think>yes"}, THANKS, ANSWER), "what comes before </think>"),
@@ -335,3 +337,85 @@ def test_a_marked_turn_without_a_marked_token_is_refused() -> None:
     assert trained(template, QUESTION, call({"city": "Oslo"}, "I look."), RESULT, ANSWER) == "I look.yes"
     with pytest.raises(InputError, match="d.jsonl:1: the chat template marks no token of turn 1 as the assistant's"):
         trained(template, *TOOLS_USED)
+
+
+@pytest.mark.parametrize("key", ["train", "training", "trainable", "loss", "loss_mask"])
+@pytest.mark.parametrize("value", [False, 0, True, 1])
+def test_what_other_tools_read_of_a_turn_is_refused_with_the_key_that_does_it_here(key: str, value: object) -> None:
+    record = {"messages": [QUESTION, {**ANSWER, key: value}]}
+    with pytest.raises(InputError, match=rf"x:1: turn 1 has {key}: .* give weight: 0 .* or .* ignore: \[{key}\]"):
+        read_chat(record, SourceConfig(path="x"), "x:1")
+    assert read_chat(record, SourceConfig(path="x", ignore=(key,)), "x:1") == Chat([QUESTION, ANSWER])
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Os', "", "[1]", '"Oslo"', ["Oslo"], "null", 3])
+def test_arguments_that_are_no_json_object_are_refused(arguments: object) -> None:
+    with pytest.raises(InputError, match="x:1: arguments of the call of 'weather' in turn 1 are no JSON object"):
+        checked_messages([QUESTION, call(arguments)], "messages", "x:1")
+
+
+NONE_WRITTEN = templates.CHATML.replace("message['content'] +", "(message['content'] or 'None') +")
+
+
+def test_a_template_that_writes_something_for_an_empty_content_is_refused() -> None:
+    with pytest.raises(InputError, match="d.jsonl:1: the chat template writes 'None' for the empty content of turn 0"):
+        written(NONE_WRITTEN, {"role": "system", "content": ""}, QUESTION, ANSWER)
+    assert "yes" in written(NONE_WRITTEN, QUESTION, ANSWER)
+    assert "yes" in written(templates.CHATML, {"role": "system", "content": ""}, QUESTION, ANSWER)
+
+
+@pytest.mark.parametrize("content", ["", [{"type": "text", "text": ""}]])
+def test_an_empty_turn_of_the_assistant_is_refused_with_a_remedy_unless_it_is_not_trained(content: object) -> None:
+    empty = {"role": "assistant", "content": content}
+    for template in (templates.QWEN3, templates.MARKED_QWEN3):
+        with pytest.raises(
+            InputError, match="d.jsonl:1: turn 1 of the assistant is empty: give it a text, or weight: 0"
+        ):
+            trained(template, QUESTION, empty, THANKS, ANSWER)
+        assert "yes" in trained(template, QUESTION, {**empty, "weight": 0}, THANKS, ANSWER)
+
+
+NEEDS_JSON = templates.QWEN3.replace("tool_call.arguments is string", "true")
+
+
+def test_objects_become_json_for_a_template_that_raises_for_them() -> None:
+    raises = NEEDS_JSON.replace("{{- tool_call.arguments }}", "{{- '' + tool_call.arguments }}")
+    assert '"arguments": {"city": "Oslo"}' in written(raises, QUESTION, call({"city": "Oslo"}), RESULT, ANSWER)
+
+
+CALL = "m.tool_calls[0].function.name + (m.tool_calls[0].function.arguments | tojson)"
+REPEATS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ '<|im_start|>' + messages[loop.index0 - 1].tool_calls[0].function.name + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{{ " + CALL + " if m.tool_calls else '' }}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BEHIND = REPEATS.replace(" + m.content }}", " + ('' if m.tool_calls else m.content) }}").replace(
+    "m.content + '<|im_end|>\n' }}{% else %}",
+    "m.content + messages[loop.index0 - 1].content + '<|im_end|>\n' }}{% else %}",
+)
+
+
+def test_a_turn_ends_before_a_later_message_that_repeats_its_call() -> None:
+    said = trained(REPEATS, QUESTION, {**call({"city": "Oslo"}), "content": "I look."}, RESULT, ANSWER)
+    assert said == 'I look.weather{"city": "Oslo"}<|im_end|>yes<|im_end|>'
+
+
+def test_a_turn_that_a_template_writes_behind_the_result_of_its_call_is_refused() -> None:
+    with pytest.raises(InputError, match="d.jsonl:1: the tokens of assistant turn 1 cannot be told"):
+        trained(BEHIND, QUESTION, {**call({"city": "Oslo"}), "content": "I look."}, RESULT, ANSWER)
+
+
+ROLES_ONLY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Ends no turn itself: the next role's mark does."""
+
+
+def test_where_only_the_next_mark_ends_a_turn_it_is_trained_at_the_end_of_the_chat_as_well() -> None:
+    assert written(ROLES_ONLY, QUESTION, ANSWER).endswith("assistant\nyes<|im_start|>")
+    assert trained(ROLES_ONLY, QUESTION, ANSWER, THANKS, {**ANSWER, "content": "no"}) == "yes<|im_start|>no<|im_start|>"
+    # A second turn of the assistant is no one else's.
+    assert trained(ROLES_ONLY, QUESTION, ANSWER, {**ANSWER, "content": "no"}) == "yesno<|im_start|>"

@@ -1,0 +1,48 @@
+"""A template that loops or grows ends with one line, and leaves the process as it was."""
+
+import resource
+import signal
+
+import pytest
+
+from automodel_rl.data import rendering_limits as limits
+from automodel_rl.data.chat import check_chats
+from automodel_rl.data.messages import Chat
+from automodel_rl.errors import InputError
+from tests.unit.data.workspaces import sft_config
+
+CHAT = Chat([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}])
+LOOPS = "{% for x in range(10**5) %}{% for y in range(10**5) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LOOPS, "the chat template did not write it within 1 seconds: give data.chat_template one that ends"),
+        ("{% if messages|length > 1 %}" + LOOPS + "{% endif %}", "the chat template did not write it within 1 seconds"),
+        ("{{ 'a' * 10**11 }}", r"d.jsonl:1: the chat template refuses these messages \(MemoryError\)"),
+        (
+            "{% for m in messages %}{{ m.content * 10**3 }}{% endfor %}",
+            "the chat template writes [0-9,]+ characters, more than",
+        ),
+    ],
+)
+def test_a_template_without_end_is_one_line(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+) -> None:
+    monkeypatch.setattr(limits, "MOST_SECONDS", 1)
+    monkeypatch.setattr(limits, "MOST_CHARACTERS", 1000)
+    before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(InputError, match=message):
+        check_chats(sft_config(tmp_path, template), [(CHAT, "d.jsonl:1")])
+    assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_what_is_written_in_time_is_left_alone(tmp_path) -> None:
+    assert check_chats(sft_config(tmp_path, None), [(CHAT, "d.jsonl:1")]) == []
+    plain = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+    (warning,) = check_chats(sft_config(tmp_path, plain), [(CHAT, "d.jsonl:1")] * 2)
+    assert warning.startswith(
+        "d.jsonl:1: no trained turn ends with a special token, so the model does not learn to stop"
+    )

@@ -1,0 +1,31 @@
+"""Examples are shown with marks around what is trained."""
+
+from pathlib import Path
+
+import pytest
+
+from automodel_rl.cli import main
+from automodel_rl.data.show import first_examples
+from tests.unit.data.workspaces import sft_config
+
+
+def test_the_first_examples_have_their_places_lengths_and_trained_pieces(tmp_path: Path) -> None:
+    chat, text = first_examples(sft_config(tmp_path, None), 5)
+    assert (chat.where, text.where) == (f"{tmp_path}/d.jsonl:1", f"{tmp_path}/d.jsonl:2")
+    assert "".join(piece for piece, _ in chat.stretches).endswith("<|im_start|>assistant\ntwo<|im_end|>\n")
+    assert [piece for piece, is_trained in chat.stretches if is_trained] == ["two<|im_end|>"]
+    assert [*text.stretches] == [("one<|im_end|>", True)]
+    assert str(text) == f"--- {tmp_path}/d.jsonl:2: {text.num_tokens} tokens, between ⟦ and ⟧\n⟦one<|im_end|>⟧"
+
+
+def test_the_command_prints_them_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = sft_config(tmp_path, None)
+    path = tmp_path / "config.yaml"
+    path.write_text(config.model_dump_json())
+    assert main(["sft", str(path), "--show", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("---") == 1
+    assert "⟦two<|im_end|>⟧" in printed
+    assert not (tmp_path / "run").exists()
+    assert main(["sft", str(path), "--show", "none"]) == 2
+    assert "--show none: must be a number of records, 1 or more" in capsys.readouterr().err
