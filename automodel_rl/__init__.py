@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         SFTConfig,
         load_config,
     )
+    from automodel_rl.data.show import ShownExample, first_examples
     from automodel_rl.engine import Engine, TrainOutput
     from automodel_rl.errors import InputError, MicrobatchError
     from automodel_rl.losses import (
@@ -96,6 +97,8 @@ _HOMES = {
     "SFTConfig": "config",
     "EncoderComponent": "config",
     "load_config": "config",
+    "ShownExample": "data.show",
+    "first_examples": "data.show",
     "Engine": "engine",
     "TrainOutput": "engine",
     "InputError": "errors",

@@ -58,6 +58,13 @@ def first_examples(config: RunConfig, count: int, chat: ChatTokenizer | None = N
         config: the run's config.
         count: number of records.
         chat: makes token sequences of chats; opened by default.
+
+    Raises:
+        InputError: a record is wrong, or the chat template cannot write it.
+
+    Example:
+        >>> for example in first_examples(load_config("my.yaml", algorithm="sft"), 3):
+        ...     print(example)
     """
     records = itertools.islice(_sequences(config, chat or open_chat_tokenizer(config)), count)
     return [example for examples in records for example in examples]

@@ -35,13 +35,14 @@ as the layout asks for, or joins torchrun's.
   --resume auto        goes on with the run in the output folder, from its newest whole checkpoint
   --resume CHECKPOINT  goes on from that one, perhaps of another run, in another output folder
   --max-minutes M      saves and stops in time for the end of a batch job
+  --show N             prints the first N records with marks around what is trained, and starts nothing
   --help WORDS         shows only keys with these words, such as --help optimizer"""
 
 _TRAIN = (
-    "CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] [--dotted.key value ...]",
+    "CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] [--show N] [--dotted.key value ...]",
     TRAINING,
 )
-_OF_TRAINING = ("--resume", "--launcher", "--max-minutes", "--help")
+_OF_TRAINING = ("--resume", "--launcher", "--max-minutes", "--show", "--help")
 
 
 def _training(brief: str) -> Command:
