@@ -111,7 +111,8 @@ def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> list[st
     """
     with rendering_limits(f"model.path={config.model.path}"):
         tokenizer = open_chat_tokenizer(config)
-    writes_prompts, warnings = isinstance(config, GRPOConfig), []
+    writes_prompts = isinstance(config, GRPOConfig)
+    warnings: list[str] = []
     for chat, where in chats:
         with rendering_limits(where):
             text = tokenizer.template.text(chat)

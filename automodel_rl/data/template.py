@@ -95,7 +95,8 @@ class ChatTemplate:
     ):
         self.tokenizer, self.reads, self.variables = tokenizer, reads, dict(variables or {})
         _check_variables(self.variables, named_templates(tokenizer).values())
-        self.reads_parts_only, self.arguments_form = False, _as_given
+        self.reads_parts_only = False
+        self.arguments_form: Callable[[Message], Message] = _as_given
         self.reads_parts_only = self._reads_parts_only()
         self.arguments_form = self._arguments_form()
         self._accepted: set[Any] = set()
@@ -360,7 +361,7 @@ def _in_one(message: Message) -> Message:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-EMPTY = (None, "", [], {})
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values that say nothing. False and 0 are none of them: whoever writes them means something."""
 
 
