@@ -39,7 +39,8 @@ as the layout asks for, or joins torchrun's.
   --help WORDS         shows only keys with these words, such as --help optimizer"""
 
 _TRAIN = (
-    "CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] [--show N] [--dotted.key value ...]",
+    "CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] [--show N] "
+    "[--dotted.key value ...]",
     TRAINING,
 )
 _OF_TRAINING = ("--resume", "--launcher", "--max-minutes", "--show", "--help")
