@@ -38,6 +38,12 @@ OTHERS = 0xE000
 
 QUESTION: Message = {"role": "user", "content": PROBE}
 
+NO_ARGUMENTS = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+}
+"""A tool, for templates that write calls only where there are tools."""
+
 LINKS = ("name", "tool_call_id")
 """Keys of a tool's message that name the call it answers. The message's place says the same."""
 
@@ -298,7 +304,7 @@ class ChatTemplate:
         """The form of arguments that the template writes as a model would. It may write JSON as a quoted text, and may
         raise for objects."""
         by_object, by_json = (
-            self._text({"messages": [QUESTION, _calling(arguments)], "tools": []})
+            self._text({"messages": [QUESTION, _calling(arguments)], "tools": [NO_ARGUMENTS]})
             for arguments in ({PROBE: PROBE}, json.dumps({PROBE: PROBE}))
         )
         if f'\\"{PROBE}' in (by_json or ""):

@@ -193,7 +193,7 @@ class _Finder:
             turn: the turn.
             first: the first character of what the turn itself holds.
         """
-        header = self.template.header
+        header = self._header(turn)
         if not header and not self.template.answers_at_once:
             return None
         asking = self._asking(turn)
@@ -204,6 +204,12 @@ class _Finder:
             return place + len(header) if self.text.startswith(header, place) else place
         place = self.text.rfind(header, 0, first) if header else -1
         return None if place < 0 else place + len(header)
+
+    def _header(self, turn: int) -> str:
+        """What the template adds to the messages before a turn to ask for an answer, or else to a question alone."""
+        before, asking = (self._written(turn, asks) or "" for asks in (False, True)) if turn else ("", "")
+        added = asking[len(before) :].partition(BEGIN_THOUGHT)[0] if asking.startswith(before) else ""
+        return added or self.template.header
 
     def _asking(self, turn: int) -> str | None:
         """What the template writes after the values of the message before a turn to ask for an answer; None if there is
@@ -234,13 +240,11 @@ class _Finder:
             alone: what the template writes after the turn's values if the turn ends the chat.
             rest: what follows them in the whole chat.
         """
+        is_last, alone = rest == alone, self._before_opener(turn, alone)
         ends = self._after_specials(alone)
-        if rest == alone and len(ends) > 1:  # one of them may only end chats
+        if is_last and len(ends) > 1:  # one of them may only end chats
             ends = self._shared_ends(ends, alone, self._ending_followed(turn) or alone) or ends
-            return ends[-1]
-        if rest == alone:
-            return ends[-1] if ends else len(alone)
-        shared = self._shared_ends(ends, alone, rest)
+        shared = ends if is_last else self._shared_ends(ends, alone, rest)
         if shared:
             return shared[-1]
         if ends:
@@ -250,9 +254,16 @@ class _Finder:
             begins_turn = bool(others) and self.template.header.startswith(rest[: others[0]].strip())
             return others[0] if is_one and not begins_turn else None
         next_mark = self._mark_of_next(alone, rest)
-        if next_mark and self.chat.messages[turn + 1]["role"] != "assistant":
+        if next_mark and (is_last or self.chat.messages[turn + 1]["role"] != "assistant"):
             return rest.index(next_mark, len(alone.rstrip())) + len(next_mark)
         return len(alone) if rest.startswith(alone) else None
+
+    def _before_opener(self, turn: int, alone: str) -> str:
+        """The part of what ends a chat that belongs to its last turn. Some templates add a block to every chat, which
+        begins as a message does."""
+        header = self._header(turn)
+        opener = max((mark for mark in self.template.special_tokens if header.startswith(mark)), key=len, default="")
+        return alone.partition(opener)[0] if opener else alone
 
     def _shared_ends(self, ends: Sequence[int], alone: str, rest: str) -> list[int]:
         """The places after special tokens up to which both texts are the same."""
