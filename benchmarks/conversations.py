@@ -139,7 +139,7 @@ def main() -> None:
     if not (folder / "config.json").is_file():
         write_model(folder, sizes)
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    setup = Setup("conversations:Slow", (), 30.0, True, str(folder / "environments.log"))
+    setup = Setup("conversations:Slow", (), 30.0, "auto", str(folder / "environments.log"))
     pool = EnvironmentPool(setup, ends_on_bad_call=False)
     generator = _tiny_generator(folder) if options.tiny else _vllm(folder, options.vllm_python, vocab_size)
     try:

@@ -54,9 +54,11 @@ class EpisodeConfig(Section):
     """What happens if a turn has a call that cannot be read. answer: the model is told, and goes on. end: the
     conversation ends."""
 
-    sandbox: Literal["auto", "none"] = "auto"
-    """Protection for the tool `python`. auto: namespaces of its own without a network, with limits on memory, time and
-    files; the run does not start where the system refuses them. none: only the limits."""
+    sandbox: Literal["strict", "auto", "none"] = "auto"
+    """Protection for the tool `python`. auto: namespaces of its own with read-only files and without a network, and
+    limits on memory, time, processes and files. The run does not start where the system refuses namespaces; what else
+    it refuses is said at the start. strict: the run does not start where anything is refused. none: only limits on
+    memory, time and files."""
 
     @property
     def has_turns(self) -> bool:

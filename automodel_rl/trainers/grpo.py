@@ -86,6 +86,8 @@ class GRPOTrainer:
         goal = Goal(total_steps, max_minutes, best_metric="val/reward_mean", higher_is_better=True)
         self.run = Run(config, directory, self.engine, goal)
         self.run.resume({"prompts": self.queue, "signal": self.signal})
+        if conversations and conversations.warning:
+            self.run.say(conversations.warning)
 
     def train(self) -> Path:
         """Runs to the end.

@@ -27,6 +27,7 @@ class Conversations:
 
     Attributes:
         schemas: JSON schemas of the tools.
+        warning: what protection the system does not allow, in one line; empty if nothing is missing.
 
     Raises:
         InputError: tools or the environment cannot be imported, or the chat template does not write calls.
@@ -38,12 +39,12 @@ class Conversations:
             rollout.environment,
             rollout.tools,
             rollout.tool_seconds,
-            rollout.sandbox != "none",
+            rollout.sandbox,
             str(folder / f"rank{dist.get_rank()}.log"),
         )
         self.seed = config.seed
         self.pool = EnvironmentPool(setup, ends_on_bad_call=rollout.on_bad_call == "end")
-        self.schemas = self.pool.schemas
+        self.schemas, self.warning = self.pool.schemas, self.pool.warning
         try:
             self._codec = ChatTurns(template, self.schemas, rollout.max_tool_tokens)
         except BaseException:

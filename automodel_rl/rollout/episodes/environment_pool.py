@@ -34,6 +34,7 @@ class EnvironmentPool:
 
     Attributes:
         schemas: JSON schemas of the tools that environments answer.
+        warning: what protection the system does not allow, in one line; empty if nothing is missing.
 
     Raises:
         InputError: the tools or the environment cannot be imported.
@@ -42,7 +43,7 @@ class EnvironmentPool:
     def __init__(self, setup: Setup, *, ends_on_bad_call: bool):
         self.setup, self.ends_on_bad_call = setup, ends_on_bad_call
         self._lock, self._numbers = threading.Lock(), itertools.count()
-        self._server, self.schemas = self._start()
+        self._server, self.schemas, self.warning = self._start()
 
     def open(self, example: dict[str, Any], seed: int) -> "PooledEnvironment":
         """The environment of a conversation. Its process starts with its first call."""
@@ -57,7 +58,7 @@ class EnvironmentPool:
                 self._send(number, theirs)
             except (ChildEndedError, OSError):
                 self._server.close()
-                self._server, _ = self._start()
+                self._server, _, _ = self._start()
                 self._send(number, theirs)
         return number, ours
 
@@ -69,18 +70,18 @@ class EnvironmentPool:
     def close(self) -> None:
         self._server.close(END_SECONDS)
 
-    def _start(self) -> tuple[ChildProcess, list[dict[str, Any]]]:
+    def _start(self) -> tuple[ChildProcess, list[dict[str, Any]], str]:
         server = ChildProcess([sys.executable, "-m", "automodel_rl.rollout.episodes.environment_server"])
         try:
             server.send(self.setup)
-            schemas, error = server.receive(START_SECONDS)
+            schemas, warning, error = server.receive(START_SECONDS)
         except (ChildEndedError, TimeoutError):
             what = f"environment={self.setup.environment}" if self.setup.environment else f"tools={self.setup.tools}"
-            schemas, error = [], f"rollout.{what}: its process does not start: import it to see why"
+            schemas, warning, error = [], "", f"rollout.{what}: its process does not start: import it to see why"
         if error:
             server.close()
             raise InputError(error)
-        return server, schemas
+        return server, schemas, warning
 
     def _send(self, number: int, connection: Connection) -> None:
         self._server.send(("begin", number))

@@ -2,9 +2,9 @@
 
     python -m automodel_rl.rollout.episodes.environment_server DESCRIPTOR
 
-Over the connection with that file descriptor come a `Setup`, which is answered by (schemas of tools, error), and then
-orders: ("begin", number) and the descriptor of a conversation's own connection; ("end", number), which ends its process
-at once; or ("leave", number), which ends it if it does not end by itself soon.
+Over the connection with that file descriptor come a `Setup`, which is answered by (schemas of tools, warning, error),
+and then orders: ("begin", number) and the descriptor of a conversation's own connection; ("end", number), which ends
+its process at once; or ("leave", number), which ends it if it does not end by itself soon.
 
 A conversation's process serves ("reset", None), ("step", Turn) and ("close", None) with (value, error). Whatever it
 starts ends with it: it adopts orphans among its descendants, and the server ends what it leaves behind.
@@ -51,14 +51,14 @@ class Setup:
         environment: import path of an environment's factory; None for tools.
         tools: import paths of tools.
         tool_seconds: time limit of a tool's call.
-        is_sandboxed: whether the tool `python` must be protected.
+        sandbox: rollout.sandbox, the protection of the tool `python`.
         log: file for what environments print.
     """
 
     environment: str | None
     tools: tuple[str, ...]
     tool_seconds: float
-    is_sandboxed: bool
+    sandbox: str
     log: str
 
 
@@ -66,22 +66,21 @@ def main() -> None:
     connection = Connection(int(sys.argv[-1]))
     setup: Setup = connection.recv()
     try:
-        make, schemas = _load(setup)
+        make, schemas, warning = _load(setup)
     except InputError as error:
-        connection.send(([], str(error)))
+        connection.send(([], "", str(error)))
         return
     _adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _Server(connection, make, setup.log).serve(schemas)
+    _Server(connection, make, setup.log).serve(schemas, warning)
 
 
-def _load(setup: Setup) -> tuple[EnvironmentFactory, list[dict[str, Any]]]:
-    """What makes environments, and the JSON schemas of their tools."""
+def _load(setup: Setup) -> tuple[EnvironmentFactory, list[dict[str, Any]], str]:
+    """What makes environments, the JSON schemas of their tools, and a warning if there is one."""
     if setup.environment is None:
-        tools = load_tools(setup.tools, setup.is_sandboxed, setup.tool_seconds)
-        if PYTHON in tools and setup.is_sandboxed:
-            check_sandbox()
-        return (lambda example, seed: ToolEnvironment(tools, setup.tool_seconds)), schemas_of(tools)
+        tools = load_tools(setup.tools, setup.sandbox != "none", setup.tool_seconds)
+        warning = check_sandbox(setup.sandbox) if PYTHON in setup.tools else ""
+        return (lambda example, seed: ToolEnvironment(tools, setup.tool_seconds)), schemas_of(tools), warning
     factory = import_function("rollout.environment", setup.environment)
     if not callable(factory):
         raise InputError(f"rollout.environment={setup.environment}: is no function but {factory!r:.60}: name a factory")
@@ -91,7 +90,7 @@ def _load(setup: Setup) -> tuple[EnvironmentFactory, list[dict[str, Any]]]:
             f"rollout.environment={setup.environment}: its tools must be JSON schemas with a function and its name: "
             "make them with transformers.utils.get_json_schema"
         )
-    return factory, schemas
+    return factory, schemas, ""
 
 
 class _Server:
@@ -109,9 +108,9 @@ class _Server:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def serve(self, schemas: list[dict[str, Any]]) -> None:
+    def serve(self, schemas: list[dict[str, Any]], warning: str) -> None:
         self.own = set(_children(os.getpid()))  # what the user's module started when it was imported
-        self.connection.send((schemas, ""))
+        self.connection.send((schemas, warning, ""))
         with contextlib.suppress(EOFError, OSError):  # the rank is gone
             while True:
                 if not self.connection.poll(LOOK_SECONDS):

@@ -1,40 +1,95 @@
 """Runs Python code that a model wrote, in a process with namespaces and limits of its own.
 
-The code has no network, sees no other process and ends with all that it started: user, network, process and mount
-namespaces (unshare(2)), and limits on memory, processor time, files and output (setrlimit(2)). It can read files that
-this user can read. This protects against accidents of a model in training. It is no wall against an attacker: for that,
-use a container or a virtual machine of its own.
+The code has no network, sees no other process, no device and no file of this user's home or of others' temporary
+folders, changes no file but those of an empty temporary folder that is gone afterwards, and ends with all that it
+started: user, network, process, mount, message and host name namespaces (unshare(2)), a read-only file system
+(mount_setattr(2)), a filter of system calls (seccomp(2)), and limits on memory, processor time, processes, files and
+output (setrlimit(2)). It can read other files that this user can read. This protects against accidents of a model in
+training. It is no wall against an attacker: for that, use a container or a virtual machine of its own.
 """
 
 import contextlib
+import functools
+import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from automodel_rl.errors import InputError
+from automodel_rl.rollout.episodes.system_call_filter import filter_program
 
 MEMORY_BYTES = 2**31
 OUTPUT_BYTES = 2**16
+MOST_PROCESSES = 64
 START_SECONDS = 30.0
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
 
+TEMPORARY = ("/tmp", "/var/tmp", "/run", "/dev/shm")
+"""Folders in which programs leave files and sockets for each other. The code does not see what is there."""
 
-def check_sandbox() -> None:
-    """Raises InputError if the system gives the tool no namespaces of its own."""
-    found = run_python("print(6 * 7)", START_SECONDS, is_sandboxed=True)
-    if found.strip() != "42":
-        raise InputError(
-            f"rollout.tools=python: the system refuses namespaces for its sandbox ({' '.join(found.split())[:160]}): "
-            "allow unprivileged user namespaces, or set rollout.sandbox to none, which lets code of the model use the "
-            "network and this user's processes"
+OLDEST_LINUX = "5.14"
+"""The first Linux with all that the sandbox uses."""
+
+PROBE = f"""
+import json, os, signal, socket
+missing = []
+if not os.statvfs("/").f_flag & os.ST_RDONLY:
+    missing.append("a read-only file system")
+try:
+    socket.socket(socket.AF_UNIX).close()
+    missing.append("a wall before unix sockets")
+except OSError:
+    pass
+try:
+    for _ in range({MOST_PROCESSES}):
+        if not os.fork():
+            signal.pause()
+    missing.append("a limit on processes")
+except OSError:
+    pass
+print(json.dumps(missing))
+"""
+"""Prints what a sandbox lacks. What it starts ends with it."""
+
+
+def check_sandbox(sandbox: str) -> str:
+    """A warning of what the system does not allow, in one line; empty if nothing is missing.
+
+    Args:
+        sandbox: rollout.sandbox: none asks for no protection, strict for all, auto for namespaces at least.
+
+    Raises:
+        InputError: the system gives less than was asked for.
+    """
+    if sandbox == "none":
+        return (
+            "warning: rollout.sandbox=none: code of the tool python can change this user's files and use its processes "
+            "and the network"
         )
+    found = run_python(PROBE, START_SECONDS, is_sandboxed=True)
+    try:
+        missing = " and ".join(json.loads(found))
+    except ValueError:
+        raise InputError(
+            f"rollout.tools=python: the system refuses namespaces for its sandbox ({' '.join(found.split())[-160:]}): "
+            "allow unprivileged user namespaces, or set rollout.sandbox to none, which lets code of the model use the "
+            "network and this user's files and processes"
+        ) from None
+    if missing and sandbox == "strict":
+        raise InputError(
+            f"rollout.sandbox=strict: the system does not give the tool python {missing}: use Linux {OLDEST_LINUX} or "
+            "newer, and no root without the right to change users, or set rollout.sandbox to auto, which only warns"
+        )
+    return f"warning: the system does not give the tool python {missing} (rollout.sandbox=auto)" if missing else ""
 
 
 def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
@@ -48,26 +103,77 @@ def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
     Raises:
         TimeoutError: it took too long.
     """
-    with tempfile.TemporaryDirectory(prefix="automodel_rl_python_") as folder:
-        output = Path(folder) / "output"
-        with output.open("wb") as file:
-            limits = [str(max(1, round(seconds) + 1)), str(MEMORY_BYTES), str(OUTPUT_BYTES)]
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(LAUNCHER), "apart" if is_sandboxed else "here", *limits, code],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env=THREADS,
-                start_new_session=True,
-            )
-            ended = _wait(process, seconds)
-        if not ended:
+    hidden, kept = _hidden_folders() if is_sandboxed else ((), ())
+    limits = [max(1, round(seconds) + 1), MEMORY_BYTES, OUTPUT_BYTES, MOST_PROCESSES]
+    arguments = [*map(str, limits), ":".join(hidden), ":".join(kept), filter_program().hex(), code]
+    # The output is no file of a folder, so that the code cannot put another one in its place.
+    with tempfile.TemporaryFile() as output, _working_folder() as folder:
+        os.fchmod(output.fileno(), 0o666)  # also for code that is nobody and opens /dev/stdout
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(LAUNCHER), "apart" if is_sandboxed else "here", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=THREADS,
+            start_new_session=True,
+        )
+        if not _wait(process, seconds):
             raise TimeoutError
-        text = output.read_bytes()[:OUTPUT_BYTES].decode(errors="replace")
+        output.seek(0)
+        text = output.read(OUTPUT_BYTES).decode(errors="replace")
     if process.returncode:
         return f"{text}\n(it ended with code {process.returncode})".strip()
     return text.rstrip("\n") or "(it printed nothing)"
+
+
+def _working_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for code that has no file system of its own. Without rights to its parts it may outlast the call."""
+    return tempfile.TemporaryDirectory(prefix="automodel_rl_python_", ignore_cleanup_errors=True)
+
+
+@functools.cache
+def _hidden_folders() -> tuple[list[str], list[str]]:
+    """The folders that the code does not see, and those within them that its interpreter needs."""
+    hidden = _outermost(_with_targets([*TEMPORARY, *_homes()]))
+    command = [sys.executable, "-I", "-c", "import sys; print(*sys.path, sep='\\n')"]
+    imports = subprocess.run(command, env=THREADS, capture_output=True, text=True, check=True).stdout.splitlines()
+    needed = _with_targets([sys.prefix, sys.base_prefix, *imports, *_folders_of(sys.executable)])
+    return hidden, _outermost(folder for folder in needed if os.path.isdir(folder) and _is_within(folder, hidden))
+
+
+def _homes() -> list[str]:
+    found = [str(Path.home())]
+    with contextlib.suppress(KeyError):  # a container may run as a user without a name
+        found.append(pwd.getpwuid(os.getuid()).pw_dir)
+    return found
+
+
+def _with_targets(folders: Sequence[str]) -> list[str]:
+    """Folders, and what those are links to that are links."""
+    return [*folders, *map(os.path.realpath, folders)]
+
+
+def _folders_of(program: str) -> list[str]:
+    """The folder of a program, and of every program that it is a link to."""
+    folders = [os.path.dirname(program)]
+    while os.path.islink(program):
+        program = os.path.join(os.path.dirname(program), os.readlink(program))
+        folders.append(os.path.dirname(program))
+    return folders
+
+
+def _outermost(folders: Iterable[str]) -> list[str]:
+    """Folders without those within others, and without the whole file system."""
+    found: list[str] = []
+    for folder in sorted({os.path.normpath(folder) for folder in folders} - {"/"}):
+        if not _is_within(folder, found):
+            found.append(folder)
+    return found
+
+
+def _is_within(folder: str, others: Iterable[str]) -> bool:
+    return any(Path(folder).is_relative_to(other) for other in others)
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> bool:

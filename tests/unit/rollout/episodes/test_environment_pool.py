@@ -16,7 +16,7 @@ from tests.odd_environments import RESULTS, TRICKS
 
 
 def setup_of(folder: Path, environment: str, seconds: float = 600.0) -> Setup:
-    return Setup(environment, (), seconds, True, str(folder / "environments" / "rank0.log"))
+    return Setup(environment, (), seconds, "auto", str(folder / "environments" / "rank0.log"))
 
 
 def descendants(parent: int) -> set[int]:

@@ -1,0 +1,108 @@
+"""A filter of system calls, which a process cannot take off again (seccomp(2)).
+
+It refuses what namespaces and limits do not reach:
+
+- unix sockets, whose names are files: a read-only file system does not keep a process from connecting to them. Pairs of
+  connected sockets are allowed.
+- namespaces inside the sandbox: in one of its own a process may mount file systems that fill the memory.
+- shared memory of System V: no limit counts it once it is detached.
+- io_uring, whose requests no filter sees.
+"""
+
+import errno
+import platform
+import struct
+from dataclasses import dataclass
+
+AF_UNIX, SOCK_DGRAM, SOCK_KIND, CLONE_NEWUSER = 1, 2, 0xF, 0x10000000
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Numbers of a kind of machine.
+
+    Attributes:
+        audit: its number in `struct seccomp_data`.
+        calls: numbers of its system calls.
+        foreign: the first number of calls of another kind that it also takes.
+    """
+
+    audit: int
+    calls: dict[str, int]
+    foreign: int = 2**31
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A call that is refused.
+
+    Attributes:
+        call: its name.
+        error: the error that it gets.
+        argument: the place of an argument that decides; None refuses every call.
+        mask: the bits of the argument that decide.
+        value: the value of these bits with which the call is refused.
+    """
+
+    call: str
+    error: int = errno.EPERM
+    argument: int | None = None
+    mask: int = 0
+    value: int = 0
+
+
+CALLS = ("socket", "socketpair", "clone", "shmget", "unshare", "io_uring_setup", "clone3")
+
+MACHINES = {
+    "x86_64": Machine(0xC000003E, dict(zip(CALLS, (41, 53, 56, 29, 272, 425, 435), strict=True)), foreign=0x40000000),
+    "aarch64": Machine(0xC00000B7, dict(zip(CALLS, (198, 199, 220, 194, 97, 425, 435), strict=True))),
+}
+
+RULES = (
+    Rule("socket", argument=0, mask=0xFFFFFFFF, value=AF_UNIX),
+    Rule("socketpair", argument=1, mask=SOCK_KIND, value=SOCK_DGRAM),  # it sends to names
+    Rule("unshare"),
+    Rule("clone", argument=0, mask=CLONE_NEWUSER, value=CLONE_NEWUSER),
+    Rule("clone3", errno.ENOSYS),  # its arguments are in memory; libc then takes clone
+    Rule("shmget"),
+    Rule("io_uring_setup", errno.ENOSYS),
+)
+
+LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+REFUSE, ALLOW = 0x00050000, 0x7FFF0000
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+"""Places in `struct seccomp_data`. Only the low half of an argument is looked at: kernels ignore the other one."""
+
+
+def filter_program(machine: str = "") -> bytes:
+    """The filter as an array of `struct sock_filter`; empty on a kind of machine that it does not know.
+
+    Args:
+        machine: the kind of machine, as `platform.machine()` names it; empty for this one.
+    """
+    known = MACHINES.get(machine or platform.machine())
+    if known is None:
+        return b""
+    program = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (JUMP_EQUAL, 1, 0, known.audit),
+        (RETURN, 0, 0, REFUSE | errno.EPERM),
+        (LOAD, 0, 0, NUMBER),
+        (JUMP_AT_LEAST, 0, 1, known.foreign),
+        (RETURN, 0, 0, REFUSE | errno.EPERM),
+    ]
+    for rule in RULES:
+        refused = (RETURN, 0, 0, REFUSE | rule.error)
+        if rule.argument is None:
+            program += [(JUMP_EQUAL, 0, 1, known.calls[rule.call]), refused]
+            continue
+        program += [
+            (JUMP_EQUAL, 0, 5, known.calls[rule.call]),
+            (LOAD, 0, 0, ARGUMENTS + 8 * rule.argument),
+            (AND, 0, 0, rule.mask),
+            (JUMP_EQUAL, 0, 1, rule.value),
+            refused,
+            (LOAD, 0, 0, NUMBER),
+        ]
+    program.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
