@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -25,6 +26,10 @@ COLUMNS = {
     "val/reward_mean": "val reward {:.3f}",
 }
 """The metrics that the line shows, if the step has them, and how."""
+
+
+SECONDS_BETWEEN_LINES = 5.0
+"""Seconds between two lines about work without steps."""
 
 
 class Progress:
@@ -77,6 +82,27 @@ class Progress:
         return str(datetime.timedelta(seconds=round(seconds)))
 
 
+class SlowWork:
+    """Says how far some work is that has no steps, in a line every few seconds, and so nothing of work that is quick.
+
+    Args:
+        say: prints a line.
+        what: what is done, as the line begins.
+        total: how much there is to do, with its unit, as the line ends.
+    """
+
+    def __init__(self, say: Callable[[str], None], what: str, total: str):
+        self._say, self._what, self._total = say, what, total
+        self._said = time.monotonic()
+
+    def note(self, done: int) -> None:
+        """Notes how much is done, and prints the line if it is time."""
+        now = time.monotonic()
+        if now - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = now
+            self._say(f"{self._what}: {done} of {self._total}")
+
+
 class _Outlived:
     """Standard output whose errors are ignored: if somebody closes the terminal, the run goes on without it."""
 
@@ -98,6 +124,9 @@ class _Outlived:
 
 def _numbers(record: dict[str, Any]) -> str:
     shown = [template.format(record[key]) for key, template in COLUMNS.items() if record.get(key) is not None]
-    if record.get("train/skipped"):
+    nothing = record.get("train/nothing_to_train", 0)
+    if record.get("train/skipped", 0) > nothing:
         shown.append("skipped: not finite")
+    if nothing:
+        shown.append("skipped: no trained token")
     return "  ".join(shown)

@@ -84,7 +84,7 @@ class DPOTrainer:
                     step.metrics["val/loss"], metrics = self.engine.evaluate(self.validation, self.loss)
                 step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
         self.run.save_model(self.tokenizer)
-        self.run.save_samples(self.data.samples(self.engine, self.tokenizer))
+        self.run.save_samples(self.data.samples(self.engine, self.tokenizer, self.run.say))
         return self.run.finish()
 
     def _make_reference(self) -> tuple[ReferenceWeights | None, Precomputed]:

@@ -1,7 +1,7 @@
 """Data that exists before a run starts, such as chats and preference pairs, packed into steps."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -54,15 +54,21 @@ class PackedData:
         unweighted = [source.model_copy(update={"weight": None}) for source in sources]
         return self._loader(unweighted, seed=None, epochs=1)
 
-    def samples(self, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """Greedy completions for the first prompts of the validation data, else of the training data. A collective."""
+    def samples(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> list[Sample]:
+        """Greedy completions for the first prompts of the validation data, else of the training data. A collective.
+
+        Args:
+            engine: the model's engine.
+            tokenizer: the model's tokenizer.
+            say: prints a line, of how many tokens are written where that is slow.
+        """
         config = self.config
         dataset = self._dataset(config.data.validation or config.data.train)
         first = range(min(config.observe.samples, dataset.sources.sizes[0]))
         prompts = [prompt for prompt in (dataset.prompt((0, number)) for number in first) if prompt is not None]
         # A prompt is empty if the chat starts with the assistant, and may be longer than any trained microbatch.
         fitting = [(prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.capacity]
-        return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens)
+        return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens, say)
 
     def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
         context = describe_model(self.handle.config).context

@@ -287,6 +287,7 @@ class Run:
             with flight.top_phase("loading the best checkpoint"):
                 self._load_best()
         with flight.top_phase("saving the model"):
+            self.say(f"saving the model to {self.directory.final}")
             try:
                 self.engine.handle.save_pretrained(self.directory.final, tokenizer)
             except (OSError, SafetensorError) as error:

@@ -1,12 +1,13 @@
 """Greedy completions by the trained layout itself: for models of any size, without a second copy or a cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence, pack_microbatch, single_media_tokens
 from automodel_rl.engine import Engine
+from automodel_rl.observe.console import SlowWork
 from automodel_rl.observe.samples import Sample
 from automodel_rl.parallel.host_collectives import share_with_guests
 
@@ -16,6 +17,7 @@ def greedy_samples(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[tuple[TokenSequence, str]],
     max_new_tokens: int,
+    say: Callable[[str], None],
 ) -> list[Sample]:
     """Sample completions for the page. A collective; equal on every rank.
 
@@ -24,9 +26,11 @@ def greedy_samples(
         tokenizer: the model's tokenizer.
         prompts: the prompts, each with the completion that the data has.
         max_new_tokens: longest completion.
+        say: prints a line, of how many tokens are written where that is slow.
     """
     stop = {tokenizer.eos_token_id}
-    completions = greedy_completions(engine, [prompt for prompt, _ in prompts], max_new_tokens, stop)
+    work = SlowWork(say, f"writing {len(prompts)} samples for the report", f"at most {max_new_tokens} tokens")
+    completions = greedy_completions(engine, [prompt for prompt, _ in prompts], max_new_tokens, stop, work.note)
     return [
         Sample(_shown(tokenizer, prompt), tokenizer.decode(completion), expected)
         for (prompt, expected), completion in zip(prompts, completions, strict=True)
@@ -38,7 +42,11 @@ def _shown(tokenizer: PreTrainedTokenizerBase, prompt: TokenSequence) -> str:
 
 
 def greedy_completions(
-    engine: Engine, prompts: Sequence[TokenSequence], max_new_tokens: int, stop_ids: set[int]
+    engine: Engine,
+    prompts: Sequence[TokenSequence],
+    max_new_tokens: int,
+    stop_ids: set[int],
+    note: Callable[[int], None],
 ) -> list[list[int]]:
     """The likeliest continuation of each prompt, token by token. A collective; equal on every rank.
 
@@ -49,11 +57,12 @@ def greedy_completions(
         prompts: the sequences to continue.
         max_new_tokens: longest completion.
         stop_ids: tokens that end a completion; they are not part of it.
+        note: is told the number of tokens after each one.
     """
     layout = engine.handle.layout
     texts: list[list[int]] = [[] for _ in prompts]
     running = list(range(len(texts)))
-    for _ in range(max_new_tokens):
+    for done in range(max_new_tokens):
         if not running:
             break
         microbatches = [] if layout.is_guest else [pack_microbatch([_continued(prompts[i], texts[i]) for i in running])]
@@ -61,6 +70,7 @@ def greedy_completions(
         running = [i for i in running if chosen[i] not in stop_ids]
         for i in running:
             texts[i].append(chosen[i])
+        note(done + 1)
     return texts
 
 

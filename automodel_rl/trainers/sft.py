@@ -66,7 +66,7 @@ class SFTTrainer:
                 with step.time("validate"):
                     step.metrics["val/loss"], _ = self.engine.evaluate(self.validation, self.loss)
         self.run.save_model(self.tokenizer)
-        self.run.save_samples(self.data.samples(self.engine, self.tokenizer))
+        self.run.save_samples(self.data.samples(self.engine, self.tokenizer, self.run.say))
         return self.run.finish()
 
     def _summary(self) -> str:

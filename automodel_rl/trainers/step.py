@@ -61,8 +61,10 @@ class Step:
             size: the size of all optimizer steps together.
         """
         count = len(outputs)
-        if any(output.nothing_to_train for output in outputs):
-            self.say(f"warning: step {self.number} had no trained token in its batch; no weight was changed")
+        nothing = sum(output.nothing_to_train for output in outputs)
+        if nothing:
+            where = "its batch" if count == 1 else f"{nothing} of its {count} batches"
+            self.say(f"warning: step {self.number} had no trained token in {where}, which changed no weight")
         names = dict.fromkeys(name for output in outputs for name in output.metrics)
         seconds = time.perf_counter() - self.started
         device = self.engine.handle.layout.device
@@ -73,6 +75,7 @@ class Step:
             "train/lr": outputs[-1].lr,
             "train/num_tokens": sum(output.num_tokens for output in outputs),
             "train/skipped": sum(output.skipped for output in outputs),
+            "train/nothing_to_train": nothing,
             **{name: _combined(name, [o.metrics[name] for o in outputs if name in o.metrics]) for name in names},
             "data/num_sequences": size.num_sequences,
             "perf/tokens_per_second": size.num_tokens / seconds,

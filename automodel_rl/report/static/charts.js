@@ -42,7 +42,7 @@ const GROUPS = [
   ["Optimizer", [
     { title: "Learning rate", keys: ["train/lr"] },
     { title: "Gradient norm", keys: ["train/grad_norm"] },
-    { title: "Skipped steps", keys: ["train/skipped"] },
+    { title: "Skipped steps", keys: ["train/skipped", "train/nothing_to_train"] },
   ]],
   ["Speed and memory", [
     { title: "Time of a step by phase, seconds", keys: [/^time\/(?!step_s$).*_s$/], stacked: true },
