@@ -63,17 +63,22 @@ function hasName(key, wanted) {
 
 // The charts that have data, as [group, [{title, keys, stacked}]].
 function chartsOf(runs) {
-  const all = [...new Set(runs.flatMap((run) => Object.keys(run.series || {})))];
+  const all = [...new Set(runs.flatMap((run) => [...run.series.keys()]))];
   const seen = new Set(["time/step_s"]);
   const groups = GROUPS.map(([name, charts]) => [name, charts.map((chart) => {
     const keys = chart.keys.flatMap((wanted) => all.filter((key) => hasName(key, wanted)));
     keys.forEach((key) => seen.add(key));
     return { ...chart, keys };
   })]);
-  groups.push(["Other", all.filter((key) => !seen.has(key)).map((key) => ({ title: key, keys: [key] }))]);
+  groups.push(["Other", all.filter((key) => !seen.has(key)).map((key) => ({ title: key || "(a metric without a name)", keys: [key] }))]);
   const isFound = (chart) => chart.keys.length >= (chart.least || 1) &&
     (chart.title + " " + chart.keys.join(" ")).toLowerCase().includes(settings.search.toLowerCase());
   return groups.map(([name, charts]) => [name, charts.filter(isFound)]).filter(([, charts]) => charts.length);
+}
+
+// Whether every value is 0. Such a chart says no more than its title.
+function isZero(chart, runs) {
+  return runs.every((run) => chart.keys.every((key) => (run.series.get(key) || [[], []])[1].every((value) => value === 0)));
 }
 
 // Exponential moving average, corrected for its start.
@@ -88,7 +93,7 @@ function smoothed(values, weight) {
 
 // Hours since the run's first step, for each step of a curve.
 function hours(run, steps) {
-  const [known, seconds] = (run.series["time/step_s"] || [[], []]);
+  const [known, seconds] = (run.series.get("time/step_s") || [[], []]);
   const ends = [];
   known.reduce((total, step, i) => {
     const missed = i ? step - known[i - 1] : 1;  // a long run's curve has not every step
@@ -104,14 +109,15 @@ function hours(run, steps) {
 
 function traces(chart, runs) {
   const several = runs.length > 1;
-  return runs.flatMap((run, number) => chart.keys.filter((key) => run.series && run.series[key]).flatMap((key) => {
+  return runs.flatMap((run, number) => chart.keys.filter((key) => run.series.has(key)).flatMap((key) => {
     const place = chart.keys.indexOf(key);
-    const [steps, values] = run.series[key];
+    const [steps, values] = run.series.get(key);
     const x = settings.axis === "step" ? steps : hours(run, steps);
     const color = COLORS[(several ? number : place) % COLORS.length];
-    const name = several ? (chart.keys.length > 1 ? `${run.name}: ${key}` : run.name) : key;
+    // Plotly reads tags in names, and finds none in an escaped one.
+    const name = escaped(clipped(several ? (chart.keys.length > 1 ? `${run.name}: ${key}` : run.name) : key));
     const common = { x, name, type: "scatter", mode: values.length < 40 ? "lines+markers" : "lines", marker: { size: 4 } };
-    const hovertemplate = `%{y:.5g} <extra>${escaped(name)}</extra>`;
+    const hovertemplate = "%{y:.5g} <extra>%{fullData.name}</extra>";
     if (chart.stacked && !several) {
       return [{ ...common, y: values, mode: "lines", stackgroup: "one", line: { width: 0.5, color }, hovertemplate }];
     }
@@ -124,11 +130,26 @@ function traces(chart, runs) {
   }));
 }
 
+// A text without its middle, if it is too long for a legend.
+function clipped(text) {
+  const letters = [...text];
+  return letters.length > 48 ? letters.slice(0, 30).join("") + " … " + letters.slice(-15).join("") : text;
+}
+
+// The colour of a run, where there are several.
+function swatch(number) {
+  const element = make("span", "swatch");
+  element.style.background = COLORS[number % COLORS.length];
+  return element;
+}
+
 function style(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-function layout(chart, log) {
+function layout(chart, traces, log) {
+  const values = traces.flatMap((trace) => trace.y);
+  const isFlat = values.every((value) => value === values[0]);  // around which plotly would show 1 above and below
   const axis = { gridcolor: style("--line"), linecolor: style("--line"), zeroline: false, automargin: true, ticks: "outside",
     tickcolor: style("--line") };
   return {
@@ -136,7 +157,7 @@ function layout(chart, log) {
     font: { color: style("--faint"), size: 11, family: "system-ui, sans-serif" }, hovermode: "x unified",
     hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--text"), size: 12 } },
     xaxis: { ...axis, title: { text: settings.axis === "step" ? "step" : "hours", standoff: 4 } },
-    yaxis: { ...axis, type: log ? "log" : "linear", exponentformat: "SI", rangemode: chart.stacked ? "tozero" : "normal" },
+    yaxis: { ...axis, type: log ? "log" : "linear", exponentformat: "SI", rangemode: chart.stacked || isFlat ? "tozero" : "normal" },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
     showlegend: true, uirevision: "kept", dragmode: "zoom",
   };
@@ -177,6 +198,6 @@ class ChartCard {
     this.logButton.classList.toggle("on", this.isLog);
     const shown = traces(this.chart, this.runs);
     const options = { displaylogo: false, responsive: true, displayModeBar: false };
-    Plotly.react(this.plot, shown, { ...layout(this.chart, this.isLog), showlegend: shown.length > 1 }, options);
+    Plotly.react(this.plot, shown, { ...layout(this.chart, shown, this.isLog), showlegend: shown.length > 1 }, options);
   }
 }

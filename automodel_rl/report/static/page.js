@@ -16,25 +16,16 @@ async function loadGroups(run, step) {
 
 const rollouts = new Rollouts(byId("rollouts"), loadGroups);
 
-const FIGURES = [
-  ["loss", "train/loss"], ["val loss", "val/loss"], ["reward", "rollout/reward_mean"], ["val reward", "val/reward_mean"],
-  ["tokens/s", "perf/tokens_per_second"], ["MFU", "perf/mfu"],
-];
-
 function showHead() {
   byId("runs").replaceChildren(...runs.map((run, number) => {
     const line = make("div", "run");
     if (runs.length > 1) {
-      const swatch = line.appendChild(make("span", "swatch"));
-      swatch.style.background = COLORS[number % COLORS.length];
+      line.appendChild(swatch(number));
     }
     line.appendChild(make("h1", "", runs.length > 1 ? run.name : run.title || run.name));
     line.appendChild(make("span", `badge ${run.status}`, run.status));
     if (run.status === "waiting") return line;
     line.appendChild(make("span", "faint", `step ${run.step}${run.total_steps ? " of " + run.total_steps : ""}`));
-    const figures = FIGURES.filter(([, key]) => run.series[key])
-      .map(([name, key]) => `${name} ${shown(run.series[key][1].at(-1))}`);
-    line.appendChild(make("span", "faint", figures.join("  ·  ")));
     return line;
   }));
   document.title = runs.map((run) => run.name).join(", ");
@@ -47,6 +38,8 @@ function showHead() {
   }));
 }
 
+const opened = new Set();  // charts of nothing but 0 that somebody wants to see
+
 function showCharts() {
   const groups = chartsOf(runs);
   const shownTitles = new Set();
@@ -56,15 +49,25 @@ function showCharts() {
       const title = section.appendChild(make("h2", "", name));
       title.onclick = () => section.classList.toggle("closed");
       section.appendChild(make("div", "grid"));
+      section.appendChild(make("div", "zeros faint"));
       sections.set(name, section);
     }
     const section = sections.get(name);
     byId("charts").appendChild(section);
+    const [grid, zeros] = section.querySelectorAll(".grid, .zeros");
+    zeros.replaceChildren();
     for (const chart of charts) {
       const key = `${name}/${chart.title}`;
+      if (isZero(chart, runs) && !opened.has(key)) {
+        const button = make("button", "", chart.title);
+        button.title = chart.keys.join(", ");
+        button.onclick = () => { opened.add(key); showCharts(); };
+        zeros.append(zeros.childElementCount ? "" : "always 0: ", button);
+        continue;
+      }
       if (!cards.has(key)) cards.set(key, new ChartCard(chart));
       const card = cards.get(key);
-      section.lastChild.appendChild(card.element);
+      grid.appendChild(card.element);
       card.update(chart, runs);
       shownTitles.add(key);
     }
@@ -102,8 +105,10 @@ function showFacts() {
 }
 
 function show(data) {
-  runs = data.runs;
+  // Maps, because every object has properties such as "constructor", and a metric may be called so.
+  runs = data.runs.map((run) => ({ ...run, series: new Map(Object.entries(run.series || {})) }));
   showHead();
+  showSummary(byId("summary"), runs);
   showCharts();
   rollouts.update(runs);
   showSamples(byId("samples"), runs);

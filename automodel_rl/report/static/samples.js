@@ -14,7 +14,8 @@ function escaped(text) {
 
 function shown(value) {
   if (typeof value !== "number") return String(value);
-  return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(4)).toString();
+  const isWhole = Number.isInteger(value) || Math.abs(value) >= 1000;
+  return isWhole ? Math.round(value).toLocaleString("en") : Number(value.toPrecision(4)).toString();
 }
 
 // A text that is folded if it is long. Blank lines in a row are drawn as one.
@@ -28,9 +29,11 @@ function folded(content) {
   return box;
 }
 
-// The turns of a conversation, and what answered them.
-function turnsOf(messages) {
-  return messages.slice(messages.findIndex((message) => message.role === "assistant")).map((message) => {
+// The last turns of the assistant, so many, and what answered them. What comes before belongs to the prompt.
+function turnsOf(messages, count) {
+  const places = [...messages.keys()].filter((place) => messages[place].role === "assistant");
+  const first = count ? places.at(-count) : messages.length;
+  return messages.slice(first).map((message) => {
     const turn = make("span", `turn ${message.role}`);
     turn.append(make("span", "label", `${message.role}${message.name ? " " + message.name : ""}\n`));
     const calls = (message.tool_calls || []).map((call) => `→ ${call.function.name} ${JSON.stringify(call.function.arguments)}`);
@@ -72,11 +75,27 @@ function completionCard(completion) {
     chips.appendChild(chip("turns", completion.turns.turns));
     chips.appendChild(chip("calls", completion.turns.calls));
     if (completion.end !== "done") chips.appendChild(make("span", "chip minus", `ended by ${completion.end}`));
-    card.appendChild(folded(turnsOf(completion.messages)));
   }
-  if (completion.pieces || !completion.messages) card.appendChild(folded(completion.pieces ? coloured(completion.pieces) : completion.completion));
+  card.appendChild(textOf(completion, chips));
   (completion.errors || []).forEach((error) => card.appendChild(make("div", "label failed", error)));
   return card;
+}
+
+// The text of a completion, once: a conversation's turns, or its tokens in their place if a button among the chips is on.
+function textOf(completion, chips) {
+  const tokens = () => folded(coloured(completion.pieces));
+  if (!completion.messages) return completion.pieces ? tokens() : folded(completion.completion);
+  const turns = () => folded(turnsOf(completion.messages, completion.turns.turns));
+  let text = turns();
+  if (completion.pieces) {
+    const button = chips.appendChild(make("button", "", "tokens"));
+    button.onclick = () => {
+      const next = button.classList.toggle("on") ? tokens() : turns();
+      text.replaceWith(next);
+      text = next;
+    };
+  }
+  return text;
 }
 
 const FILTERS = {

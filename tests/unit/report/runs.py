@@ -75,6 +75,8 @@ def conversation() -> dict:
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "<b>"}}}
     return rollouts_of(12)[0] | {
         "messages": [
+            {"role": "user", "content": "Is this an example?"},
+            {"role": "assistant", "content": "Yes, in the prompt."},
             {"role": "user", "content": "Is it there?"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "name": "look_up", "content": "found <b>"},

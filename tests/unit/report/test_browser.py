@@ -140,7 +140,125 @@ def test_conversations_show_their_turns_and_what_is_not_trained(tab: Any, tmp_pa
         ["tool look_up", "found <b>"],
         ["assistant", "It is there."],
     ]
+    assert card.inner_text().count("It is there.") == 1
+    assert card.locator(".token").count() == 0
+    card.get_by_role("button", name="tokens").click()
+    assert card.locator(".turn").count() == 0
     assert [token.inner_text() for token in card.locator(".token.given").all()] == ["found"]
+    card.get_by_role("button", name="tokens").click()
+    assert card.locator(".turn").count() == 3
+
+
+HOSTILE = [
+    *(
+        "__proto__",
+        "constructor",
+        "toString",
+        "hasOwnProperty",
+        "length",
+        "",
+        " ",
+        "</script><script>alert(1)</script>",
+    ),
+    *(
+        "<b>bold</b>",
+        "a'b\"c`d",
+        "${1}",
+        "%{y}",
+        "$x$",
+        "&lt;",
+        "naïve 模型 🙂 \u202e\u2028\ud800",
+        "long" * 200,
+        "Loss",
+        "0",
+    ),
+]
+
+
+def test_metrics_of_any_name_are_shown(tab: Any, tmp_path: Path) -> None:
+    folder = make_sft_run(tmp_path / "run", steps=3)
+    metrics = MetricsFile(folder / "metrics.jsonl", 3)
+    for step in (4, 5):
+        metrics.write({"step": step, **dict.fromkeys(HOSTILE, step)})
+        metrics.write({"step": step + 2, **{f"rollout/reward_{name}": step for name in HOSTILE}})
+    for number, folders in enumerate([[folder], [folder, make_sft_run(tmp_path / "other", steps=3)]]):
+        write_report(tmp_path / f"{number}.html", folders)
+        tab.goto((tmp_path / f"{number}.html").as_uri())
+        tab.wait_for_selector(LINES)
+        titles = tab.locator(".card .title").all_text_contents()
+        shown = [name.replace("\ud800", "\ufffd") or "(a metric without a name)" for name in HOSTILE]
+        assert {one.replace("\ud800", "\ufffd") for one in titles} >= {*shown}
+        together = card(tab, "Reward by component")
+        together.locator(LINES).nth(len(HOSTILE) - 1).wait_for(state="attached")
+        legend = together.locator(".legendtext").all_text_contents()
+        prefix = "run: " if number else ""
+        for name in ("__proto__", "constructor", "<b>bold</b>", "%{y}", "&lt;"):
+            assert f"{prefix}rollout/reward_{name}" in legend
+        assert max(map(len, legend)) < 60
+        assert tab.evaluate("document.documentElement.scrollWidth") == 1280
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_long_names_stay_in_their_cards(tab: Any, tmp_path: Path, width: int) -> None:
+    folder = tmp_path / ("folder_of_a_long_name_" * 10) / ("another_one_" * 20)
+    folder.mkdir(parents=True)
+    run = make_grpo_run(folder / ("my_run_" * 20))
+    (run / "versions.json").write_text(json.dumps({"commit": "0123456789" * 20, "transformers": "5"}))
+    tab.set_viewport_size({"width": width, "height": 800})
+    for runs in ([run], [run, make_sft_run(tmp_path / "other")]):
+        write_report(tmp_path / "page.html", runs)
+        tab.goto((tmp_path / "page.html").as_uri())
+        tab.wait_for_selector(LINES)
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        wide = (
+            "[...document.querySelectorAll('.card')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
+        )
+        assert tab.evaluate(wide) == []
+
+
+def test_charts_of_nothing_but_zeros_are_a_line_until_they_are_asked_for(tab: Any, tmp_path: Path) -> None:
+    run = make_sft_run(tmp_path / "run", steps=3)
+    metrics = MetricsFile(run / "metrics.jsonl", 3)
+    for step in (4, 5):
+        metrics.write(
+            {"step": step, "train/skipped": 0, "rollout/failed": 0, "rollout/truncated": step - 4, "train/lr": 1e-5}
+        )
+    write_report(tmp_path / "page.html", [run])
+    tab.goto((tmp_path / "page.html").as_uri())
+    tab.wait_for_selector(LINES)
+    titles = tab.locator(".card:visible .title")
+    assert "Truncated, share" in titles.all_inner_texts()
+    assert not {"Failed", "Skipped steps"} & {*titles.all_inner_texts()}
+    assert tab.locator(".zeros:visible").all_inner_texts() == ["always 0:\nFailed", "always 0:\nSkipped steps"]
+    tab.get_by_role("button", name="Failed").click()
+    assert "Failed" in titles.all_inner_texts()
+    assert tab.locator(".zeros:visible").count() == 1
+    rate = card(tab, "Learning rate")
+    rate.scroll_into_view_if_needed()
+    rate.locator(LINES).wait_for(state="attached")
+    lowest, highest = rate.locator(".chart").evaluate("plot => plot._fullLayout.yaxis.range")
+    assert lowest == 0  # and not 1 below a rate that is almost 0
+    assert highest < 1e-4
+
+
+def test_the_last_and_the_best_values_are_at_the_top(tab: Any, tmp_path: Path) -> None:
+    run = make_grpo_run(tmp_path / "run")
+    metrics = MetricsFile(run / "metrics.jsonl", 12)
+    for step, (reward, passed) in enumerate([(0.5, 0.75), (0.25, 0.5)], 13):
+        metrics.write({"step": step, "val/reward_mean": reward, "val/pass@4": passed, "train/loss": 0.2})
+    write_report(tmp_path / "page.html", [run])
+    tab.goto((tmp_path / "page.html").as_uri())
+    assert [one.split("\n") for one in tab.locator("#summary .figure").all_inner_texts()] == [
+        ["validation reward", "0.25", "best 0.5 at step 13"],
+        ["reward", "1", "best 1 at step 12"],
+        ["val/pass@4", "0.5", "best 0.75 at step 13"],
+        ["loss", "0.2"],  # of a policy, which says not how good it is
+    ]
+    write_report(tmp_path / "page.html", [run, make_sft_run(tmp_path / "other")])
+    tab.reload()
+    loss = tab.locator("#summary .figure").nth(3)
+    assert loss.inner_text().split("\n") == ["loss", "0.2", "0.075", "best 0.075 at step 40"]
+    assert loss.locator(".swatch").evaluate_all("all => all.map(one => one.title)") == ["run", "other"]
 
 
 def test_a_failure_is_at_the_top_and_the_config_below(tab: Any, tmp_path: Path) -> None:
