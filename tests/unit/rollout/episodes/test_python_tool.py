@@ -5,6 +5,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.episodes import python_tool
+from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
+from automodel_rl.rollout.episodes.environment_server import Setup
+from automodel_rl.rollout.episodes.protocol import Turn
 from automodel_rl.rollout.episodes.python_tool import run_python
 from automodel_rl.rollout.episodes.system_call_filter import MACHINES, filter_program
 from automodel_rl.rollout.episodes.tools import load_tools, schemas_of
@@ -261,6 +265,8 @@ def test_code_does_not_get_out(what: str, outside: Outside, monkeypatch: pytest.
         assert not (Path(folder) / outside.names["MARK"]).exists()
 
 
+BEGIN = "import ctypes, os, signal, time\nif not os.fork():\n    os.setsid()\n    time.sleep(600)\n"
+
 STAYS = {
     "computes": "while True: pass",
     "sleeps": "time.sleep(600)",
@@ -276,9 +282,8 @@ STAYS = {
 @protected
 @pytest.mark.parametrize("what", STAYS)
 def test_code_ends_with_all_that_it_started(what: str) -> None:
-    begin = "import ctypes, os, signal, time\nif not os.fork():\n    os.setsid()\n    time.sleep(600)\n"
     try:
-        found = run_python(begin + STAYS[what], LONG if what == "leaves a daemon" else 0.7, is_sandboxed=True)
+        found = run_python(BEGIN + STAYS[what], LONG if what == "leaves a daemon" else 0.7, is_sandboxed=True)
     except TimeoutError:
         found = "took too long"
     assert found == ("(it printed nothing)" if what == "leaves a daemon" else "took too long")
@@ -296,6 +301,29 @@ def sleepers() -> set[str]:
         except OSError:
             continue
     return found
+
+
+@protected
+def test_a_pool_warns_of_what_is_missing_and_ends_code_with_its_conversation(tmp_path: Path) -> None:
+    for sandbox, message in (("none", "code of the tool python can change this user's files"), ("auto", "")):
+        pool = EnvironmentPool(Setup(None, ("python",), LONG, sandbox, str(tmp_path / "log")), ends_on_bad_call=False)
+        try:
+            assert message in pool.warning
+            environment = pool.open({}, 0)
+            call = {"name": "python", "arguments": {"code": "print(6 * 7)"}}
+            assert environment.step(Turn("", calls=[call])).messages[0]["content"] == "42"
+            call["arguments"] = {"code": BEGIN + STAYS["does not end with its parent"]}
+            with ThreadPoolExecutor(1) as threads:
+                answer = threads.submit(environment.step, Turn("", calls=[call]))
+                while len(sleepers()) < 2:
+                    time.sleep(0.01)
+                pool.end(environment._number, at_once=True)
+                with pytest.raises(RuntimeError, match="its process ended in step"):
+                    answer.result()
+            while sleepers():
+                time.sleep(0.01)
+        finally:
+            pool.close()
 
 
 def test_code_without_a_sandbox_reaches_the_network(outside: Outside) -> None:
