@@ -42,7 +42,9 @@ OLDEST_LINUX = "5.14"
 PROBE = f"""
 import json, os, signal, socket
 missing = []
-if not os.statvfs("/").f_flag & os.ST_RDONLY:
+def is_writable(path):
+    return not os.statvfs(path).f_flag & os.ST_RDONLY and os.stat(path).st_dev != os.stat(".").st_dev
+if any(is_writable("/" + name) for name in ("", *os.listdir("/")) if os.path.isdir("/" + name)):
     missing.append("a read-only file system")
 try:
     socket.socket(socket.AF_UNIX).close()
@@ -59,6 +61,14 @@ except OSError:
 print(json.dumps(missing))
 """
 """Prints what a sandbox lacks. What it starts ends with it."""
+
+FOLDERS = """
+import os, sys
+maps = open("/proc/self/maps").read() if os.path.exists("/proc/self/maps") else ""
+libraries = {line[line.index("/"):] for line in maps.splitlines() if "/" in line}
+print(*sys.path, *map(os.path.dirname, libraries), sep="\\n")
+"""
+"""Prints the folders from which an interpreter imports, and those of its shared libraries."""
 
 
 def check_sandbox(sandbox: str) -> str:
@@ -136,9 +146,9 @@ def _working_folder() -> tempfile.TemporaryDirectory[str]:
 def _hidden_folders() -> tuple[list[str], list[str]]:
     """The folders that the code does not see, and those within them that its interpreter needs."""
     hidden = _outermost(_with_targets([*TEMPORARY, *_homes()]))
-    command = [sys.executable, "-I", "-c", "import sys; print(*sys.path, sep='\\n')"]
-    imports = subprocess.run(command, env=THREADS, capture_output=True, text=True, check=True).stdout.splitlines()
-    needed = _with_targets([sys.prefix, sys.base_prefix, *imports, *_folders_of(sys.executable)])
+    command = [sys.executable, "-I", "-c", FOLDERS]
+    used = subprocess.run(command, env=THREADS, capture_output=True, text=True, check=True).stdout.splitlines()
+    needed = _with_targets([sys.prefix, sys.base_prefix, *used, *_folders_of(sys.executable)])
     return hidden, _outermost(folder for folder in needed if os.path.isdir(folder) and _is_within(folder, hidden))
 
 

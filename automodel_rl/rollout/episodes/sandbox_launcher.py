@@ -62,7 +62,8 @@ def main() -> None:
     if sys.platform == "linux":
         limits[resource.RLIMIT_AS] = int(memory)
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _write("/proc/self/oom_score_adj", "1000")  # where memory runs out, this ends first, and not the training
+        with contextlib.suppress(OSError):  # where memory runs out, this ends first, and not the training
+            _write("/proc/self/oom_score_adj", "1000")
     if where == "apart":
         _enter_namespaces()
         _end_with_parent()
@@ -76,7 +77,9 @@ def main() -> None:
             limits[resource.RLIMIT_NPROC] = int(processes)
         _give_up_rights()
     for name, value in limits.items():
-        resource.setrlimit(name, (value, value))
+        _, hard = resource.getrlimit(name)
+        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (least, least))
     if where == "apart":
         _install_filter(bytes.fromhex(program))
     else:
@@ -113,6 +116,7 @@ def _enter_namespaces() -> None:
     is_ready, ready = os.pipe()
     helper = os.fork()
     if not helper:
+        os.close(ready)  # else it would wait for itself
         try:
             if os.read(is_ready, 1):
                 _write_users(os.getppid(), os.geteuid(), os.getegid())
@@ -130,8 +134,8 @@ def _enter_namespaces() -> None:
 
 
 def _write_users(pid: int, user: int, group: int) -> None:
-    """Writes down which users a new namespace knows: root stays root and there is nobody besides, if this process may
-    say so, for root has no limit on processes. Else this user is nobody."""
+    """Writes down which users a process's new namespace knows, this user as nobody. For root, whose processes no limit
+    counts, there are root and nobody, where this process may say so: the code then becomes nobody."""
     folder = f"/proc/{pid}"
     if user == 0 and group == 0:
         with contextlib.suppress(OSError):

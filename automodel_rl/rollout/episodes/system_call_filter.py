@@ -5,7 +5,7 @@ It refuses what namespaces and limits do not reach:
 - unix sockets, whose names are files: a read-only file system does not keep a process from connecting to them. Pairs of
   connected sockets are allowed.
 - namespaces inside the sandbox: in one of its own a process may mount file systems that fill the memory.
-- shared memory of System V: no limit counts it once it is detached.
+- shared memory and messages of System V: no limit counts them.
 - io_uring, whose requests no filter sees.
 """
 
@@ -51,11 +51,13 @@ class Rule:
     value: int = 0
 
 
-CALLS = ("socket", "socketpair", "clone", "shmget", "unshare", "io_uring_setup", "clone3")
+CALLS = ("socket", "socketpair", "clone", "shmget", "msgget", "unshare", "io_uring_setup", "clone3")
 
 MACHINES = {
-    "x86_64": Machine(0xC000003E, dict(zip(CALLS, (41, 53, 56, 29, 272, 425, 435), strict=True)), foreign=0x40000000),
-    "aarch64": Machine(0xC00000B7, dict(zip(CALLS, (198, 199, 220, 194, 97, 425, 435), strict=True))),
+    "x86_64": Machine(
+        0xC000003E, dict(zip(CALLS, (41, 53, 56, 29, 68, 272, 425, 435), strict=True)), foreign=0x40000000
+    ),
+    "aarch64": Machine(0xC00000B7, dict(zip(CALLS, (198, 199, 220, 194, 186, 97, 425, 435), strict=True))),
 }
 
 RULES = (
@@ -65,6 +67,7 @@ RULES = (
     Rule("clone", argument=0, mask=CLONE_NEWUSER, value=CLONE_NEWUSER),
     Rule("clone3", errno.ENOSYS),  # its arguments are in memory; libc then takes clone
     Rule("shmget"),
+    Rule("msgget"),
     Rule("io_uring_setup", errno.ENOSYS),
 )
 

@@ -233,6 +233,7 @@ ESCAPES = {
     "changes its limits": "resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
     "uses descriptors of its parent": DESCRIPTORS,
     "keeps memory that no limit counts": SHARED_MEMORY,
+    "keeps messages that no limit counts": "check(libc.msgget(0, 0o1666))",
     "leaves a core dump": "if not os.fork(): os.abort()\nos.wait(); ESCAPED = os.listdir('/tmp') != []",
 }
 """Code that raises OSError where it is stopped. Where that does not show it, the code sets ESCAPED."""
