@@ -15,6 +15,9 @@ from automodel_rl.data.turn_split import open_examples
 BEGIN, END = "⟦", "⟧"
 """Marks around trained tokens."""
 
+MOST_REPEATS = 32
+"""Most times that a token is written in a row."""
+
 
 @dataclass(frozen=True)
 class ShownExample:
@@ -38,7 +41,8 @@ class ShownExample:
 
 
 def stretches_of(tokenizer: PreTrainedTokenizerBase, sequence: TokenSequence) -> tuple[tuple[str, bool], ...]:
-    """A sequence's text, special tokens included, in pieces that are trained or not.
+    """A sequence's text, special tokens included, in pieces that are trained or not. A token that is there very often
+    in a row, as in the place of an image, is written once with its number.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -46,9 +50,22 @@ def stretches_of(tokenizer: PreTrainedTokenizerBase, sequence: TokenSequence) ->
     """
     both = zip(sequence.input_ids.tolist(), sequence.loss_mask.tolist(), strict=True)
     return tuple(
-        (str(tokenizer.decode([token for token, _ in group])), bool(is_trained))
+        (_text_of(tokenizer, [token for token, _ in group]), bool(is_trained))
         for is_trained, group in itertools.groupby(both, key=lambda pair: pair[1])
     )
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    repeats = [[*group] for _, group in itertools.groupby(ids)]
+    if max(map(len, repeats)) <= MOST_REPEATS:
+        return str(tokenizer.decode(ids))
+    texts = []
+    for is_long, groups in itertools.groupby(repeats, key=lambda group: len(group) > MOST_REPEATS):
+        if is_long:
+            texts += [f"{tokenizer.decode(group[:1])}(x {len(group):,})" for group in groups]
+        else:
+            texts.append(str(tokenizer.decode([*itertools.chain.from_iterable(groups)])))
+    return "".join(texts)
 
 
 def first_examples(config: RunConfig, count: int, chat: ChatTokenizer | None = None) -> list[ShownExample]:

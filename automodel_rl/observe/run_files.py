@@ -52,6 +52,11 @@ class RunFiles:
         return self.folder / "samples"
 
     @property
+    def examples(self) -> Path:
+        """Folder with a few sequences of the training data, by the step before which they were written."""
+        return self.folder / "examples"
+
+    @property
     def flights(self) -> Path:
         """Folder that says what each rank did last, while it runs and after a failure."""
         return self.folder / FLIGHTS

@@ -29,7 +29,7 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
 
     Returns:
         name, title, status, failure, step, total_steps, config, versions, series (steps and values of each metric),
-        samples, steps_with_rollouts, and rollouts (groups by step).
+        samples, examples, steps_with_rollouts, and rollouts (groups by step).
 
     Raises:
         InputError: the folder holds no run.
@@ -57,7 +57,8 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
         "config": config_text,
         "versions": json.loads(_text(files.versions) or "{}"),
         "series": _series(records),
-        "samples": _newest_samples(files.samples),
+        "samples": _newest_of(files.samples),
+        "examples": _newest_of(files.examples),
         "steps_with_rollouts": steps if not rollouts else chosen,
         "rollouts": {number: groups_of(files.rollouts / f"step_{number}.jsonl") for number in chosen},
     }
@@ -102,7 +103,7 @@ def thinned(points: list[tuple[int, float]], most: int) -> list[tuple[int, float
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
-def _newest_samples(folder: Path) -> list[dict[str, Any]]:
+def _newest_of(folder: Path) -> list[dict[str, Any]]:
     steps = _steps_of(folder)
     if not steps:
         return []

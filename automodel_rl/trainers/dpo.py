@@ -69,6 +69,7 @@ class DPOTrainer:
         """
         if self.run.is_finished:
             return self.run.leave_finished()
+        self.run.save_examples(self.data.examples)
         data = iter(()) if self.run.is_over else self.data.steps()
         for step in self.run.steps(self._summary()):
             with step.time("data"):

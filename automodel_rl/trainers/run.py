@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RunConfig
 from automodel_rl.data.loader import PackedStep
+from automodel_rl.data.show import ShownExample
 from automodel_rl.engine import Engine
 from automodel_rl.errors import JobEndedError, StoppedError
 from automodel_rl.launch.flight import flight, flight_file
@@ -309,6 +310,16 @@ class Run:
         if not samples:
             return
         self.write_beside("samples", self.directory.samples, [dataclasses.asdict(sample) for sample in samples])
+
+    def save_examples(self, examples: Callable[[], list[ShownExample]]) -> None:
+        """Writes a few sequences of the training data, with what is trained of them, for the report.
+
+        Args:
+            examples: makes them, on the first rank alone.
+        """
+        if self.is_first_rank and self.config.observe.samples:
+            records = [dataclasses.asdict(example) for example in examples()]
+            self.write_beside("examples", self.directory.examples, records)
 
     def write_beside(self, what: str, folder: Path, records: list[dict[str, Any]]) -> None:
         """Writes a file of this step to a folder, from the first rank. A full disk is no reason to end.

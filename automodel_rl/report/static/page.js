@@ -112,6 +112,7 @@ function show(data) {
   showCharts();
   rollouts.update(runs);
   showSamples(byId("samples"), runs);
+  showExamples(byId("examples"), runs);
   if (!byId("facts").childElementCount || !embedded) showFacts();
 }
 

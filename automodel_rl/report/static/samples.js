@@ -206,3 +206,19 @@ function showSamples(section, runs) {
     })];
   }));
 }
+
+// Sequences of the training data; what is trained of them has a ground.
+function showExamples(section, runs) {
+  const having = runs.filter((run) => (run.examples || []).length);
+  section.hidden = !having.length;
+  const title = make("h2", "", "Training data");
+  title.onclick = () => section.classList.toggle("closed");
+  section.replaceChildren(title, ...having.flatMap((run) => run.examples.map((example) => {
+    const group = make("div", "group");
+    const where = (runs.length > 1 ? `${run.name}, ` : "") + `${example.where}, ${shown(example.num_tokens)} tokens`;
+    group.appendChild(make("div", "label", where));
+    const pieces = example.stretches.map(([text, isTrained]) => make("span", isTrained ? "trained" : "given", text));
+    group.appendChild(folded(pieces));
+    return group;
+  })));
+}

@@ -62,6 +62,9 @@ def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config:
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["pp"] == 2
     assert '"status": "finished"' in (folder / "report.html").read_text()
     assert len(read_lines(folder / "samples" / "step_4.jsonl")) == config["observe"]["samples"]
+    examples = read_lines(folder / "examples" / "step_0.jsonl")
+    assert len(examples) == config["observe"]["samples"]
+    assert all(any(is_trained for _, is_trained in example["stretches"]) for example in examples)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
     AutoModelForCausalLM.from_pretrained(folder / "final")
     assert AutoTokenizer.from_pretrained(folder / "final").chat_template

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from automodel_rl.batch import TokenSequence
 from automodel_rl.cli import main
-from automodel_rl.data.show import first_examples
+from automodel_rl.data.show import first_examples, stretches_of
+from automodel_rl.quickstart.model import train_tokenizer
 from tests.unit.data.workspaces import sft_config
 
 
@@ -16,6 +19,14 @@ def test_the_first_examples_have_their_places_lengths_and_trained_pieces(tmp_pat
     assert [piece for piece, is_trained in chat.stretches if is_trained] == ["two<|im_end|>"]
     assert [*text.stretches] == [("one<|im_end|>", True)]
     assert str(text) == f"--- {tmp_path}/d.jsonl:2: {text.num_tokens} tokens, between ⟦ and ⟧\n⟦one<|im_end|>⟧"
+
+
+def test_a_token_that_is_there_very_often_is_written_once(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["one two"], vocab_size=300)
+    ids = [*tokenizer("one")["input_ids"], *[tokenizer.eos_token_id] * 1500, *tokenizer("two")["input_ids"]]
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    ((text, is_trained),) = stretches_of(tokenizer, TokenSequence(torch.tensor(ids), mask))
+    assert (text, is_trained) == ("one<|im_end|>(x 1,500)two", False)
 
 
 def test_the_command_prints_them_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

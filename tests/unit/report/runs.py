@@ -46,6 +46,8 @@ def make_grpo_run(folder: Path) -> Path:
     for step in range(1, 13):
         metrics.write({"step": step, "rollout/reward_mean": step / 12, "train/loss": 0.1, "time/step_s": 1.0})
         write_lines(directory.rollouts / f"step_{step}.jsonl", rollouts_of(step))
+    stretches = [["What is <b>this</b>?", False], ["four", True]]
+    write_lines(directory.examples / "step_0.jsonl", [{"where": "d.jsonl:1", "num_tokens": 9, "stretches": stretches}])
     write_lines(directory.samples / "step_12.jsonl", [{"prompt": "<b>2+2</b>", "completion": "4", "expected": "four"}])
     return folder
 

@@ -126,6 +126,9 @@ def test_rollouts_are_side_by_side_and_filtered(tab: Any, tmp_path: Path) -> Non
     section.get_by_label("step", exact=True).fill("0")
     section.get_by_text("question 1 of step 1", exact=True).wait_for()
     assert "<b>2+2</b>" in tab.locator("#samples").inner_text()
+    assert "d.jsonl:1, 9 tokens" in tab.locator("#examples").inner_text()
+    assert tab.locator("#examples .trained").all_inner_texts() == ["four"]
+    assert tab.locator("#examples .given").all_inner_texts() == ["What is <b>this</b>?"]
 
 
 def test_conversations_show_their_turns_and_what_is_not_trained(tab: Any, tmp_path: Path) -> None:
