@@ -1,4 +1,7 @@
-"""AdamW, with weight decay for matrices and embeddings, and without for biases (of experts, too) and norm weights."""
+"""AdamW, with weight decay for what has a role (optimizers/roles.py), and without for biases, norm weights and the
+like."""
+
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -9,23 +12,32 @@ from automodel_rl.optimizers.description import (
     LR_FACTOR,
     Named,
     OptimizerDescription,
+    RunPlain,
     StateNames,
     trained_parameters,
 )
+from automodel_rl.optimizers.observed_uses import observed_uses
+from automodel_rl.optimizers.roles import roles_of
 from automodel_rl.parallel.sharding import by_mesh
 from automodel_rl.parallel.whole_matrices import GroupOf
 
 STATE = StateNames(("exp_avg", "exp_avg_sq"), counts=True)
 
 
-def adamw_of(named: Named, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for named parameters, in a list, which is empty if there are no parameters."""
+def adamw_of(named: Named, decayed: Collection[str], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for named parameters, in a list, which is empty if there are no parameters.
+
+    Args:
+        named: names and parameters.
+        decayed: names of those that decay.
+        config: the settings.
+    """
     if not named:  # a stage may have no adapter
         return []
     members: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
         factor, decay = config.of_parameter(name, config.lr)
-        decays = parameter.ndim >= 2 and not name.endswith("bias")
+        decays = name in decayed
         members.setdefault((factor, decay if decays else 0.0, decays), []).append(parameter)
     groups = [
         {"params": group, "weight_decay": decay, LR_FACTOR: factor, DECAYS: decays}
@@ -36,27 +48,36 @@ def adamw_of(named: Named, config: OptimizerConfig) -> list[torch.optim.Optimize
     return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)]
 
 
-def plain_adamw(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's AdamW in one process, for named parameters of a transformers model."""
-    decayed = [p for name, p in named if p.ndim > 1 and not name.endswith("bias")]
-    others = [p for name, p in named if p.ndim == 1 or name.endswith("bias")]
+def plain_adamw(
+    parameters: Iterable[nn.Parameter], decayed: Collection[nn.Parameter], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """torch's AdamW in one process.
+
+    Args:
+        parameters: parameters of a transformers model.
+        decayed: parameters that decay.
+        config: the settings.
+    """
+    by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters:
+        by_decay[parameter in decayed].append(parameter)
     groups = [
-        {"params": decayed, "weight_decay": config.weight_decay, LR_FACTOR: 1.0},
-        {"params": others, "weight_decay": 0, LR_FACTOR: 1.0},
+        {"params": by_decay[True], "weight_decay": config.weight_decay, LR_FACTOR: 1.0},
+        {"params": by_decay[False], "weight_decay": 0, LR_FACTOR: 1.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
 def _build(part: nn.Module, config: OptimizerConfig, _: GroupOf) -> list[torch.optim.Optimizer]:
-    return adamw_of(trained_parameters(part), config)
+    return adamw_of(trained_parameters(part), roles_of(part).keys(), config)
 
 
 def _state_names(part: nn.Module) -> dict[str, StateNames]:
     return {name: STATE for name, _ in trained_parameters(part, remove_duplicate=False)}
 
 
-def _reference(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    return [plain_adamw(list(model.named_parameters()), config)]
+def _reference(model: nn.Module, config: OptimizerConfig, run: RunPlain) -> list[torch.optim.Optimizer]:
+    return [plain_adamw(model.parameters(), observed_uses(model, run).decayed, config)]
 
 
 ADAMW = OptimizerDescription(_build, _state_names, _reference)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.parallel.whole_matrices import GroupOf
@@ -47,6 +47,10 @@ class StateNames:
         return [*[parameter_bytes] * len(self.moments), *[COUNT_BYTES] * self.counts]
 
 
+RunPlain = Callable[[], list[Tensor]]
+"""Runs a plain model forward on examples in which every parameter takes part, and returns the logits."""
+
+
 @dataclass(frozen=True)
 class OptimizerDescription:
     """One kind of optimizer.
@@ -58,12 +62,13 @@ class OptimizerDescription:
         state_names: gives the state's names for each trained parameter of a part, by the parameter's name; for a tied
             weight under all of its names.
         reference: makes the torch optimizers for plain transformers in one process, with which `verify` compares. It is
-            written without the code of `build`.
+            written without the code of `build`, and decides what a parameter is by what happens to it while the model
+            runs.
     """
 
     build: Callable[[nn.Module, OptimizerConfig, GroupOf], list[torch.optim.Optimizer]]
     state_names: Callable[[nn.Module], dict[str, StateNames]]
-    reference: Callable[[nn.Module, OptimizerConfig], list[torch.optim.Optimizer]]
+    reference: Callable[[nn.Module, OptimizerConfig, RunPlain], list[torch.optim.Optimizer]]
 
 
 Named = list[tuple[str, nn.Parameter]]

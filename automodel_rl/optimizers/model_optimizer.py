@@ -43,6 +43,7 @@ class ModelOptimizer:
 
     Attributes:
         state_names: names of the state of every parameter that it trains.
+        optimizers: torch's optimizers, each of which trains some parameters.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ModelOptimizer:
     ):
         self.state_names: dict[nn.Parameter, StateNames] = {}
         self._optimizer_of: dict[nn.Parameter, torch.optim.Optimizer] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         for part, group_of, config in parts:
             description = descriptions[config.name]
             named = dict(part.named_parameters(remove_duplicate=False))
@@ -61,8 +62,8 @@ class ModelOptimizer:
             built = description.build(part, config, group_of)
             for group in (group for optimizer in built for group in optimizer.param_groups):
                 group[LR_FACTOR] *= 1.0 if config.lr == peak else config.lr / peak
-            self._optimizers += built
-        for optimizer in self._optimizers:
+            self.optimizers += built
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 self._optimizer_of |= dict.fromkeys(group["params"], optimizer)
         assert self._optimizer_of.keys() == self.state_names.keys()
@@ -70,7 +71,7 @@ class ModelOptimizer:
     @property
     def groups(self) -> list[dict]:
         """torch's parameter groups, with their settings."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self, lr: float) -> None:
         """Takes one optimizer step with the gradients that are there. A collective of each part's ranks.
@@ -80,7 +81,7 @@ class ModelOptimizer:
         """
         for group in self.groups:
             group["lr"] = lr * group[LR_FACTOR]
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
 
     def adopt(self, settings: AdamWSettings) -> None:

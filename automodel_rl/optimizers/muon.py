@@ -6,7 +6,8 @@ Whether a stack is transposed does not matter: its outputs count as rows.
 
 AdamW trains the rest, as Jordan et al. and Moonlight (Liu et al., arXiv:2502.16982) do. These are embeddings and the
 head, whose rows belong to single tokens, so few tokens of a step meet a row; norm weights and biases, which are no
-matrices; and routers, whose rows belong to single experts, as in a head over experts.
+matrices; convolutions; and routers, whose rows belong to single experts, as in a head over experts. What a parameter is
+follows from the module that owns it (optimizers/roles.py).
 
 Results are those of torch.optim.Muon. The orthogonalisation of a shard is not the shard of the orthogonalisation, so
 whole matrices are orthogonalised. Momentum stays sharded.
@@ -31,6 +32,7 @@ from automodel_rl.optimizers.description import (
     trained_parameters,
 )
 from automodel_rl.optimizers.muon_reference import reference
+from automodel_rl.optimizers.roles import Role, roles_of
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.whole_matrices import GroupOf, on_whole_matrices
 
@@ -50,7 +52,7 @@ class Muon(torch.optim.Optimizer):
         named: names and parameters [m, n], or stacks [k, m, n], fp32 or float64.
         config: Muon's settings, learning rates and weight decay.
         group_of: gives the ranks along an axis of the parameters' mesh.
-        transposed: names of the stacks that are [k, inputs, outputs].
+        transposed: names of those that are [inputs, outputs], or stacks of such.
     """
 
     def __init__(self, named: Named, config: OptimizerConfig, group_of: GroupOf, transposed: Collection[str] = ()):
@@ -120,34 +122,23 @@ def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
     return (wide.mT if is_tall else wide).view_as(matrix)
 
 
-def _matrix_names(part: nn.Module) -> set[str]:
-    """Names of the weights that Muon trains, if they are trained at all. A matrix of one row is a vector."""
-    names = set()
-    for path, module in part.named_modules():
-        if isinstance(module, nn.Linear) and path != "lm_head" and len(module.weight) > 1:
-            names.add(f"{path}.weight")
-        elif path.endswith(".experts"):
-            names |= {f"{path}.{name}" for name, parameter in module.named_parameters() if parameter.ndim == 3}
-    return names
-
-
-def _transposed_experts(part: nn.Module) -> set[str]:
-    """Paths of the experts whose stacks are [experts, inputs, outputs]."""
-    return {path for path, module in part.named_modules() if path.endswith(".experts") and module.is_transposed}
-
-
 def _build(part: nn.Module, config: OptimizerConfig, group_of: GroupOf) -> list[torch.optim.Optimizer]:
-    names, named = _matrix_names(part), trained_parameters(part)
+    roles, named = roles_of(part), trained_parameters(part)
+    names = _matrix_names(roles)
     matrices: Named = [(name, parameter) for name, parameter in named if name in names]
     others: Named = [(name, parameter) for name, parameter in named if name not in names]
-    experts = _transposed_experts(part)
-    transposed = {name for name in names if name.rpartition(".")[0] in experts}
-    muon = [Muon(matrices, config, group_of, transposed)] if matrices else []
-    return [*muon, *adamw_of(others, config)]
+    turned = {name for name in names if roles[name] is Role.TURNED_MATRIX}
+    muon = [Muon(matrices, config, group_of, turned)] if matrices else []
+    return [*muon, *adamw_of(others, roles.keys(), config)]
+
+
+def _matrix_names(roles: dict[str, Role]) -> set[str]:
+    """Names of the weights that Muon trains, if they are trained at all."""
+    return {name for name, role in roles.items() if role in (Role.MATRIX, Role.TURNED_MATRIX)}
 
 
 def _state_names(part: nn.Module) -> dict[str, StateNames]:
-    names = _matrix_names(part)
+    names = _matrix_names(roles_of(part))
     trained = trained_parameters(part, remove_duplicate=False)
     return {name: STATE if name in names else ADAMW_STATE for name, _ in trained}
 

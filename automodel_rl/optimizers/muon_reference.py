@@ -8,19 +8,8 @@ from torch import Tensor, nn
 
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.optimizers.adamw import plain_adamw
-from automodel_rl.optimizers.description import LR_FACTOR
-
-NO_MATRICES = (
-    "embed_tokens",
-    "position_embedding",
-    "pos_embed",
-    "lm_head",
-    "gate",
-    "shared_expert_gate",
-    "router",
-    "conv1d",
-)
-"""Modules whose weights have two dims but are trained by AdamW, by name: embeddings, the head, routers."""
+from automodel_rl.optimizers.description import LR_FACTOR, RunPlain
+from automodel_rl.optimizers.observed_uses import observed_uses
 
 
 class _Exact(Tensor):
@@ -35,7 +24,7 @@ class PlainMuon(torch.optim.Muon):
 
     Args:
         weights: [m, n] or stacks [k, m, n] of a model in one process.
-        transposed: those of the stacks that are [k, n, m].
+        transposed: those of them that are [n, m], or stacks of such.
         settings: settings of torch.optim.Muon.
     """
 
@@ -63,27 +52,18 @@ class PlainMuon(torch.optim.Muon):
         return values[place].mT if weight in self.transposed else values[place]
 
 
-def reference(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """PlainMuon for matrices, which are chosen by name, and AdamW for the rest."""
-    named = list(model.named_parameters())
-    matrices = [(name, p) for name, p in named if _is_matrix(name, p)]
-    others = [(name, p) for name, p in named if not _is_matrix(name, p)]
-    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
-    transposed = [p for module in experts if module.is_transposed for p in module.parameters() if p.ndim == 3]
-    muon = config.muon
+def reference(model: nn.Module, config: OptimizerConfig, run: RunPlain) -> list[torch.optim.Optimizer]:
+    """PlainMuon for matrices, which are those that the model is seen to use so, and AdamW for the rest."""
+    uses, muon = observed_uses(model, run), config.muon
     settings = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
     optimizer = PlainMuon(
-        [parameter for _, parameter in matrices],
-        transposed,
+        [parameter for parameter in model.parameters() if parameter in uses.matrices],
+        uses.turned,
         lr=muon.lr or config.lr,
         weight_decay=config.weight_decay,
         adjust_lr_fn=muon.adjust_lr_fn,
         **settings,
     )
     optimizer.param_groups[0][LR_FACTOR] = 1.0 if muon.lr is None else muon.lr / config.lr
-    return [optimizer, plain_adamw(others, config)]
-
-
-def _is_matrix(name: str, parameter: Tensor) -> bool:
-    module = name.split(".")[-2]
-    return parameter.ndim in (2, 3) and not name.endswith("bias") and module not in NO_MATRICES
+    others = [parameter for parameter in model.parameters() if parameter not in uses.matrices]
+    return [optimizer, plain_adamw(others, uses.decayed, config)]

@@ -19,11 +19,13 @@ class EncoderNames:
         projectors: the modules that make embeddings of the language model; what comes before them is the encoder
             proper.
         tp_plan: how the encoder's linear layers split over tp, by the last two parts of their name.
+        bare_matrices: parameters [inputs, outputs] that inputs are multiplied with, and that belong to no linear layer.
     """
 
     modules: tuple[str, ...]
     projectors: tuple[str, ...]
     tp_plan: TPPlan = ()
+    bare_matrices: tuple[str, ...] = ()
 
     def tp_style(self, layer: str) -> str | None:
         """How a linear layer splits over tp, by its name; None if it does not."""
@@ -88,15 +90,16 @@ _CLIP_PLAN = (
 )
 
 
-def _tower(name: str, tp_plan: TPPlan = ()) -> EncoderNames:
+def _tower(name: str, tp_plan: TPPlan = (), bare_matrices: tuple[str, ...] = ()) -> EncoderNames:
     """An encoder whose projector stands beside it."""
-    return EncoderNames((f"{name}_tower", "multi_modal_projector"), ("multi_modal_projector",), tp_plan)
+    modules = (f"{name}_tower", "multi_modal_projector")
+    return EncoderNames(modules, ("multi_modal_projector",), tp_plan, bare_matrices)
 
 
 MULTIMODAL_FAMILIES = {
     "llava": Multimodal({"vision": _tower("vision", _CLIP_PLAN)}, _PARTS_APART),
     "gemma3": Multimodal(
-        {"vision": _tower("vision", _CLIP_PLAN)},
+        {"vision": _tower("vision", _CLIP_PLAN, ("multi_modal_projector.mm_input_projection_weight",))},
         _PARTS_APART,
         is_bidirectional=True,
         image_text=("<start_of_image>", "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"),

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automodel_rl.config import MuonConfig
 from tests.faults.fault import Fault, Verified, everywhere, patch
@@ -67,6 +67,20 @@ def _no_master_weights() -> Any:
     return everywhere(compute_alone, "model.handle.dtypes_of", "model.parallelise.dtypes_of")
 
 
+def _roles_by_dims() -> Any:
+    """Whatever has two dims is a matrix, and every linear layer is one of a hidden layer."""
+    from automodel_rl.optimizers.roles import Role, roles_of
+
+    def roles(part: Any) -> Any:
+        dims = {name: p.ndim for name, p in part.named_parameters(remove_duplicate=False)}
+        rows = {name: Role.ROWS for name, number in dims.items() if number > 1}
+        linear = {f"{path}.weight" for path, module in part.named_modules() if isinstance(module, nn.Linear)}
+        matrices = dict.fromkeys(linear - {"lm_head.weight"}, Role.MATRIX)
+        return {**rows, **roles_of(part), **matrices}
+
+    return everywhere(roles, "optimizers.adamw.roles_of", "optimizers.muon.roles_of")
+
+
 WITH_MUON = {"optimizer": "muon"}
 PRECISION = "distributed/model/test_precision.py"
 
@@ -75,6 +89,8 @@ FAULTS: dict[str, Fault] = {
     "betas hard-coded": Fault(lambda: _setting_ignored(betas=(0.9, 0.95)), Verified("qwen3")),
     "weight decay left out": Fault(lambda: _setting_ignored(weight_decay=0.0), Verified("qwen3")),
     "weight decay of norms": Fault(_decay_of_everything, Verified("qwen3")),
+    "weight decay of norms with two dims": Fault(_roles_by_dims, Verified("cohere")),
+    "Muon trains routers that are linear layers": Fault(_roles_by_dims, Verified("hunyuan_v1_moe", case=WITH_MUON)),
     "Muon orthogonalises shards of dp": Fault(_muon_of_shards, Verified("qwen3", {"dp_shard": 2}, case=WITH_MUON)),
     "Muon orthogonalises shards of tp": Fault(_muon_of_shards, Verified("qwen3", {"tp": 2}, case=WITH_MUON)),
     "Muon takes a stack of experts for one matrix": Fault(_muon_of_a_stack, Verified("qwen3_moe", case=WITH_MUON)),

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,7 +88,8 @@ class Differences:
     """The largest difference of every kind, by step and by tensor.
 
     Most are relative to the number, or to the largest entry of the tensor. "weights", "exported tensors" and "reference
-    log-probabilities" are absolute. "choices of experts" is the number of choices that were not the route's.
+    log-probabilities" are absolute. "choices of experts" is the number of choices that were not the route's. "treatment
+    of weights" is 1 for a weight that another optimizer trains, or that decays otherwise.
 
     Attributes:
         found: the differences by kind, step (from 1, or `NO_STEP`) and name of the tensor ("" if there is none).
@@ -254,6 +255,7 @@ def _compare_step(
     found.note("evaluated loss", abs(engine.evaluate(microbatches, sft_loss)[0] - loss) / abs(loss), step)
     _compare_gradients(step, engine, microbatches, everywhere, expected, found)
     rate = expected.training.rate(expected.num_steps)
+    _compare_treatments(step, engine, expected, found)
     output = engine.train_step(microbatches, sft_loss)
     norm = expected.step()
     found.note("loss", abs(output.loss - loss) / abs(loss), step)
@@ -263,6 +265,33 @@ def _compare_step(
     for component in handle.components:
         for name, parameter in component.every_parameter():
             found.note("weights", _largest(gather_whole(parameter, component.layout), weights[name]), step, name)
+
+
+def _compare_treatments(step: int, engine: Engine, expected: OneProcess, found: Differences) -> None:
+    """Compares which optimizer trains each weight, and its decay. Classes that compute in fp32 show it in no number."""
+    own = _treatments(engine.optimizer.optimizers, id)
+    right = _treatments(expected.optimizers, _storage)  # the matrices of a stack are views of it
+    trained = {name: parameter for name, parameter in expected.parameters() if parameter.grad is not None}
+    for name, parameter in engine.handle.named_parameters():
+        if name in trained and id(parameter) in own:
+            differs = own[id(parameter)] != right[_storage(trained[name])]
+            found.note("treatment of weights", float(differs), step, name)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _treatments(
+    optimizers: Sequence[torch.optim.Optimizer], key: Callable[[Tensor], int]
+) -> dict[int, tuple[bool, float]]:
+    """By a parameter's key whether AdamW trains it, and its weight decay."""
+    return {
+        key(parameter): (isinstance(optimizer, torch.optim.AdamW), group["weight_decay"])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def packed(of_microbatches: list[list[TokenSequence]]) -> list[Microbatch]:

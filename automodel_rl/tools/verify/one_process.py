@@ -3,6 +3,7 @@
 It shares no code with the layout. The optimizers' reference steps are written separately, too.
 """
 
+import functools
 import inspect
 import re
 from dataclasses import dataclass, field
@@ -28,7 +29,13 @@ from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
 from automodel_rl.model.audio import clip_arguments
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
 from automodel_rl.support.families import FAMILIES, MULTIMODAL_FAMILIES, Family
-from automodel_rl.tools.verify.media import clips_of
+from automodel_rl.tools.verify.media import clips_of, with_media
+
+EXAMPLE = 16
+"""Tokens of a sequence that shows what parameters are used for."""
+
+EXAMPLE_SEEDS = (2, 4)
+"""Seeds with which sequences have media of every kind."""
 
 
 def written_out(
@@ -219,7 +226,6 @@ class OneProcess:
         self.takes_kinds = "token_type_ids" in signature(model.forward).parameters
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
-        self.optimizers = OPTIMIZERS[training.optimizer].reference(self.model, training.config)
         self.routes: Routes | None = None  # routes of the current sequence
         # Logits and choices of a microbatch's sequences, by layer.
         self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -249,11 +255,30 @@ class OneProcess:
         for name, parameter in self.parameters():
             parameter.requires_grad_(name not in names)
 
+    @functools.cached_property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """What takes the optimizer steps. It is made when it is first asked for."""
+        return OPTIMIZERS[self.training.optimizer].reference(self.model, self.training.config, self.run_examples)
+
+    def run_examples(self) -> list[Tensor]:
+        """The logits of sequences in which every parameter takes part."""
+        texts = [TokenSequence(torch.arange(EXAMPLE), torch.ones(EXAMPLE, dtype=torch.bool))] * len(EXAMPLE_SEEDS)
+        if self.model.config.model_type in MULTIMODAL_FAMILIES:
+            pairs = zip(texts, EXAMPLE_SEEDS, strict=True)
+            texts = [with_media(sequence, self.model.config, seed) for sequence, seed in pairs]
+        self.routes = None
+        logits = [self._logits(sequence) for sequence in texts]
+        self.routed = {}
+        return logits
+
+    def _logits(self, sequence: TokenSequence) -> Tensor:
+        return self.model(sequence.input_ids.to(self.device)[None], **self._media(sequence)).logits
+
     def logprobs(self, sequence: TokenSequence) -> Tensor:
         """Log-probabilities of a sequence's tokens, [n], aligned with the tokens; the first entry is 0."""
         self.routes = sequence.routes
         ids = sequence.input_ids.to(self.device)
-        logits = self.model(ids[None], **self._media(sequence)).logits[0, :-1]
+        logits = self._logits(sequence)[0, :-1]
         scores = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         return torch.cat([scores.new_zeros(1), scores])
 

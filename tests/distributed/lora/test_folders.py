@@ -75,7 +75,9 @@ def reference_of(folder: Path) -> OneProcess:
     """One process that goes on training the adapters with PEFT."""
     reference = OneProcess(folder / "base", torch.float64, Training(lr=1e-2), torch.device("cpu"))
     reference.model = PeftModel.from_pretrained(reference.model, folder / "adapters", is_trainable=True)
-    reference.optimizers = OPTIMIZERS["adamw"].reference(reference.model, reference.training.config)
+    reference.optimizers = OPTIMIZERS["adamw"].reference(
+        reference.model, reference.training.config, reference.run_examples
+    )
     return reference
 
 

@@ -72,7 +72,9 @@ def test_adapters_of_experts_are_merged_on_every_rank_as_in_files(ranks: RankPoo
 def train_with_peft(folder: Path, data_ranks: int, optimizer: OptimizerName) -> tuple[list[float], dict[str, Tensor]]:
     reference = OneProcess(folder, torch.float64, Training(lr=1e-2, optimizer=optimizer), torch.device("cpu"))
     reference.model = PeftModel.from_pretrained(reference.model, folder / "initial", is_trainable=True)
-    reference.optimizers = OPTIMIZERS[optimizer].reference(reference.model, reference.training.config)
+    reference.optimizers = OPTIMIZERS[optimizer].reference(
+        reference.model, reference.training.config, reference.run_examples
+    )
     losses = []
     for step in range(STEPS):
         everyone = [

@@ -69,7 +69,9 @@ def train(folder: Path, lora: LoraConfig, components: ComponentsConfig) -> tuple
 def train_with_peft(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     reference = OneProcess(folder, torch.float64, Training(lr=1e-2), torch.device("cpu"))
     reference.model = PeftModel.from_pretrained(reference.model, folder / "initial", is_trainable=True)
-    reference.optimizers = OPTIMIZERS["adamw"].reference(reference.model, reference.training.config)
+    reference.optimizers = OPTIMIZERS["adamw"].reference(
+        reference.model, reference.training.config, reference.run_examples
+    )
     losses = []
     for step in range(STEPS):
         everyone = [

@@ -34,7 +34,7 @@ def test_the_state_is_what_its_names_and_sizes_say(name: OptimizerName) -> None:
     before = {parameter: optimizer.state_of(parameter) for parameter in model.parameters()}
     train(model, optimizer, 0)
     for parameter, names in optimizer.state_names.items():
-        (kept,) = [o.state[parameter] for o in optimizer._optimizers if parameter in o.state]
+        (kept,) = [o.state[parameter] for o in optimizer.optimizers if parameter in o.state]
         assert set(kept) == set(names.all) == set(before[parameter])
         assert sorted(tensor.nbytes for tensor in kept.values()) == sorted(names.sizes(parameter.nbytes))
         assert not any(tensor.any() for tensor in before[parameter].values())

@@ -1,18 +1,12 @@
-"""Muon in one process takes the steps of torch.optim.Muon, of those weights that are matrices."""
-
-from pathlib import Path
+"""Muon in one process takes the steps of torch.optim.Muon. Which weights are matrices is tested in test_roles.py."""
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from automodel_rl.config import MuonConfig, OptimizerConfig
-from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.optimizers.muon import Muon, orthogonal
 from automodel_rl.optimizers.muon_reference import PlainMuon
-from tests.tiny import save_tiny_model, save_tiny_multimodal_model
-from tests.tiny_families import SIZES
 from tests.unit.optimizers.test_adamw import no_groups
 
 SHAPES = [(8, 8), (5, 12), (33, 20)]
@@ -93,55 +87,3 @@ def test_a_matrix_without_gradient_takes_no_step() -> None:
     assert torch.equal(still, torch.ones(2, 3))
     assert not muon.state[still]
     assert not torch.equal(moved, torch.ones(2, 3))
-
-
-REST = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "norm.weight",
-    "bias",
-    "sinks",
-    "gate.weight",
-    "router.weight",
-    "alpha_p",
-    "alpha_n",
-    "A_log",
-    "dt_bias",
-    "conv1d.weight",
-    "norm1.weight",
-    "norm2.weight",
-)
-
-
-@pytest.mark.parametrize("family", SIZES)
-def test_muon_trains_matrices_of_layers_and_adamw_what_is_left(tmp_path: Path, family: str) -> None:
-    save_tiny_model(tmp_path, family, num_layers=2)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    states = OPTIMIZERS["muon"].state_names(model)
-    by_muon = {name for name, state in states.items() if state.moments == ("momentum_buffer",)}
-    assert states.keys() == {name for name, _ in model.named_parameters()}
-    assert any("self_attn" in name for name in by_muon)
-    for name in states:
-        assert (name in by_muon) != name.endswith((*REST, "layernorm.weight")), name
-
-
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_layers_of_an_encoder_are_matrices_and_its_embeddings_are_not(tmp_path: Path, family: str) -> None:
-    save_tiny_multimodal_model(tmp_path, family)
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
-    chosen = trained_by(OPTIMIZERS["muon"].build(model, OptimizerConfig(name="muon"), no_groups), model)
-    expected = trained_by(OPTIMIZERS["muon"].reference(model, OptimizerConfig(name="muon")), model)
-    assert chosen == expected
-    assert any(kind == "Muon" and "vis" in name for name, kind in chosen.items())
-    assert {kind for name, kind in chosen.items() if "embed" in name} == {"AdamW"}
-
-
-def trained_by(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> dict[str, str]:
-    """By name of a parameter AdamW or Muon."""
-    kinds = {
-        parameter.data_ptr(): "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Muon"
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    return {name: kinds[parameter.data_ptr()] for name, parameter in model.named_parameters()}

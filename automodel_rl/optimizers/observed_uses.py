@@ -1,0 +1,123 @@
+"""What a plain model uses its parameters for, seen while it runs. `verify` decides by it which of them decay and which
+are matrices; the product decides by modules (optimizers/roles.py).
+
+Every operation on tensors is seen. Views share a parameter's storage, and casts are followed. A product notes itself on
+its result, and other operations pass these notes on, until the next product. So it shows which parameter made the
+scores among which the largest are chosen (a router), and which one made the logits (the head).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_ATEN = torch.ops.aten
+PRODUCTS = {_ATEN.mm: (0, 1), _ATEN.addmm: (1, 2), _ATEN.bmm: (0, 1), _ATEN.baddbmm: (1, 2)}
+"""Matrix products, with the places of their factors."""
+
+OTHER_WEIGHTS = {_ATEN.embedding: 0, _ATEN.convolution: 1}
+"""Operations with a weight that is no factor of a matrix product, and its place."""
+
+CHOICES = (_ATEN.topk, _ATEN.sort)
+COPIES = (_ATEN._to_copy, _ATEN.clone)
+
+
+@dataclass
+class Uses:
+    """Parameters by what they were used for.
+
+    Attributes:
+        factors: those that were factors of matrix products.
+        turned: the factors that are stored as [inputs, outputs].
+        vectors: the factors with a single output.
+        looked_up: embeddings and weights of convolutions.
+        choosers: those whose products' results are compared with each other to choose some.
+        head: those whose products' results are the logits.
+    """
+
+    factors: set[nn.Parameter] = field(default_factory=set)
+    turned: set[nn.Parameter] = field(default_factory=set)
+    vectors: set[nn.Parameter] = field(default_factory=set)
+    looked_up: set[nn.Parameter] = field(default_factory=set)
+    choosers: set[nn.Parameter] = field(default_factory=set)
+    head: set[nn.Parameter] = field(default_factory=set)
+
+    @property
+    def decayed(self) -> set[nn.Parameter]:
+        """What weight decay is for. All else is added or multiplied element by element."""
+        return self.factors | self.looked_up
+
+    @property
+    def matrices(self) -> set[nn.Parameter]:
+        """What Muon is for."""
+        return self.factors - self.vectors - self.looked_up - self.choosers - self.head
+
+
+def observed_uses(model: nn.Module, run: Callable[[], list[Tensor]]) -> Uses:
+    """Watches a model run.
+
+    Args:
+        model: the model.
+        run: runs it forward on examples in which every parameter takes part, and returns the logits.
+    """
+    watch = _Watch(model)
+    with torch.no_grad(), watch:
+        logits = run()
+    for tensor in logits:
+        watch.uses.head |= watch.makers_of(tensor)
+    return watch.uses
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.uses = Uses()
+        self._parameter_at = {_place(parameter): parameter for parameter in model.parameters()}
+        self._makers: dict[int, set[nn.Parameter]] = {}
+        self._kept: list[Tensor] = []  # so that no storage is used again
+
+    def makers_of(self, tensor: Tensor) -> set[nn.Parameter]:
+        """Parameters whose products' results a tensor is made of."""
+        return self._makers.get(_place(tensor), set())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operation = func.overloadpacket
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._kept += made
+        if operation in OTHER_WEIGHTS:
+            self.uses.looked_up |= self._parameters(args[OTHER_WEIGHTS[operation]])
+            makers: set[nn.Parameter] = set()
+        elif operation in PRODUCTS:
+            makers = set().union(*(self._as_factor(args[place], made[0]) for place in PRODUCTS[operation]))
+        else:
+            makers = set().union(*map(self.makers_of, given))
+        if operation in CHOICES:
+            self.uses.choosers |= makers
+        if operation in COPIES and self._parameters(given[0]):
+            self._parameter_at[_place(made[0])] = self._parameter_at[_place(given[0])]
+        for tensor in made:
+            self._makers[_place(tensor)] = self.makers_of(tensor) | makers
+        return result
+
+    def _parameters(self, tensor: Tensor) -> set[nn.Parameter]:
+        parameter = self._parameter_at.get(_place(tensor))
+        return set() if parameter is None else {parameter}
+
+    def _as_factor(self, factor: Tensor, product: Tensor) -> set[nn.Parameter]:
+        found = self._parameters(factor)
+        self.uses.factors |= found
+        if factor.stride(-1) == 1 and factor.stride(-2) != 1:  # not turned round for the product
+            self.uses.turned |= found
+        if product.shape[-1] == 1:
+            self.uses.vectors |= found
+        return found
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,74 @@
+"""Roles of a model's parameters, by the modules that own them: what decays, and what Muon trains, follows from them.
+
+A name or a number of dims does not tell a role: weights of norms may have two dims, and a router may be a linear layer.
+"""
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from automodel_rl.lora.experts import EXPERTS, STACKED, Stack
+from automodel_rl.support.description import language_config
+from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
+from automodel_rl.support.families import FAMILIES
+
+HEAD = "lm_head"
+
+BARE_MATRICES = tuple(
+    name
+    for family in MULTIMODAL_FAMILIES.values()
+    for encoder in family.encoders.values()
+    for name in encoder.bare_matrices
+)
+
+
+class Role(Enum):
+    """What a parameter is to the model. Everything without a role is a number for each channel, head or expert, such as
+    weights of norms, biases, sinks and decays of linear attention."""
+
+    MATRIX = "matrix of a hidden layer: of a linear layer, of an adapter, or of every expert of a stack"
+    TURNED_MATRIX = "the same, stored as [inputs, outputs]"
+    ROWS = "rows or filters by themselves: of tokens and places (embeddings, head), of experts (routers), of channels"
+
+
+def roles_of(part: nn.Module) -> dict[str, Role]:
+    """The roles of a part's parameters, by name; a tied weight under all of its names. Parameters without a role are
+    left out."""
+    routers = {id(module) for router in _routers(part) for module in router.modules()}
+    found: dict[str, Role] = {}
+    for path, module in part.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, role in _own_roles(path, module).items():
+            in_rows = id(module) in routers or path == HEAD
+            found[prefix + name] = Role.ROWS if in_rows else role
+        for name, _ in module.named_parameters(recurse=False):
+            if (prefix + name).endswith(BARE_MATRICES):
+                found[prefix + name] = Role.TURNED_MATRIX
+            elif id(module) in routers and name == "weight":
+                found[prefix + name] = Role.ROWS
+    return found
+
+
+def _own_roles(path: str, module: Any) -> dict[str, Role]:
+    """The roles of a module's own parameters, by what the module is. A matrix of one row is a vector."""
+    if isinstance(module, nn.Linear):
+        return {"weight": Role.MATRIX if len(module.weight) > 1 else Role.ROWS}
+    if isinstance(module, nn.Embedding | _ConvNd):
+        return {"weight": Role.ROWS}
+    if isinstance(module, Stack):
+        return {"weight": Role.MATRIX}
+    if path.rpartition(".")[2] == EXPERTS:
+        own = dict(module.named_parameters(recurse=False))
+        return {name: Role.TURNED_MATRIX if module.is_transposed else Role.MATRIX for name in STACKED if name in own}
+    return {}
+
+
+def _routers(part: Any) -> Iterator[nn.Module]:
+    """The routers of all mixtures: the family says which module beside the experts it is."""
+    for module in part.modules():
+        children = dict(module.named_children())
+        if EXPERTS in children:
+            yield children[FAMILIES[language_config(part.config).model_type].router]
