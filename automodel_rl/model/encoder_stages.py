@@ -18,7 +18,7 @@ class StageLink:
     """What a stage takes from the stage before it and gives to the next, in the order of its forward.
 
     Attributes:
-        take: gives the next tensor of the stage before, like the one that stands for it. Set before the first forward.
+        take: gives the next tensor of the stage before, like the one that stands for it. Set before every forward.
         given: what the running forward gives to the next stage.
         late: features of the stage's last layer. They follow its hidden states, as the next stage reads them.
         gets_gradients: whether the next stage returns gradients of what it is given, because this stage or one before

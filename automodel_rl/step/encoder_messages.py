@@ -67,16 +67,15 @@ class StageActivations:
 
 
 class StageMessages:
-    """Sends what an encoder's stage gives and takes.
+    """Sends what an encoder's stage gives and takes. A stage may have several: runners on one model take turns.
 
     Args:
-        link: the stage's link.
+        link: the stage's link, which each forward takes anew.
         before, after: its neighbours.
     """
 
     def __init__(self, link: StageLink, before: Neighbour | None, after: Neighbour | None):
         self.link, self.before, self.after = link, before, after
-        link.take = self._take
         self._kept: list[StageActivations] = []
         self._taken: list[Tensor] = []  # by the running forward
         self._leaving: deque[Sent] = deque()
@@ -100,6 +99,10 @@ class StageMessages:
         """Drops what is kept for backwards that will not come."""
         self._kept, self._taken, self._leaving = [], [], deque()
         self.link.given, self.link.late = [], []
+
+    def begin_forward(self) -> None:
+        """Lets the forward that follows take what comes from the stage before through these messages."""
+        self.link.take = self._take
 
     def end_forward(self, given: list[Tensor]) -> None:
         """Sends what a forward gives to the next stage, and keeps what its backward needs."""

@@ -141,6 +141,8 @@ class Encoding:
         return torch.cat([output.detach() for output in outputs])
 
     def _run_once(self, media: Sequence[Media], loaded: Sequence[Tensor]) -> Tensor:
+        if self.messages is not None:
+            self.messages.begin_forward()
         output = self.part([tensor.to(self.like) for tensor in loaded], media)
         expected = sum(item.num_embeddings for item in media), self.like.shape[1]
         if self.messages is not None:
