@@ -1,12 +1,12 @@
 """The run directory: which run it holds, and where its files are."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,20 @@ from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
 from automodel_rl.observe.metrics import read_lines
 from automodel_rl.observe.run_files import RunFiles
+from automodel_rl.observe.run_lock import JOB_VARIABLE, RunLock, check_free
 from automodel_rl.observe.versions import versions
 
 AGENT_VARIABLE, AGENT_FILE = "TORCHELASTIC_RUN_ID", ".started_by"
 """Environment variable with torchrun's name for a job, and the file in which a run keeps that name."""
 
-FIRST_FILES = {"checkpoints", ".config.yaml.unfinished"}
+FIRST_FILES = {"checkpoints", ".in_use", ".config.yaml.unfinished"}
 """Files that a run makes before its config.yaml is complete."""
+
+NO_NAME = "none"
+"""torchrun's name for a job without one."""
+
+ENDING = 20.0
+"""Longest time in seconds that ranks which torchrun has ended may take to be gone."""
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
@@ -69,19 +76,21 @@ class RunDirectory(RunFiles):
         begins_anew: the folder holds a run that finished no step, whatever its config; this run takes its place.
 
     Raises:
-        InputError: the folder cannot be used; or it holds another run, or this run while `resume` is "never", or a run
-            that is already past the given checkpoint or past the end of this run.
+        InputError: the folder cannot be used, or a run is at work there; or it holds another run, or this run while
+            `resume` is "never", or a run that is already past the given checkpoint or past the end of this run.
     """
 
     def __init__(self, config: RunConfig, output: str, resume: str):
         super().__init__(Path(output))
         self.config, self.config_text = config, dump_config(config)
+        self._lock: RunLock | None = None
         self._check_place()
+        self._check_free()
         if self.is_started_again:
             resume = "auto"
         self.resume = resume
         self.changes: list[str] = []
-        self.begins_anew = self._is_without_results() and not self.is_in_use()
+        self.begins_anew = self._is_without_results()
         if self.config_file.is_file() and not self.begins_anew:
             self._check_run(resume)
         elif self.folder.is_dir() and any(self.folder.iterdir()) and not self.begins_anew:
@@ -93,6 +102,43 @@ class RunDirectory(RunFiles):
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise InputError(f"output={self.folder}: {existing} is not a folder one can write to: choose another")
+
+    def _check_free(self) -> None:
+        deadline = time.monotonic() + (ENDING if self.is_started_again else 0)
+        while True:
+            try:
+                return check_free(self.lock_file, self._job)
+            except InputError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+    @property
+    def _job(self) -> str:
+        """The name of this process's job, which stays when it is started again; empty if it has none."""
+        agent = os.environ.get(AGENT_VARIABLE, "")
+        return os.environ.get(JOB_VARIABLE, "" if agent == NO_NAME else agent)
+
+    def take(self) -> None:
+        """Makes sure that no other run works in the folder until `let_go`, or the end of the process.
+
+        Raises:
+            InputError: another run is at work there.
+        """
+        if self._lock is None and self.folder.is_dir():
+            with contextlib.suppress(OSError):  # the file system may be full
+                self._lock = RunLock(self.lock_file, self._job)
+
+    def check_own(self) -> None:
+        """Raises JobEndedError if another run has taken the folder nevertheless."""
+        if self._lock is not None:
+            self._lock.check_own()
+
+    def let_go(self) -> None:
+        """Lets other runs work in the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _check_run(self, resume: str) -> None:
         there = completed(yaml.safe_load(self.config_file.read_text()), self.config)
@@ -106,11 +152,6 @@ class RunDirectory(RunFiles):
             )
         changed = [key for key in differing_keys(there, given) if key.startswith(MAY_DIFFER) and key != "output"]
         self.changes = [f"{key} {_value(there, key)} -> {_value(given, key)}" for key in changed]
-        if resume == "never" and self._is_without_results():
-            raise InputError(
-                f"output={self.folder}: this run is at work there, in its first step: wait for it, or choose another; "
-                "if it is not, remove the folder"
-            )
         if resume == "never":
             raise InputError(
                 f"output={self.folder}: the folder holds this run already: add --resume auto, or choose another"
@@ -183,16 +224,17 @@ class RunDirectory(RunFiles):
         return not any(record["step"] > 0 for record in read_lines(self.metrics))
 
     def create(self, total_steps: int) -> None:
-        """Makes the folder and writes the config and what the run runs with.
+        """Makes the folder, takes it, and writes the config and what the run runs with.
 
         Args:
             total_steps: the run's number of steps.
 
         Raises:
-            InputError: the folder cannot be written.
+            InputError: the folder cannot be written, or another run is at work there.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.take()
             write_complete(self.config_file, self.config_text)
             write_complete(self.total_steps_file, str(total_steps))
             write_complete(self.versions, json.dumps(versions(), indent=2))
@@ -202,23 +244,13 @@ class RunDirectory(RunFiles):
         except OSError as error:
             raise InputError(f"output={self.folder}: cannot write there ({error.strerror}): choose another") from None
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Marks the folder as in use while the block runs."""
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # the file system may be full or have no locks
-                file = stack.enter_context(self.lock_file.open("w"))
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-
     @property
     def is_started_again(self) -> bool:
         """Whether torchrun starts this run again: it has started the run in this folder before."""
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
             return True
         agent, file = os.environ.get(AGENT_VARIABLE, ""), self.folder / AGENT_FILE
-        # torchrun calls a job without a name "none".
-        return agent not in ("", "none") and file.is_file() and file.read_text() == agent
+        return agent not in ("", NO_NAME) and file.is_file() and file.read_text() == agent
 
     def list_checkpoints(self) -> list[Path]:
         """The folders `step_N`, oldest first."""

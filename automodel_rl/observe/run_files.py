@@ -1,9 +1,9 @@
 """The places of a run's files, and what they say of the run."""
 
-import fcntl
 from pathlib import Path
 
 from automodel_rl.launch.record import FAILURE_FILE
+from automodel_rl.observe.run_lock import sign_of_life
 
 FLIGHTS = "flight"
 """Name of the folder with the flight recorders' files, and with the failure that ended the run."""
@@ -91,7 +91,7 @@ class RunFiles:
 
     @property
     def lock_file(self) -> Path:
-        """File that a run locks while it works in the folder. The lock ends with the run's process, however it ends."""
+        """File that a run locks while it works in the folder (observe/run_lock.py)."""
         return self.folder / ".in_use"
 
     @property
@@ -100,17 +100,8 @@ class RunFiles:
         return read_number(self.finished_file) if self.final.exists() else None
 
     def is_in_use(self) -> bool:
-        """Whether a run may be at work here; also true if the file system has no locks to ask."""
-        try:
-            with self.lock_file.open("r+") as file:
-                fcntl.lockf(
-                    file, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # a shared lock: all ranks look at once, and must see the same
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
+        """Whether a run of another process is at work here."""
+        return sign_of_life(self.lock_file) is not None
 
 
 def read_number(file: Path) -> int | None:

@@ -1,8 +1,10 @@
 """A whole run on a Ray cluster: an agent on each node starts the ranks there, and the driver watches the agents."""
 
+import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.launch.terminal import Terminal
 from automodel_rl.observe.run_directory import STEP_FOLDER, step_of
 from automodel_rl.observe.run_files import FLIGHTS, RunFiles
+from automodel_rl.observe.run_lock import JOB_VARIABLE
 from automodel_rl.ray.cluster import Nodes, connected, environment_for_nodes, reserved
 from automodel_rl.ray.node_agent import NodeAgent, Place
 
@@ -45,6 +48,7 @@ def run_on_ray(config: RunConfig, settings: RayConfig, arguments: Sequence[str])
     Raises:
         InputError: there is no such cluster, or it has too few nodes free.
     """
+    os.environ[JOB_VARIABLE] = uuid.uuid4().hex
     with connected(settings.address):
         stop = _Stop()
         handlers = {number: signal.signal(number, stop.receive) for number in stop_signals()}

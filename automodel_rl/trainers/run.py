@@ -17,7 +17,7 @@ from automodel_rl.config import RunConfig
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.show import ShownExample
 from automodel_rl.engine import Engine
-from automodel_rl.errors import JobEndedError, StoppedError
+from automodel_rl.errors import InputError, JobEndedError, StoppedError
 from automodel_rl.launch.flight import flight, flight_file
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.observe.console import Progress
@@ -97,11 +97,12 @@ class Run:
             parts: the run's resumable parts by name. Their places are stored with every checkpoint.
 
         Raises:
-            InputError: no checkpoint can be used, or the run is past its end.
+            InputError: no checkpoint can be used, the run is past its end, or another is at work in the folder.
         """
         self._parts = parts
         if self.directory.resume == NEVER:
             return
+        self._take_folder()
         finished = self.directory.is_finished(self.total_steps)
         self.is_finished = gather_objects(finished, self.engine.handle.layout.world_control)[0]
         if self.is_finished:
@@ -113,6 +114,18 @@ class Run:
             self.step = progress["step"]
             self.go_back_to(rank_state)
         self.directory.check_length(self.total_steps)
+
+    def _take_folder(self) -> None:
+        """Raises InputError on all ranks if another run works in the folder. A collective."""
+        problem = ""
+        try:
+            if self.is_first_rank:
+                self.directory.take()
+        except InputError as error:
+            problem = str(error)
+        for found in gather_objects(problem, self.engine.handle.layout.world_control):
+            if found:
+                raise InputError(found)
 
     def place(self) -> dict[str, Any]:
         """The places of this rank's resumable parts, as JSON."""
@@ -160,6 +173,7 @@ class Run:
 
     def _end_step(self, step: Step, stop: StopSignal) -> None:
         """Saves a checkpoint if one is due, and stops the run if that was asked for or its time is up."""
+        self.directory.check_own()
         seconds = time.perf_counter() - step.started + self.checkpoints.seconds
         late = self.ends_at is not None and time.time() + seconds > self.ends_at
         # Clocks differ between ranks, so the first rank's clock decides.
@@ -192,10 +206,9 @@ class Run:
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
         """Starts the trackers, metrics.jsonl included, on the first rank. Closes them after the block."""
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, self._letting_go_on_failure():
             if self.is_first_rank:
                 self.directory.create(self.total_steps)
-                stack.enter_context(self.directory.in_use())
                 others = make_trackers(self.config.observe, self.directory, self.step)
                 self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
             dist.barrier(self.engine.handle.layout.world_control)  # wait until the first rank has made the folder
@@ -203,6 +216,14 @@ class Run:
             for tracker in self.trackers:
                 stack.callback(tracker.close)
             yield
+
+    @contextlib.contextmanager
+    def _letting_go_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.directory.let_go()
+            raise
 
     def _write(self, record: dict[str, Any]) -> None:
         for tracker in self.trackers:
@@ -365,6 +386,7 @@ class Run:
         return self._show_results()
 
     def _show_results(self) -> Path:
+        self.directory.let_go()
         self.progress.say(f"model: {self.directory.final}\nreport: {self.directory.report}")
         return self.directory.final
 

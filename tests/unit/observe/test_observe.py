@@ -125,17 +125,23 @@ def locked(file: Path, kind: str) -> Iterator[None]:
         other.kill()
 
 
-def test_a_run_in_its_first_step_is_not_begun_anew_while_it_is_at_work(tmp_path: Path) -> None:
-    begin(tmp_path)
-    (tmp_path / ".in_use").touch()
-    with locked(tmp_path / ".in_use", "LOCK_EX"), pytest.raises(InputError, match="is at work there, in its first"):
-        RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
+def test_a_run_that_is_at_work_is_left_alone_whatever_is_asked(tmp_path: Path) -> None:
+    begin(tmp_path).let_go()
+    early = RunDirectory(make_config(tmp_path, seed=5), str(tmp_path), resume="auto")  # it has looked before
+    before = early.config_file.read_text()
+    with locked(tmp_path / ".in_use", "LOCK_EX"):
+        for resume in ("never", "auto", str(tmp_path / "checkpoints" / "step_1")):
+            with pytest.raises(InputError, match="a run is at work there .*: wait for it or end it, or choose another"):
+                RunDirectory(make_config(tmp_path), str(tmp_path), resume)
+        for work in (early.take, lambda: early.create(3)):
+            with pytest.raises(InputError, match="a run is at work there"):
+                work()
+    assert early.config_file.read_text() == before
     assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
 
 
 def test_ranks_that_look_at_the_same_time_see_the_same(tmp_path: Path) -> None:
-    begin(tmp_path)
-    (tmp_path / ".in_use").touch()
+    begin(tmp_path).let_go()
     with locked(tmp_path / ".in_use", "LOCK_SH"):  # as another rank does while it looks
         assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
 
