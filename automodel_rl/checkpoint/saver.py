@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from automodel_rl.checkpoint.folder import (
     PROGRESS,
@@ -29,7 +28,7 @@ from automodel_rl.checkpoint.folder import (
 from automodel_rl.checkpoint.host_copies import HostCopies
 from automodel_rl.checkpoint.random_state import random_state
 from automodel_rl.checkpoint.state import engine_tensors
-from automodel_rl.checkpoint.storage import SafetensorsWriter, WritePlan, keys_of
+from automodel_rl.checkpoint.storage import SafetensorsWriter, WritePlan, keys_of, own_errors
 from automodel_rl.engine.engine import Engine
 from automodel_rl.errors import innermost
 from automodel_rl.files import publish_folder
@@ -202,7 +201,8 @@ class CheckpointSaver:
     def _write_tensors(self, job: _Job, unfinished: Path) -> dict[str, StoredFile]:
         writer = SafetensorsWriter(unfinished / TENSORS, self.group.rank(), job.shards)
         if self._plan is None:  # later checkpoints use the plan again: DCP's planning slows training down
-            dcp.save(job.tensors, storage_writer=writer, process_group=self.group)
+            with own_errors():
+                dcp.save(job.tensors, storage_writer=writer, process_group=self.group)
             self._plan = writer.plan
         else:
             writer.write(self._plan)
@@ -238,10 +238,8 @@ def _write_texts(job: _Job, unfinished: Path) -> dict[str, StoredFile]:
     return {name: write_hashed(unfinished / name, text) for name, text in job.texts.items()}
 
 
-def _reason(error: BaseException) -> str:
-    """Why something could not be written, without the stacks that DCP adds."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+def _reason(error: Exception) -> str:
+    """Why something could not be written."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return innermost(error)

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from automodel_rl.checkpoint.folder import CheckpointError
-from automodel_rl.checkpoint.storage import SafetensorsReader
+from automodel_rl.checkpoint.storage import SafetensorsReader, own_errors
 from automodel_rl.engine.engine import Engine
 from automodel_rl.hf.read import EMBEDDING, stored_buffers
 from automodel_rl.model.handle import ModelHandle
@@ -57,7 +57,8 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
         parameters["language"].setdefault(EMBEDDING, copy)
     with engine.moments_on_device():
         state = _tensors(engine, parameters)
-        dcp.load(state, storage_reader=reader, process_group=handle.layout.world_control)
+        with own_errors():
+            dcp.load(state, storage_reader=reader, process_group=handle.layout.world_control)
         for component in handle.components:
             _restore_state(engine, parameters[component.name], state[component.name])
         if copy is not None and copy is not parameters["language"][EMBEDDING]:

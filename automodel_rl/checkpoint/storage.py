@@ -21,6 +21,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -263,6 +264,16 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Makes DCP's collectives in the block raise the error of the first rank that failed, on all ranks. Their own error
+    is no `Exception`, and whoever goes on without a checkpoint would not notice it."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise error.failures[min(error.failures)][0] from None
 
 
 def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
