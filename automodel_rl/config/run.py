@@ -60,6 +60,10 @@ class CheckpointConfig(Section):
     """sharded: the ranks' shards, to resume from on any layout. both: also a Hugging Face checkpoint in hf/, which
     another process makes from the shards."""
 
+    accept_changed_inputs: bool = False
+    """Go on also where training data, tokenizer or chat template are no longer those of the checkpoint. The place in
+    the data is kept, and means other records if there are more or fewer of them."""
+
     @model_validator(mode="after")
     def _keeps_the_best(self) -> "CheckpointConfig":
         if self.load_best and not (self.keep_best and (self.every_steps or self.every_minutes)):

@@ -9,6 +9,7 @@ other machines, or to the file system, and a process that another machine's file
 - of another machine's process the modification time decides, by the clock of the folder's own file system
 """
 
+import atexit
 import contextlib
 import dataclasses
 import fcntl
@@ -169,6 +170,7 @@ class RunLock:
             os.close(self._descriptor)
             raise
         _held[self._inode] = self
+        atexit.register(self.release)
         self._end = threading.Event()
         threading.Thread(target=self._renew, name="run lock", daemon=True).start()
 
@@ -216,6 +218,7 @@ class RunLock:
         if self._end.is_set():
             return
         self._end.set()
+        atexit.unregister(self.release)
         with contextlib.suppress(OSError):
             if _read(self._descriptor) == self._own:
                 os.ftruncate(self._descriptor, 0)

@@ -103,6 +103,10 @@ class Run:
         if self.directory.resume == NEVER:
             return
         self._take_folder()
+        with self._letting_go_on_failure():
+            self._go_back()
+
+    def _go_back(self) -> None:
         finished = self.directory.is_finished(self.total_steps)
         self.is_finished = gather_objects(finished, self.engine.handle.layout.world_control)[0]
         if self.is_finished:

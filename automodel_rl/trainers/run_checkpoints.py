@@ -14,10 +14,11 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
-from automodel_rl.checkpoint.folder import CONFIG, HF_COPY, TEMPLATE
+from automodel_rl.checkpoint.folder import CONFIG, HF_COPY, TEMPLATE, read_json
 from automodel_rl.checkpoint.load import check_whole, load_checkpoint, newest_whole
 from automodel_rl.checkpoint.saver import CheckpointSaver
 from automodel_rl.config import RunConfig, completed, differing_keys
+from automodel_rl.data.fingerprints import as_json, changes, inputs_of
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
@@ -26,6 +27,9 @@ from automodel_rl.parallel.host_collectives import gather_objects
 
 AUTO, NEVER = "auto", "never"
 """Values of `--resume` that are not the folder of a checkpoint."""
+
+INPUTS = "inputs.json"
+"""File of a checkpoint with the fingerprints of what the run reads."""
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -67,7 +71,8 @@ class RunCheckpoints:
         self.sign = 1 if higher_is_better else -1
         self.best: dict[str, float] | None = None
         self._best_to_be: dict[str, float] | None = None
-        texts = {CONFIG: directory.config_text}
+        self.inputs = inputs_of(config) if dist.get_rank() == 0 else {}
+        texts = {CONFIG: directory.config_text, INPUTS: as_json(self.inputs)}
         if config.data.chat_template is not None:
             texts[TEMPLATE] = Path(config.data.chat_template).read_text()
         self.saver = CheckpointSaver(engine, texts, in_background=self.config.in_background)
@@ -90,7 +95,7 @@ class RunCheckpoints:
             The run's progress and this rank's state, as stored with the checkpoint; None if the run has no checkpoint.
 
         Raises:
-            InputError: there are checkpoints, but none is whole.
+            InputError: there are checkpoints, but none is whole; or the run reads other data than the checkpoint's.
         """
         folder = self._newest(say) if resume == AUTO else Path(resume)
         if folder is None:
@@ -98,12 +103,36 @@ class RunCheckpoints:
         if resume != AUTO:
             check_whole(folder, self.engine.handle.layout.world_control)
             self._say_differences(folder, say)
+        self._check_inputs(folder, is_own=resume == AUTO, say=say)
         progress, rank_state = load_checkpoint(self.engine, folder)
         self._check_first_weights(progress.get("began_with"), folder)
         self.best = self._best_to_be = progress["best"]
         if resume == AUTO and dist.get_rank() == 0 and self.config.format == "both" and not (folder / HF_COPY).exists():
             self._export = self._begin_export(folder)
         return progress, rank_state
+
+    def _check_inputs(self, folder: Path, is_own: bool, say: Callable[[str], None]) -> None:
+        """Says what has changed of what the run reads. Raises InputError on all ranks if the run cannot go on with it.
+
+        Args:
+            folder: the checkpoint's folder.
+            is_own: whether it is of this run. A run that goes on from another one's may read anything.
+            say: prints a line.
+        """
+        refusal = ""
+        if dist.get_rank() == 0 and (folder / INPUTS).is_file():
+            for change in changes(read_json(folder / INPUTS), self.inputs):
+                if is_own and change.before.follows and not self.config.accept_changed_inputs:
+                    refusal = refusal or (
+                        f"{change}: it has changed since {folder}, and {change.before.follows}: put it back; begin a "
+                        "new run from the checkpoint's weights (automodel-rl export); or go on nevertheless with "
+                        "--checkpoint.accept_changed_inputs true"
+                    )
+                else:
+                    say(f"changed since {folder}: {change}")
+        refusal = gather_objects(refusal, self.engine.handle.layout.world_control)[0]
+        if refusal:
+            raise InputError(refusal)
 
     def _check_first_weights(self, there: str | None, folder: Path) -> None:
         """Raises InputError on all ranks if the run needs the weights that it began with, and they have changed."""

@@ -278,3 +278,29 @@ def read(terminal: int) -> bool:
         while os.read(terminal, 65536):
             pass
     return True
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_data_that_have_changed_are_refused_or_accepted_and_said(
+    config: Settings, tmp_path: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(shutil.copy(workspace / "train.jsonl", tmp_path / "train.jsonl"))
+    config["data"]["train"] = [{"path": data}]
+    file = write(config, tmp_path)
+    assert main(["sft", file, "--length.steps", "1"]) == 0
+    before = contents_of(tmp_path / "run")
+    lines = Path(data).read_text().splitlines(keepends=True)
+    Path(data).write_text("".join([*lines, *lines[:5]]))
+    capsys.readouterr()
+    assert main(["sft", file, "--resume", "auto"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"data.train.0: {data}, 96 records -> {data}, 101 records: it has changed since " in line
+    assert contents_of(tmp_path / "run") == before
+    accepted = ["--checkpoint.accept_changed_inputs", "true"]
+    assert main(["sft", file, "--resume", "auto", "--length.steps", "2", *accepted]) == 0
+    said = capsys.readouterr().out
+    assert f"step_1: data.train.0: {data}, 96 records -> {data}, 101 records" in said
+    assert main(["sft", file, "--resume", "auto", "--length.steps", "3"]) == 0  # it has been accepted
+    branch = ["--resume", str(tmp_path / "run" / "checkpoints" / "step_1"), "--output", str(tmp_path / "branch")]
+    assert main(["sft", file, *branch, "--length.steps", "2"]) == 0
+    assert "96 records -> " in capsys.readouterr().out
