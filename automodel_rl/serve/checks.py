@@ -172,5 +172,5 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> Prompt:
         texts,
         None if stop is None or texts else ids,
     )
-    seed = secrets.randbelow(2**31) if params.seed is None else params.seed % 2**31
+    seed = secrets.randbelow(2**63) if params.seed is None else params.seed
     return Prompt(tokens, body.num_samples, seed, sampling, bool(body.prompt_logprobs))

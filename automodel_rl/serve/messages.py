@@ -164,7 +164,7 @@ class Prompt:
     Attributes:
         tokens: its tokens.
         num_samples: number of completions.
-        seed: seed of the first completion; the others have those after it.
+        seed: the client's seed; that of each completion is made of it and the completion's number.
         sampling: how completions are sampled.
         with_logprobs: whether to give the log-probabilities of its own tokens.
     """

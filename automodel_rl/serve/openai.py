@@ -27,6 +27,7 @@ from automodel_rl.serve.requests import (
     PromptBody,
     SampleBody,
     SamplingBody,
+    Seed,
     StopText,
     Text,
     Token,
@@ -49,7 +50,7 @@ class SamplingRequest(Body):
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
-    seed: int | None = None
+    seed: Seed | None = None
     stop: StopText | list[StopText] | None = None
     return_token_ids: bool = False
     stream: Literal[False] = False

@@ -15,6 +15,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
@@ -122,7 +123,7 @@ class PromptBody(Body):
 
 class SamplingBody(Body):
     max_tokens: Annotated[int, Field(gt=0, lt=2**31)] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: StopText | list[StopText] | list[Token] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1

@@ -16,6 +16,7 @@ from automodel_rl.errors import InputError, WeightSyncError, innermost
 from automodel_rl.generator_messages import Request
 from automodel_rl.parallel.host_collectives import gather_objects, interleave
 from automodel_rl.rollout.protocol import Completion
+from automodel_rl.rollout.seeds import mixed_seed
 from automodel_rl.serve.generator import make_generator
 from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence
 from automodel_rl.weight_sync.sync import WeightSync
@@ -73,7 +74,7 @@ class Sampler:
             InputError: on all ranks; a completion failed, or a generator fails again and again.
         """
         requests = [
-            Request(prompt.tokens, prompt.seed + number, prompt.sampling)
+            Request(prompt.tokens, mixed_seed(prompt.seed, number), prompt.sampling)
             for prompt in prompts
             for number in range(prompt.num_samples)
         ]

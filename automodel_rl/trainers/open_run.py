@@ -16,6 +16,7 @@ from automodel_rl.losses import LossFn
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import check_trackers
+from automodel_rl.rollout.seeds import mixed_seed
 from automodel_rl.support.families import COMPOSITES
 from automodel_rl.trainers.microbatch_size import AnyRun, with_microbatch_size
 
@@ -44,7 +45,7 @@ def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTok
             f"part of the model: they are not trained, and exports {'keep' if is_kept else 'leave'} them "
             f"{'as they are' if is_kept else 'out'}"
         )
-    torch.manual_seed(config.seed + dist.get_rank())
+    torch.manual_seed(mixed_seed(config.seed, dist.get_rank()))
     config, reason = with_microbatch_size(config, handle)
     if reason is not None:
         _say_phase(f"batch.microbatch_tokens=auto: {reason}")

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
 
 from automodel_rl.config import GRPOConfig
@@ -15,6 +14,7 @@ from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
 from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike
+from automodel_rl.rollout.seeds import mixed_seed
 
 
 class Conversations:
@@ -67,7 +67,7 @@ class Conversations:
 
     def episode(self, prompt: Promptlike, request: Request) -> Episode:
         """The episode of a prompt. All episodes of a prompt have environments of the same seed."""
-        seed = int(np.random.SeedSequence([self.seed, prompt.number]).generate_state(1)[0])
+        seed = mixed_seed("environment", self.seed, prompt.number) % 2**32  # numpy.random.seed takes no larger one
         environment = self.pool.open({**prompt.example, "messages": list(prompt.messages)}, seed)
         return Episode(request, prompt.messages, environment, self._codec, self._limits)
 

@@ -199,6 +199,9 @@ def test_a_sampler_keeps_its_weights_and_its_log_probabilities_are_those_of_trai
     asked = {"prompt": types.ModelInput.from_ints(prompt), "num_samples": 3}
     params = types.SamplingParams(max_tokens=9, seed=11, temperature=1.0)
     before = sampler.sample(sampling_params=params, **asked).result().sequences
+    next_seed = types.SamplingParams(max_tokens=9, seed=12, temperature=1.0)
+    others = sampler.sample(sampling_params=next_seed, **asked).result().sequences
+    assert {tuple(s.tokens) for s in before}.isdisjoint(tuple(s.tokens) for s in others)
     for sequence in before:
         whole = prompt + sequence.tokens
         scored = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()
