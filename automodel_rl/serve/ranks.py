@@ -1,14 +1,18 @@
 """The server's end of the ranks: it gives them jobs in order, and notices when they are gone."""
 
 import os
+import queue
 import secrets
 import tempfile
 import threading
+import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,15 @@ class _Order:
     job: Job
     result: Future
 
+    def settle(self, answer: Any) -> None:
+        """Gives the answer, or raises it if it is an error, unless nobody waits for it any more."""
+        if self.result.cancelled():
+            return
+        if isinstance(answer, Exception):
+            self.result.set_exception(answer)
+        else:
+            self.result.set_result(answer)
+
 
 class Ranks:
     """Runs jobs on the ranks that connect, one after the other, in a thread.
@@ -42,6 +55,7 @@ class Ranks:
     Attributes:
         vocab_size: number of token ids of the model; 0 before ranks are ready.
         ready: set when ranks have become ready for the first time.
+        are_there: whether ranks are ready now.
         num_jobs: number of jobs that ranks have done since they last became ready.
         peak_bytes: the most memory that rank 0 had used when it did the last of them.
         num_joint: number of passes in which several runs met.
@@ -52,14 +66,17 @@ class Ranks:
         self.vocab_size = 0
         self.num_jobs = self.peak_bytes = self.num_joint = 0
         self.ready = threading.Event()
+        self.are_there = False
         self._folder = tempfile.TemporaryDirectory(prefix="automodel_rl_serve_")
-        key = secrets.token_bytes(32)
+        self._key, self._is_closed = secrets.token_bytes(32), False
         address = str(Path(self._folder.name) / "ranks")
-        self._listener = Listener(address, "AF_UNIX", authkey=key)
-        os.environ[ADDRESS_VARIABLE], os.environ[KEY_VARIABLE] = address, key.hex()
+        self._listener = Listener(address, "AF_UNIX")
+        os.environ[ADDRESS_VARIABLE], os.environ[KEY_VARIABLE] = address, self._key.hex()
         self._orders: deque[_Order] = deque()
         self._came = threading.Condition()
-        threading.Thread(target=self._serve, daemon=True, name="ranks").start()
+        self._admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        for work in (self._accept, self._serve):
+            threading.Thread(target=work, daemon=True, name="ranks").start()
 
     @property
     def num_waiting(self) -> int:
@@ -80,25 +97,52 @@ class Ranks:
 
     def close(self) -> None:
         """Takes no more ranks."""
+        self._is_closed = True
         self._listener.close()
         self._folder.cleanup()
 
-    def _serve(self) -> None:
-        while True:
+    def _accept(self) -> None:
+        while not self._is_closed:
             try:
                 connection = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or this one is gone already
+                time.sleep(WAIT_SECONDS)
+                continue
+            threading.Thread(target=self._admit, args=(connection,), daemon=True, name="ranks").start()
+
+    def _admit(self, connection: Connection) -> None:
+        """Lets a connection in that knows the key. Others, also silent ones, keep nobody waiting."""
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+        except (AuthenticationError, EOFError, OSError, ValueError):
+            connection.close()
+        else:
+            self._admitted.put(connection)
+
+    def _serve(self) -> None:
+        while True:
+            connection = self._admitted.get()
             running: list[_Order] = []
             try:
                 self._run(connection, running)
             except (EOFError, OSError):
-                self.on_lost()  # first, for the errors say what it notes
-                with self._came:  # those that wait are for states that are gone, too
-                    running += self._orders
-                    self._orders.clear()
-                for order in running:
-                    order.result.set_exception(RanksLostError("the ranks of the server ended"))
+                pass  # they have ended
+            except Exception:  # without this thread all would wait for ever
+                traceback.print_exc()
+            connection.close()
+            if self.are_there:
+                self._lose(running)
+
+    def _lose(self, running: list[_Order]) -> None:
+        """Fails all jobs, for the ranks are gone."""
+        self.are_there = False
+        self.on_lost()  # first, for the errors say what it notes
+        with self._came:  # those that wait are for states that are gone, too
+            running += self._orders
+            self._orders.clear()
+        for order in running:
+            order.settle(RanksLostError("the ranks of the server ended"))
 
     def _run(self, connection: Connection, running: list[_Order]) -> None:
         """Gives jobs to ranks until they end.
@@ -111,7 +155,7 @@ class Ranks:
             message = connection.recv()
             match message:
                 case Ready(vocab_size):
-                    self.vocab_size, self.num_jobs = vocab_size, 0
+                    self.vocab_size, self.num_jobs, self.are_there = vocab_size, 0, True
                     self.ready.set()
                     self._send_next(connection, running)
                 case StopAsked():
@@ -147,7 +191,4 @@ def _give(orders: list[_Order], answer: Any) -> None:
     """Gives each job its part of the answer."""
     of_jobs = [answer] * len(orders) if isinstance(answer, Refused) else answers_of([o.job for o in orders], answer)
     for order, one in zip(orders, of_jobs, strict=True):
-        if isinstance(one, Refused):
-            order.result.set_exception(RefusedError(one.text))
-        else:
-            order.result.set_result(one)
+        order.settle(RefusedError(one.text) if isinstance(one, Refused) else one)

@@ -1,0 +1,74 @@
+"""The server's end of the ranks: connections that are not rank 0, and ranks that end."""
+
+import os
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection
+
+import pytest
+
+from automodel_rl.serve.messages import Done, Forget, Ready, Refused, Sample
+from automodel_rl.serve.ranks import Ranks, RanksLostError, RefusedError
+from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
+
+SECONDS = 60
+
+
+@pytest.fixture(name="lost")
+def make_lost() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture(name="ranks")
+def make_ranks(lost: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    for name in (ADDRESS_VARIABLE, KEY_VARIABLE):
+        monkeypatch.setenv(name, "")  # put back after the test
+    ranks = Ranks(lost.set, lambda: None, 0)
+    yield ranks
+    ranks.close()
+
+
+def connect(key: bytes | None = None) -> Connection:
+    own = bytes.fromhex(os.environ[KEY_VARIABLE]) if key is None else key
+    return Client(os.environ[ADDRESS_VARIABLE], "AF_UNIX", authkey=own)
+
+
+def test_connections_that_are_no_ranks_keep_no_ranks_waiting(ranks: Ranks, lost: threading.Event) -> None:
+    answer = ranks.submit(Forget())
+    silent = Client(os.environ[ADDRESS_VARIABLE], "AF_UNIX")
+    Client(os.environ[ADDRESS_VARIABLE], "AF_UNIX").close()
+    with pytest.raises(Exception, match="digest"):
+        connect(b"another key")
+    connect().close()  # rank 0 that ended before it was ready
+    for _ in range(2):  # a start, and another after the ranks have ended
+        with connect() as rank:
+            rank.send(Ready(9))
+            assert rank.poll(SECONDS)
+            assert rank.recv() == Forget()
+            assert (ranks.are_there, ranks.vocab_size, lost.is_set()) == (True, 9, False)
+            rank.send(Done(None, 1))
+            assert answer.result(SECONDS) is None
+            answer = ranks.submit(Forget())
+            assert rank.poll(SECONDS)
+        with pytest.raises(RanksLostError):
+            answer.result(SECONDS)
+        assert lost.is_set()
+        assert not ranks.are_there
+        lost.clear()
+        answer = ranks.submit(Forget())
+    silent.close()
+
+
+def test_a_job_that_nobody_waits_for_and_one_that_is_refused_end_nothing(ranks: Ranks) -> None:
+    left, refused = ranks.submit(Forget()), ranks.submit(Sample(None, None, None, []))
+    with connect() as rank:
+        rank.send(Ready(9))
+        assert rank.poll(SECONDS)
+        left.cancel()
+        rank.send(Done(None, 1))
+        assert rank.poll(SECONDS)
+        rank.recv()
+        rank.send(Done(Refused("too odd"), 1))
+        with pytest.raises(RefusedError, match="too odd"):
+            refused.result(SECONDS)
+        assert ranks.are_there
