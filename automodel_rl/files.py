@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,23 +32,37 @@ def complete_folder(folder: Path, group: "ProcessGroup") -> Iterator[Path]:
     Args:
         folder: the final name, on a file system that the ranks share; an existing folder is replaced.
         group: the group of the ranks.
+
+    Raises:
+        OSError: on every rank; the folder cannot be made, or not get its name.
     """
     from torch import distributed as dist  # imported late: launchers write files too, and must not wait for torch
 
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    if group.rank() == 0:
+    def on_first(work: Callable[[], None]) -> None:
+        """Does some work on the first rank. If it fails, all ranks raise, so that none waits for another."""
+        problem: list[OSError | None] = [None]
+        if group.rank() == 0:
+            try:
+                work()
+            except OSError as error:
+                problem = [error]
+        dist.broadcast_object_list(problem, group=group, group_src=0)
+        if problem[0] is not None:
+            raise problem[0]
+
+    def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    dist.barrier(group)
+
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    on_first(begin)
     try:
         yield unfinished
+        dist.barrier(group)
+        on_first(lambda: publish_folder(unfinished, folder))
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    dist.barrier(group)
-    if group.rank() == 0:
-        publish_folder(unfinished, folder)
-    dist.barrier(group)
 
 
 def publish_folder(unfinished: Path, folder: Path) -> None:

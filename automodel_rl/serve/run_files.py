@@ -35,6 +35,9 @@ def save_run(folder: Path, engine: Engine, shape: RunShape, for_training: bool, 
         shape: the run's shape.
         for_training: whether to write moments, too.
         about: what else is to know of the run, as JSON.
+
+    Raises:
+        InputError: on every rank; the folder cannot be written.
     """
     handle, layout, origin = engine.handle, engine.handle.layout, engine.handle.adapter_origin
     assert origin is not None
@@ -48,19 +51,26 @@ def save_run(folder: Path, engine: Engine, shape: RunShape, for_training: bool, 
             whole = gather_whole(value, layout).cpu()
             moments[f"{key}/{name}"] = whole if whole.ndim == 0 else cut_to_rank(name, whole, shape.rows)
     of_stages = gather_objects((adapters, moments), layout.pp_control)
-    with complete_folder(folder, layout.world_control) as unfinished:
-        problem = ""
-        if dist.get_rank() == 0:
-            config = origin.config.model_copy(update={"rank": shape.rank})
-            every, theirs = ({k: v.contiguous() for one in of_stages for k, v in one[part].items()} for part in (0, 1))
-            try:
-                write_adapters(unfinished, every, type(origin)(config, origin.base, origin.family))
-                if for_training:
-                    save_file(theirs, unfinished / MOMENTS)
-                (unfinished / ABOUT).write_text(json.dumps({**about, "step": engine.step}))
-            except (OSError, SafetensorError) as error:
-                problem = f"the weights cannot be saved ({error})"
-        _raise_everywhere(problem, engine)
+    config = origin.config.model_copy(update={"rank": shape.rank})
+
+    def write(unfinished: Path) -> None:
+        every, theirs = ({k: v.contiguous() for one in of_stages for k, v in one[part].items()} for part in (0, 1))
+        write_adapters(unfinished, every, type(origin)(config, origin.base, origin.family))
+        if for_training:
+            save_file(theirs, unfinished / MOMENTS)
+        (unfinished / ABOUT).write_text(json.dumps({**about, "step": engine.step}))
+
+    try:
+        with complete_folder(folder, layout.world_control) as unfinished:
+            problem = ""
+            if dist.get_rank() == 0:
+                try:
+                    write(unfinished)
+                except (OSError, SafetensorError) as error:
+                    problem = f"the weights cannot be saved ({error})"
+            _raise_everywhere(problem, engine)
+    except OSError as error:  # raised on every rank
+        raise InputError(f"the weights cannot be saved ({error})") from None
 
 
 @torch.no_grad()
