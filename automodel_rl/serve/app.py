@@ -2,6 +2,7 @@
 
 import hmac
 import html
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,10 +13,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from automodel_rl.config import ServeConfig
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.serve import requests
 from automodel_rl.serve.openai import ChatRequest, CompletionRequest, Completions
 from automodel_rl.serve.results import Result
+from automodel_rl.serve.saved_weights import UnwritableError
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.tables import BusyError, UnknownError
 from automodel_rl.serve.wire import read_request
@@ -33,6 +35,10 @@ Handler = Callable[[Any], Any]
 
 class TooLargeError(Exception):
     """A body is larger than the limit."""
+
+
+class RanksAbsentError(Exception):
+    """The ranks have ended, and others are not ready yet."""
 
 
 def make_app(service: Service, config: ServeConfig, key: str) -> Starlette:
@@ -61,20 +67,23 @@ class _Routes:
             "session_heartbeat": (requests.SessionBody, lambda body: service.heartbeat(body.session_id)),
             "create_model": (requests.CreateModelBody, service.create_model),
             "get_info": (requests.ModelBody, lambda body: service.info(body.model_id)),
+            "create_sampling_session": (requests.SamplingSessionBody, service.samplers.create),
+            "asample": (requests.SampleBody, service.samplers.sample),
+        }
+        turns: dict[str, tuple[Any, Handler]] = {
             "optim_step": (requests.OptimStepBody, service.optim_step),
             "save_weights": (requests.SaveBody, lambda body: service.save(body, "weights")),
             "save_weights_for_sampler": (requests.SaveBody, lambda body: service.save(body, "sampler_weights")),
             "load_weights": (requests.LoadBody, service.load),
-            "create_sampling_session": (requests.SamplingSessionBody, service.samplers.create),
-            "asample": (requests.SampleBody, service.samplers.sample),
         }
         gets: dict[str, Handler] = {
-            "healthz": lambda _: {"status": "ok"},
+            "healthz": lambda _: self._health(),
             "get_server_capabilities": lambda _: {"supported_models": [self._model()]},
             "samplers/{name}": lambda found: service.samplers.describe(found["name"]),
             "training_runs/{name}": lambda found: service.training_run(found["name"]),
         }
         routes = [self._route(path, "POST", self._posted(kind, handler)) for path, (kind, handler) in posts.items()]
+        routes += [self._route(path, "POST", self._posted_turn(*turn)) for path, turn in turns.items()]
         routes += [self._route(path, "GET", self._asked(handler)) for path, handler in gets.items()]
         routes += [
             self._route("forward_backward", "POST", self._forward_backward),
@@ -134,6 +143,25 @@ class _Routes:
 
         return work
 
+    def _posted_turn(
+        self, kind: type[requests.OptimStepBody | requests.SaveBody | requests.LoadBody], handler: Handler
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """A request with a turn in its run. A wrong one takes its turn and fails: those behind it wait for its turn."""
+
+        async def work(request: Request) -> Response:
+            data = await self._body(request) or b"{}"
+            try:
+                body = kind.model_validate_json(data)
+            except ValidationError as error:
+                try:
+                    turn = requests.TurnBody.model_validate_json(data)
+                except ValidationError:
+                    raise error from None
+                return JSONResponse(self.service.refuse(turn, line_of(error)))
+            return JSONResponse(handler(body))
+
+        return work
+
     async def _forward_backward(self, request: Request) -> Response:
         return JSONResponse(self.service.forward_backward(read_request(await self._body(request))))
 
@@ -153,6 +181,11 @@ class _Routes:
             if len(data) > self.most_bytes:
                 raise TooLargeError
         return bytes(data)
+
+    def _health(self) -> dict[str, str]:
+        if not self.service.ranks.are_there:
+            raise RanksAbsentError
+        return {"status": "ok"}
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -180,17 +213,29 @@ async def _answered(work: Callable[[Request], Awaitable[Response]], request: Req
     try:
         return await work(request)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the body"
-        return _error(400, f"{place}: {first['msg']}")
+        return _error(400, line_of(error))
     except InputError as error:
         return _error(400, str(error))
     except UnknownError as error:
         return _error(404, str(error))
+    except UnwritableError as error:  # 403, for a client asks again and again after a 500
+        return _error(403, str(error))
     except BusyError as error:
         return _error(429, str(error))
     except TooLargeError:
         return _error(413, "the body is larger than limits.body_mib: send less at once")
+    except RanksAbsentError:
+        return _error(503, "the ranks have ended and are started again: jobs wait for them")
+    except Exception as error:
+        traceback.print_exc()
+        return _error(500, f"the server failed at this request ({innermost(error)})")
+
+
+def line_of(error: ValidationError) -> str:
+    """The first thing that is wrong with a body, in a line."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"])) or "the body"
+    return f"{place}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def _error(status: int, text: str) -> Response:

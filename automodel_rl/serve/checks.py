@@ -12,7 +12,7 @@ from automodel_rl.generator_messages import Sampling
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.read import read_config
 from automodel_rl.serve.messages import Datum, Prompt, RunShape
-from automodel_rl.serve.requests import CreateModelBody, SampleBody, number_of
+from automodel_rl.serve.requests import LARGEST, CreateModelBody, SampleBody, number_of
 from automodel_rl.support.description import describe_model
 
 TARGETS = "target_tokens"
@@ -93,7 +93,7 @@ def loss_of(message: Any) -> tuple[str, dict[str, float]]:
         )
         if number is None or key not in SETTINGS.get(name, ()):
             known = ", ".join(SETTINGS.get(name, ())) or "none"
-            raise InputError(f"loss_fn_config.{key}: {name} has the settings {known}, which are finite numbers")
+            raise InputError(f"loss_fn_config.{key}: {name} has the settings {known}, numbers of at most {LARGEST:g}")
         settings[key] = number
     if name == "dro" and "beta" not in settings:
         raise InputError("loss_fn=dro needs loss_fn_config.beta, a number")
@@ -164,6 +164,8 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> Prompt:
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     texts = tuple(one for one in stop or [] if isinstance(one, str))
     ids = tuple(one for one in stop or [] if isinstance(one, int))
+    if max(ids, default=0) >= vocab_size:
+        raise InputError(f"sampling_params.stop has token {max(ids)}: ids are 0 to {vocab_size - 1}")
     sampling = Sampling(
         params.max_tokens or room,
         params.temperature,

@@ -13,6 +13,7 @@ from automodel_rl.serve.messages import (
     Keep,
     Load,
     OptimizerStep,
+    Refused,
     Sample,
     Save,
     Spoil,
@@ -63,13 +64,15 @@ def joined(jobs: list[Any]) -> Job:
 
 
 def answers_of(jobs: list[Any], answer: Any) -> Iterable[Any]:
-    """The part of each job in the answer to all."""
-    if len(jobs) == 1:
-        return [answer]
-    if isinstance(jobs[0], ForwardBackward):
-        return answer
-    rest = iter(answer)
-    return [[next(rest) for _ in job.prompts] for job in jobs]
+    """The part of each job in the answer to all. A sample of which a prompt is refused is refused."""
+    if isinstance(jobs[0], Sample):
+        rest = iter(answer)
+        return [_all_or_refused([next(rest) for _ in job.prompts]) for job in jobs]
+    return [answer] if len(jobs) == 1 else answer
+
+
+def _all_or_refused(answers: list[Any]) -> Any:
+    return next((one for one in answers if isinstance(one, Refused)), answers)
 
 
 class _JointSample:

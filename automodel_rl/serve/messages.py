@@ -178,8 +178,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample(Job):
-    """Prompts for the same weights: kept under a name, in a folder, or neither for the base model. The answer is a list
-    of `Sampled`."""
+    """Prompts for the same weights: kept under a name, in a folder, or neither for the base model. The answer has
+    a `Sampled` or `Refused` for each."""
 
     kept: str | None
     folder: str | None

@@ -1,9 +1,14 @@
-"""The JSON requests of Tinker's API (client 0.38), checked. Fields that this server does not read are ignored."""
+"""The JSON requests of Tinker's API (client 0.38), checked. Fields that this server does not read are ignored.
 
+Every number has limits in which ranks can compute with it, in fp32: they multiply and divide it, and an overflow there
+would be an error of the ranks and not an answer to the client.
+"""
+
+import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 """A name of saved weights. It becomes the name of a folder."""
@@ -11,10 +16,53 @@ NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 Text = Annotated[str, Field(max_length=1024)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Name = Annotated[str, Field(pattern=NAME)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+LARGEST = 1e30
+"""Largest setting of a loss, and norm of gradients: fp32 ends at 3.4e38."""
+
+SMALLEST = 1e-30
+"""Smallest number of those that divide: fp32 has all its digits from 1.2e-38 on."""
+
+LEAST_TEMPERATURE = 0.01
+"""Smallest temperature besides 0. vLLM takes this one in place of a smaller one."""
+
+
+def _known_temperature(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"must be 0, which takes the likeliest token, or at least {LEAST_TEMPERATURE}")
+    return value
+
+
+def _known_norm(value: float) -> float:
+    if 0 < value < SMALLEST:
+        raise ValueError(f"must be 0, which does not clip, or at least {SMALLEST:g}")
+    return value
+
+
+MOST_METADATA = 64 * 2**10
+"""Most bytes of the metadata of a session, run or save, as JSON."""
+
+
+def _storable(value: dict[str, Any]) -> dict[str, Any]:
+    """The metadata, if they can be written as JSON and sent back."""
+    try:
+        size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+    except ValueError:
+        raise ValueError("has NaN or infinity, which JSON does not have: leave such values out") from None
+    if size > MOST_METADATA:
+        raise ValueError(f"has {size} bytes: at most {MOST_METADATA}")
+    return value
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_storable)]
+Seconds = Annotated[float, Field(gt=0, le=3.2e9, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_known_temperature)]
+TopP = Annotated[float, Field(ge=1e-6, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+StopTexts = Annotated[list[StopText], Field(max_length=64)]
+StopTokens = Annotated[list[Token], Field(max_length=64)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -24,6 +72,11 @@ class Body(BaseModel):
 
 class NoBody(Body):
     """A request of which nothing is read."""
+
+
+class NewSessionBody(Body):
+    user_metadata: Metadata | None = None
+    display_name: Text | None = None
 
 
 class SessionBody(Body):
@@ -48,7 +101,7 @@ class CreateModelBody(Body):
     base_model: Text
     lora_config: LoraBody | None = None
     optimizer_config: OptimizerKind | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
 
 
 class ModelBody(Body):
@@ -56,12 +109,12 @@ class ModelBody(Body):
 
 
 class AdamBody(Body):
-    learning_rate: Annotated[Finite, Field(ge=0)] = 1e-4
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[Finite, Field(ge=1e-30)] = 1e-12
-    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
-    grad_clip_norm: Annotated[Finite, Field(ge=0)] = 0.0
+    learning_rate: Annotated[float, Field(ge=0, le=1e6)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, le=0.999999)] = 0.9
+    beta2: Annotated[float, Field(ge=0, le=0.999999)] = 0.95
+    eps: Annotated[float, Field(ge=SMALLEST, le=1e6)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0, le=LARGEST), AfterValidator(_known_norm)] = 0.0
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -91,7 +144,7 @@ class SaveBody(TurnBody):
     path: Name | None = None
     ttl_seconds: Seconds | None = None
     overwrite: bool = True
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     kind: Literal["snapshot", "inflight"] | None = None
 
 
@@ -102,7 +155,7 @@ class LoadBody(Body):
     model_seq_id: Number | None = None
     path: Text
     optimizer: bool = False
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
 
 
 class SamplingSessionBody(Body):
@@ -124,10 +177,10 @@ class PromptBody(Body):
 class SamplingBody(Body):
     max_tokens: Annotated[int, Field(gt=0, lt=2**31)] | None = None
     seed: Seed | None = None
-    stop: StopText | list[StopText] | list[Token] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    stop: StopText | StopTexts | StopTokens | None = None
+    temperature: Temperature = 1.0
+    top_k: TopK = -1
+    top_p: TopP = 1.0
 
 
 class SampleBody(Body):
@@ -148,7 +201,7 @@ class FutureBody(Body):
 
 
 def number_of(value: float | None, text: str | None) -> float | None:
-    """The value of a loss's setting; None if it is no finite number."""
-    if value is None or text is not None or not math.isfinite(value):
+    """The value of a loss's setting; None if it is no number in the limits."""
+    if value is None or text is not None or not math.isfinite(value) or abs(value) > LARGEST:
         return None
     return value

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from automodel_rl.engine import Engine
-from automodel_rl.engine.trained_state import TrainedState
+from automodel_rl.engine.trained_state import TrainedState, trained_parameters
 from automodel_rl.errors import InputError
 from automodel_rl.losses import UNDIVIDED
 from automodel_rl.optimizers import AdamWSettings
-from automodel_rl.parallel.host_collectives import from_last_stage, gather_objects
+from automodel_rl.parallel.host_collectives import any_rank, from_last_stage, gather_objects
+from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.serve.adapters import Adapters
 from automodel_rl.serve.all_weights import AllWeights
 from automodel_rl.serve.joint_batch import JointBatch
@@ -73,17 +75,33 @@ class Runs:
         self._leave()
         there = [job for job in jobs if job.run in self._states]
         shapes = [self.shapes[job.run] for job in there]
-        results: list[LossResult] = []
+        results: list[LossResult] | list[LossResult | Refused] = []
         if there:
             self.trained.join([self._states[job.run] for job in there])
             with self._spoiling(there):
                 results = self._pass(JointBatch(there), self.trained.gate(shapes))
-            if not there[0].forward_only:
-                for job, gradients in zip(there, self.trained.split_gradients(shapes), strict=True):
+            split = [] if there[0].forward_only else self.trained.split_gradients(shapes)
+            tensors = [tensor for gradients in split for tensor in gradients.values()]
+            values = [torch.from_numpy(one) for result in results for one in result.logprobs]
+            if not self._are_finite([*tensors, *values]):
+                # A product of 0 and infinity is NaN, so what overflows in one run spoils the others in the same pass.
+                results = self._one_by_one(there)
+            else:
+                for job, gradients in zip(there, split, strict=False):
                     state = self._states[job.run]
                     state.gradients, state.has_gradients = gradients, True
         answers = iter(results)
         return [next(answers) if job in there else Refused(GONE) for job in jobs]
+
+    def _one_by_one(self, jobs: list[ForwardBackward]) -> list[LossResult | Refused]:
+        """The results of jobs, each in a pass of its own."""
+        results: list[LossResult | Refused] = []
+        for job in jobs:
+            try:
+                results.append(self.forward_backward(job))
+            except InputError as error:
+                results.append(Refused(str(error)))
+        return results
 
     def _pass(self, batch: JointBatch, gate: Tensor | None) -> list[LossResult]:
         """The results of each job of a batch, for which the model has its weights."""
@@ -110,7 +128,8 @@ class Runs:
         """Takes an optimizer step and gives its metrics.
 
         Raises:
-            InputError: on all ranks; a forward and backward since the last step failed. All gradients are dropped.
+            InputError: on all ranks; a forward and backward since the last step failed, and all gradients are dropped.
+                Or weights are not finite after the step.
         """
         self._enter(run)
         if run in self._spoilt:
@@ -125,6 +144,8 @@ class Runs:
             if not self.trained.is_trained(name, shape):
                 parameter.grad = None
         step = self.engine.optimizer_step(AdamWSettings(**settings))
+        if not step.skipped:
+            self._check_weights("this optimizer step has made")
         norm = {"grad_norm:mean": step.grad_norm} if math.isfinite(step.grad_norm) else {}
         return {**norm, "skipped:max": float(step.skipped)}
 
@@ -133,25 +154,36 @@ class Runs:
         self._spoilt.add(run)
 
     def save(self, run: str, folder: Path, for_training: bool, about: dict[str, Any]) -> None:
-        """Writes a run's weights and, for training, its moments."""
+        """Writes a run's weights and, for training, its moments.
+
+        Raises:
+            InputError: on all ranks; they are not finite, or cannot be written.
+        """
         self._enter(run)
+        self._check_weights("the run has")
         self.trained.save(folder, self.shapes[run], for_training, about)
 
     def load(self, run: str, shape: RunShape, folder: Path, with_optimizer: bool) -> None:
         """Makes a run go on from a folder that `save` wrote. It is made if there is none.
 
         Raises:
-            InputError: the folder is damaged. The run is then gone.
+            InputError: the folder is damaged, or its weights are not finite. The run is then gone.
         """
         self._leave()
         self.forget((run,), ())  # a run that cannot be loaded must not go on as it was
         self.trained.load(folder, shape, with_optimizer)
+        self._check_weights("the saved weights have")
         self.shapes[run] = shape
         self._states[run] = self.engine.take_state()
 
     def keep(self, run: str, name: str) -> None:
-        """Keeps a copy of a run's weights."""
+        """Keeps a copy of a run's weights.
+
+        Raises:
+            InputError: on all ranks; they are not finite.
+        """
         self._enter(run)
+        self._check_weights("the run has")
         state = self.engine.take_state()
         self._kept[name] = (self.shapes[run], TrainedState(state.weights, {}, {}))
 
@@ -176,8 +208,24 @@ class Runs:
             self.engine.put_state(state)
         elif folder is not None:
             self.trained.load(folder, shape or self.trained.whole, with_optimizer=False)
+            self._check_weights("the saved weights have")
         else:
             self.trained.begin(self.trained.whole)
+
+    def _check_weights(self, what: str) -> None:
+        """Raises InputError on all ranks if a trained weight of the model is not finite; `what` begins its text."""
+        trained = [local_tensor(parameter.detach()) for _, parameter in trained_parameters(self.handle)]
+        if not self._are_finite(trained):
+            raise InputError(
+                f"{what} weights that are NaN or infinite: go on from weights that were saved before, with a smaller "
+                "learning_rate"
+            )
+
+    def _are_finite(self, tensors: list[Tensor]) -> bool:
+        """Whether all values are finite, on all ranks."""
+        flags = [tensor.isfinite().all() for tensor in tensors]
+        own = not flags or bool(torch.stack(flags).all())  # a stage may have no adapter
+        return not any_rank([not own], self.handle.layout)[0]
 
     def _enter(self, run: str) -> None:
         """Gives the model the state of a run."""

@@ -2,6 +2,7 @@
 
 import datetime
 import itertools
+import math
 import sys
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from automodel_rl.parallel.host_collectives import gather_objects, interleave
 from automodel_rl.rollout.protocol import Completion
 from automodel_rl.rollout.seeds import mixed_seed
 from automodel_rl.serve.generator import make_generator
-from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence
+from automodel_rl.serve.messages import Prompt, Refused, Sampled, SampledSequence
 from automodel_rl.weight_sync.sync import WeightSync
 
 MOST_ATTEMPTS = 3
@@ -60,18 +61,19 @@ class Sampler:
         self.own.set_scale(scale)
         try:
             self.sync.send()
-        except WeightSyncError as problem:
+        except (WeightSyncError, OSError) as problem:  # adapters go to vLLM as files
             self._problem = str(problem)
 
-    def complete(self, prompts: list[Prompt], show: Callable[[], None]) -> list[list[SampledSequence]]:
-        """Completions of each prompt, with the weights that generators got last.
+    def complete(self, prompts: list[Prompt], show: Callable[[], None]) -> list[list[SampledSequence] | Refused]:
+        """Completions of each prompt, with the weights that generators got last. A prompt is refused by itself if one
+        of its completions failed.
 
         Args:
             prompts: the prompts, the same on every rank.
             show: gives the trained model these weights, for generators that are started again.
 
         Raises:
-            InputError: on all ranks; a completion failed, or a generator fails again and again.
+            InputError: on all ranks; a generator fails again and again.
         """
         requests = [
             Request(prompt.tokens, mixed_seed(prompt.seed, number), prompt.sampling)
@@ -83,7 +85,7 @@ class Sampler:
             problems = [problem for problem in gather_objects(self._problem, self.world) if problem]
             if not problems:
                 completions = iter(interleave(gather_objects(mine, self.world)))
-                return [[_sequence(c) for c in itertools.islice(completions, prompt.num_samples)] for prompt in prompts]
+                return [_sequences([*itertools.islice(completions, prompt.num_samples)]) for prompt in prompts]
             if dist.get_rank() == 0:
                 print(f"warning: a generator failed ({problems[0]}); starting it again", file=sys.stderr, flush=True)
             self._start_again(show)
@@ -135,22 +137,36 @@ class Sampler:
 
 
 def answers(
-    prompts: list[Prompt], sequences: list[list[SampledSequence]], logprobs: dict[int, torch.Tensor]
-) -> list[Sampled]:
+    sequences: list[list[SampledSequence] | Refused], logprobs: dict[int, torch.Tensor]
+) -> list[Sampled | Refused]:
     """The answer to each prompt.
 
     Args:
-        prompts: the prompts.
         sequences: completions of each.
         logprobs: log-probabilities of the tokens of those prompts that asked for them, by the prompt's place.
     """
-    return [
-        Sampled(of_prompt, logprobs[place].numpy() if place in logprobs else None)
-        for place, of_prompt in enumerate(sequences)
-    ]
+    found: list[Sampled | Refused] = []
+    for place, of_prompt in enumerate(sequences):
+        own = logprobs.get(place)
+        if isinstance(of_prompt, Refused):
+            found.append(of_prompt)
+        elif own is not None and not own.isfinite().all():
+            found.append(NOT_FINITE)
+        else:
+            found.append(Sampled(of_prompt, None if own is None else own.numpy()))
+    return found
 
 
-def _sequence(completion: Completion) -> SampledSequence:
-    if completion.finish == "error":
-        raise InputError(f"a completion failed ({completion.error})")
-    return SampledSequence(completion.token_ids, completion.logprobs, completion.finish)
+NOT_FINITE = Refused("log-probabilities are NaN or infinite under these weights: sample from others")
+
+
+def _sequences(completions: list[Completion]) -> list[SampledSequence] | Refused:
+    """The completions of a prompt, or why there are none."""
+    found = []
+    for completion in completions:
+        if completion.finish == "error":
+            return Refused(f"a completion failed ({completion.error})")
+        if not all(map(math.isfinite, completion.logprobs)):
+            return NOT_FINITE
+        found.append(SampledSequence(completion.token_ids, completion.logprobs, completion.finish))
+    return found

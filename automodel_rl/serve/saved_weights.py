@@ -4,19 +4,22 @@ import contextlib
 import json
 import os
 import re
+import shutil
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from automodel_rl.config import LoraConfig
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.serve.messages import RunShape
 
 Kind = Literal["weights", "sampler_weights"]
 """weights: for training, with the optimizer's moments. sampler_weights: to sample from."""
 
-ABOUT = "run.json"
+ABOUT, DELETED = "run.json", "deleted"
+"""The file that says what saved weights are, and one in the folder of those that are deleted once nobody reads them."""
 
 PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 
@@ -55,6 +58,10 @@ class Saved:
         return match[1]
 
 
+class UnwritableError(Exception):
+    """The disk does not let saved weights be changed."""
+
+
 class SavedWeights:
     """All saved weights of a service, also of its earlier starts.
 
@@ -72,6 +79,9 @@ class SavedWeights:
         self._table: dict[str, Saved] = {}
         for file in sorted(folder.glob(f"*/*/*/{ABOUT}")):
             if file.parent.name.startswith("."):  # unfinished
+                continue
+            if (file.parent / DELETED).exists():
+                remove_folder(file.parent)
                 continue
             saved = _read(file)
             if saved is not None:
@@ -146,14 +156,25 @@ class SavedWeights:
         return before
 
     def take(self, path: str) -> Saved:
-        """Takes saved weights out of the table.
+        """Takes saved weights out of the table, also for later starts of the service.
 
         Raises:
             InputError: there are none.
+            UnwritableError: the disk does not let go of them; they are still in the table.
         """
         saved = self[path]
+        try:
+            (saved.folder / DELETED).touch()
+        except FileNotFoundError:
+            pass  # somebody has removed them
+        except OSError as error:
+            raise UnwritableError(f"{path}: cannot be deleted ({error.strerror}: {saved.folder})") from None
         del self._table[path]
         return saved
+
+    def put_off(self, path: str, seconds: float) -> None:
+        """Lets weights expire later."""
+        self._table[path] = replace(self[path], expires=time.time() + seconds)
 
     @property
     def paths(self) -> list[str]:
@@ -182,6 +203,16 @@ class SavedWeights:
         return total
 
 
+def remove_folder(folder: Path) -> None:
+    """Removes the folder of saved weights that are deleted, and says so if it cannot be removed."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass  # somebody else has removed it
+    except OSError as error:
+        print(f"warning: {folder}: cannot be removed ({error.strerror}): remove it", file=sys.stderr, flush=True)
+
+
 def about(saved: Saved) -> dict[str, Any]:
     """What `run.json` says of saved weights."""
     return {
@@ -201,8 +232,9 @@ def _read(file: Path) -> Saved | None:
         shape = RunShape(**values["shape"])
         path = values["path"]
         if PATH.fullmatch(path) is None:
-            return None
+            raise ValueError(f"{path} is no path")
         known = {key: values[key] for key in ("created", "expires", "user_metadata", "origin")}
         return Saved(path, file.parent, shape, **known)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"warning: {file}: is damaged ({innermost(error)}): its weights are passed over", file=sys.stderr)
         return None

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,10 +31,11 @@ from automodel_rl.serve.requests import (
     LoadBody,
     OptimStepBody,
     SaveBody,
+    TurnBody,
 )
 from automodel_rl.serve.results import Result, Results, failed, finish
 from automodel_rl.serve.samplers import Samplers
-from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, about
+from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, UnwritableError, about, remove_folder
 from automodel_rl.serve.tables import BusyError, Run, Session, Throughput, UnknownError, Weights, choose_rows
 from automodel_rl.serve.wire import read_datum, write_output
 
@@ -97,7 +98,11 @@ class Service:
                 self._advance(run)
         self.results.forget_old()
         for path in self.saved.expired:
-            self.delete(path)
+            try:
+                self.delete(path)
+            except UnwritableError as error:
+                print(f"warning: {error}; trying again in an hour", file=sys.stderr, flush=True)
+                self.saved.put_off(path, 3600)
 
     def _end_session(self, session: str) -> None:
         self.sessions.pop(session, None)
@@ -199,6 +204,7 @@ class Service:
 
         Raises:
             InputError: there are none.
+            UnwritableError: the disk does not let go of them; they are still there.
         """
         self._delete_later(self.saved.take(path))
 
@@ -206,7 +212,7 @@ class Service:
         """Deletes a folder once the jobs that wait, and may read it, are done."""
         if saved is not None:
             folder = saved.folder
-            self.ranks.submit(Forget()).add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+            self.ranks.submit(Forget()).add_done_callback(lambda _: remove_folder(folder))
 
     def _keep(self, body: SaveBody, kind: Kind) -> Work:
         """Keeps weights without a name to sample from, and lets go of the run's oldest if there are too many."""
@@ -275,6 +281,14 @@ class Service:
         """Notes that a run could not be made, so that it takes no other's place."""
         if name in self.runs and isinstance(result, dict) and "error" in result:
             self.runs[name].lost = self.runs[name].lost or f"the run was not made: {result['error']}"
+
+    def refuse(self, turn: TurnBody, text: str) -> dict[str, Any]:
+        """Lets a request take its turn and fail: those behind it wait for its turn."""
+
+        def work() -> Work:
+            raise InputError(text)
+
+        return self._turn(turn.model_id, turn.seq_id, work)
 
     def _turn(self, model_id: str, seq_id: int, work: Callable[[], Work], mends: bool = False) -> dict[str, Any]:
         """Puts a request into its run's order. From here on it is not refused but fails: others wait for its turn."""

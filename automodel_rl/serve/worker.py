@@ -145,7 +145,7 @@ class Worker:
             self.sampler.take_weights(self.runs.trained.scale)
             self._shown = weights
         found = self.sampler.score([prompts[place] for place in scored]) if scored else []
-        return answers(prompts, self.sampler.complete(prompts, show), dict(zip(scored, found, strict=True)))
+        return answers(self.sampler.complete(prompts, show), dict(zip(scored, found, strict=True)))
 
 
 def _noted_signals() -> list[int]:

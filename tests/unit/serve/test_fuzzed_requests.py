@@ -1,6 +1,7 @@
 """1,000 broken requests: each gets an answer in one line, none reaches the ranks, and a good client goes on."""
 
 import asyncio
+import errno
 import json
 import random
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from automodel_rl.config import LoraConfig, ModelConfig, ServeConfig, ServeLimit
 from automodel_rl.errors import InputError
 from automodel_rl.serve.app import make_app
 from automodel_rl.serve.messages import ForwardBackward, Job, LossResult, OptimizerStep, Sample, Sampled, Spoil
-from automodel_rl.serve.saved_weights import SavedWeights
+from automodel_rl.serve.saved_weights import SavedWeights, about
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.wire import INT64, MESSAGES
 
@@ -30,6 +31,7 @@ class Answering:
 
     vocab_size = VOCAB
     num_waiting = peak_bytes = num_joint = 0
+    are_there = True
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -262,8 +264,131 @@ def test_arrays_that_a_loss_does_not_read_may_be_anything(client: TestClient, ra
 def test_names_that_are_no_names_of_folders_are_refused(client: TestClient, name: str) -> None:
     with client:
         good = GoodClient(client)
-        body = {"model_id": good.run, "seq_id": 1, "path": name}
-        assert post(client, "save_weights", body).status_code == 400
+        body = {"model_id": good.run, "seq_id": good.turn(), "path": name}
+        assert result(client, post(client, "save_weights", body)).json()["error"].startswith("path: ")
+        good.step()
+
+
+WRONG_STEPS: tuple[dict[str, Any], ...] = (
+    {"learning_rate": 1e39},
+    {"learning_rate": -1.0},
+    {"beta1": 1.0},
+    {"beta2": 1 - 1e-12},
+    {"eps": 1e-320},
+    {"eps": 1e39},
+    {"weight_decay": 1e308},
+    {"grad_clip_norm": 1e308},
+    {"grad_clip_norm": 1e-320},
+)
+
+
+def test_steps_with_numbers_that_fp32_does_not_hold_take_their_turn_and_fail(
+    client: TestClient, ranks: Answering
+) -> None:
+    with client:
+        good = GoodClient(client)
+        for wrong in WRONG_STEPS:
+            body = {"model_id": good.run, "seq_id": good.turn(), "adam_params": wrong}
+            failed = result(client, post(client, "optim_step", body)).json()
+            assert (failed["category"], f"adam_params.{min(wrong)}: " in failed["error"]) == ("user", True), failed
+        assert not any(isinstance(job, OptimizerStep) for job in ranks.jobs)
+        for setting in (1e31, 1e308, float("nan")):
+            message = MESSAGES["Request"].FromString(training(good.run, good.turn()))
+            message.loss_fn, message.settings["beta"].number = "dro", setting
+            failed = result(client, post(client, "forward_backward", message.SerializeToString())).json()
+            assert "loss_fn_config.beta: dro has the settings beta, numbers of at most 1e+30" in failed["error"]
+        good.step()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"temperature": 1e-320}, "temperature: must be 0, which takes the likeliest token, or at least 0.01"),
+        ({"temperature": 101}, "temperature"),
+        ({"top_p": 1e-320}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": [str(number) for number in range(65)]}, "stop"),
+        ({"stop": [VOCAB]}, "sampling_params.stop has token 50"),
+    ],
+)
+def test_samples_with_numbers_out_of_their_limits_are_refused(
+    client: TestClient, wrong: dict[str, Any], text: str
+) -> None:
+    with client:
+        body = {"session_id": GoodClient(client).session, "sampling_session_seq_id": 1, "base_model": "base"}
+        sampler = post(client, "create_sampling_session", body).json()["sampling_session_id"]
+        sample = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+        refused = post(client, "asample", sample | {"sampling_params": wrong})
+        assert (refused.status_code, text in refused.text) == (400, True), refused.text
+        if "stop" not in wrong:  # OpenAI's API has texts there
+            refused = client.post("/v1/completions", json={"model": "base", "prompt": [1], **wrong})
+            assert (refused.status_code, text in refused.text) == (400, True), refused.text
+
+
+def test_metadata_that_json_does_not_hold_are_refused_and_others_come_back(client: TestClient) -> None:
+    with client:
+        session = GoodClient(client).session
+        body = {"session_id": session, "model_seq_id": 1, "base_model": "base", "lora_config": {"rank": 1}}
+        for wrong in ({"a": float("nan")}, {"a": [{"b": float("inf")}]}, {"a": "x" * 70_000}):
+            assert post(client, "create_model", body | {"user_metadata": wrong}).status_code in (400, 413), wrong
+        made = post(client, "create_model", body | {"user_metadata": {"a": "é"}}).json()
+        found = client.get(f"/api/v1/training_runs/{made['model_id']}")
+        assert found.json()["user_metadata"] == {"a": "é"}
+
+
+def test_ranks_that_are_gone_are_told_by_healthz(client: TestClient, ranks: Answering) -> None:
+    with client:
+        assert client.get("/api/v1/healthz").json() == {"status": "ok"}
+        ranks.are_there = False
+        answer = client.get("/api/v1/healthz")
+        assert (answer.status_code, "started again" in answer.json()["detail"]) == (503, True)
+
+
+def test_an_error_of_the_server_is_a_line_too(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("odd\nindeed")
+
+    with client:
+        monkeypatch.setattr(service_of(client), "create_session", fail)
+        answer = post(client, "create_session", {})
+        assert (answer.status_code, answer.json()["detail"].count("\n")) == (500, 0)
+        assert "odd" in answer.json()["detail"]
+
+
+def test_weights_that_the_disk_does_not_let_go_of_are_not_said_to_be_deleted(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with client:
+        good, service = GoodClient(client), service_of(client)
+        for name in ("one", "two"):
+            saving = {"model_id": good.run, "seq_id": good.turn(), "path": name, "ttl_seconds": 100.0}
+            path = result(client, post(client, "save_weights", saving)).json()["path"]
+            service.saved[path].folder.mkdir(parents=True)
+            (service.saved[path].folder / "run.json").write_text(json.dumps(about(service.saved[path])))
+        one = (
+            path.replace("two", "one")
+            .replace("tinker://", "/api/v1/training_runs/")
+            .replace("/weights", "/checkpoints/weights")
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "touch", read_only)
+            answer = client.delete(one)
+            assert (answer.status_code, "cannot be deleted (Read-only file system" in answer.text) == (403, True)
+            service.saved.put_off(path, -1)
+            service.tidy()
+            service.tidy()
+            assert capsys.readouterr().err.count(f"warning: {path}: cannot be deleted") == 1
+            assert len(service.saved) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.rmtree", read_only)
+            assert client.delete(one).status_code == 200
+            assert "cannot be removed (Read-only file system): remove it" in capsys.readouterr().err
+        assert client.delete(one).status_code == 404
+        assert SavedWeights(tmp_path, 1e9, LoraConfig(rank=8), "base").paths == [path]
 
 
 def test_turns_come_in_order_however_they_arrive_and_once(client: TestClient, ranks: Answering) -> None:
