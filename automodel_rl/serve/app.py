@@ -15,7 +15,8 @@ from starlette.routing import Route
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.serve import requests
-from automodel_rl.serve.openai import ChatRequest, CompletionRequest, Completions
+from automodel_rl.serve.openai import Completions
+from automodel_rl.serve.openai_requests import ChatRequest, CompletionRequest
 from automodel_rl.serve.results import Result
 from automodel_rl.serve.saved_weights import UnwritableError
 from automodel_rl.serve.service import Service
@@ -29,6 +30,11 @@ PROTOBUF = "application/x-protobuf"
 
 CLIENT_CONFIG = {"proto_compress_fwdbwd": False, "pjwt_auth_enabled": False, "sample_max_concurrent_requests": 500}
 """Switches of the client."""
+
+BASES = ("/api/v1", "/v1")
+"""Where the paths of Tinker's and of OpenAI's API begin."""
+
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 Handler = Callable[[Any], Any]
 
@@ -63,12 +69,13 @@ class _Routes:
             "client/config": (requests.NoBody, lambda _: CLIENT_CONFIG),
             "client/dynamic_config": (requests.NoBody, lambda _: {}),
             "telemetry": (requests.NoBody, lambda _: {"status": "accepted"}),
-            "create_session": (requests.NoBody, lambda _: service.create_session()),
+            "create_session": (requests.NewSessionBody, service.create_session),
             "session_heartbeat": (requests.SessionBody, lambda body: service.heartbeat(body.session_id)),
             "create_model": (requests.CreateModelBody, service.create_model),
             "get_info": (requests.ModelBody, lambda body: service.info(body.model_id)),
             "create_sampling_session": (requests.SamplingSessionBody, service.samplers.create),
             "asample": (requests.SampleBody, service.samplers.sample),
+            "weights_info": (requests.WeightsInfoBody, service.lists.weights_info),
         }
         turns: dict[str, tuple[Any, Handler]] = {
             "optim_step": (requests.OptimStepBody, service.optim_step),
@@ -80,7 +87,12 @@ class _Routes:
             "healthz": lambda _: self._health(),
             "get_server_capabilities": lambda _: {"supported_models": [self._model()]},
             "samplers/{name}": lambda found: service.samplers.describe(found["name"]),
-            "training_runs/{name}": lambda found: service.training_run(found["name"]),
+            "training_runs": service.lists.runs,
+            "training_runs/{name}": service.lists.run,
+            "training_runs/{name}/checkpoints": service.lists.weights_of_run,
+            "checkpoints": service.lists.weights,
+            "sessions": service.lists.sessions,
+            "sessions/{name}": service.lists.session,
         }
         routes = [self._route(path, "POST", self._posted(kind, handler)) for path, (kind, handler) in posts.items()]
         routes += [self._route(path, "POST", self._posted_turn(*turn)) for path, turn in turns.items()]
@@ -90,15 +102,19 @@ class _Routes:
             self._route("retrieve_future", "POST", self._retrieve),
             self._route("sessions/{name}/finish", "POST", self._asked(lambda p: service.finish_session(p["name"]))),
             self._route("training_runs/{run}/checkpoints/{kind}/{name}", "DELETE", self._asked(self._delete)),
+            self._route("training_runs/{run}/checkpoints/{kind}/{name}/ttl", "PUT", self._set_ttl),
             Route("/", self._page, methods=["GET"]),
         ]
-        return routes + self._of_openai()
+        return [*routes, *self._of_openai(), *(self._route("{path:path}", None, _not_served, base) for base in BASES)]
 
     def _of_openai(self) -> list[Route]:
         completions = Completions(self.service, self.config)
 
         async def models(request: Request) -> Response:
             return JSONResponse(completions.models)
+
+        async def model(request: Request) -> Response:
+            return JSONResponse(completions.model(request.path_params["name"]))
 
         async def complete(request: Request) -> Response:
             body = CompletionRequest.model_validate_json(await self._body(request) or b"{}")
@@ -110,12 +126,13 @@ class _Routes:
 
         return [
             self._route("models", "GET", models, "/v1"),
+            self._route("models/{name:path}", "GET", model, "/v1"),
             self._route("completions", "POST", complete, "/v1"),
             self._route("chat/completions", "POST", chat, "/v1"),
         ]
 
     def _route(
-        self, path: str, method: str, work: Callable[[Request], Awaitable[Response]], base: str = "/api/v1"
+        self, path: str, method: str | None, work: Callable[[Request], Awaitable[Response]], base: str = "/api/v1"
     ) -> Route:
         async def endpoint(request: Request) -> Response:
             bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -127,7 +144,7 @@ class _Routes:
                 )
             return await _answered(work, request)
 
-        return Route(f"{base}/{path}", endpoint, methods=[method])
+        return Route(f"{base}/{path}", endpoint, methods=[method] if method else METHODS)
 
     def _posted(self, kind: type[BaseModel], handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def work(request: Request) -> Response:
@@ -139,7 +156,7 @@ class _Routes:
     def _asked(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def work(request: Request) -> Response:
             await self._body(request)
-            return JSONResponse(handler(request.path_params))
+            return JSONResponse(handler({**request.query_params, **request.path_params}))
 
         return work
 
@@ -157,7 +174,7 @@ class _Routes:
                     turn = requests.TurnBody.model_validate_json(data)
                 except ValidationError:
                     raise error from None
-                return JSONResponse(self.service.refuse(turn, line_of(error)))
+                return JSONResponse(self.service.refuse(turn, data, line_of(error)))
             return JSONResponse(handler(body))
 
         return work
@@ -197,15 +214,28 @@ class _Routes:
 
     def _delete(self, found: dict[str, str]) -> dict[str, Any]:
         try:
-            self.service.delete(f"tinker://{found['run']}/{found['kind']}/{found['name']}")
+            self.service.delete(_path_of(found))
         except InputError as error:
             raise UnknownError(str(error)) from None
         return {}
+
+    async def _set_ttl(self, request: Request) -> Response:
+        body = requests.TtlBody.model_validate_json(await self._body(request) or b"{}")
+        return JSONResponse(self.service.lists.set_ttl(_path_of(request.path_params), body))
 
     async def _page(self, request: Request) -> Response:
         if not hmac.compare_digest(request.query_params.get("key", "").encode(), self.key):
             return HTMLResponse("<p>Open this page with ?key=KEY, as the server printed it.</p>", 401)
         return HTMLResponse(page(self.service))
+
+
+def _path_of(found: dict[str, str]) -> str:
+    """The path of saved weights that a request's path names in parts."""
+    return f"tinker://{found['run']}/{found['kind']}/{found['name']}"
+
+
+async def _not_served(request: Request) -> Response:
+    return _error(404, f"{request.method} {request.url.path} is not served: serve/README.md says what is")
 
 
 async def _answered(work: Callable[[Request], Awaitable[Response]], request: Request) -> Response:

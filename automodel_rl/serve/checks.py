@@ -12,7 +12,7 @@ from automodel_rl.generator_messages import Sampling
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.read import read_config
 from automodel_rl.serve.messages import Datum, Prompt, RunShape
-from automodel_rl.serve.requests import LARGEST, CreateModelBody, SampleBody, number_of
+from automodel_rl.serve.requests import LARGEST, CreateModelBody, OptimizerKind, SampleBody, number_of
 from automodel_rl.support.description import describe_model
 
 TARGETS = "target_tokens"
@@ -46,6 +46,12 @@ def check_base_model(name: str | None, config: ServeConfig) -> None:
         raise InputError(f"base_model={name!r}: this server has {config.base_name!r}: ask for that")
 
 
+def check_optimizer(given: OptimizerKind | None) -> None:
+    """Raises InputError if a client asks for another optimizer than AdamW."""
+    if given is not None and given.type != "adamw":
+        raise InputError(f"optimizer_config.type={given.type!r}: adamw is served")
+
+
 def shape_of(body: CreateModelBody, config: ServeConfig) -> RunShape:
     """The shape of a new run.
 
@@ -58,8 +64,7 @@ def shape_of(body: CreateModelBody, config: ServeConfig) -> RunShape:
         raise InputError(
             f"lora_config.rank={lora.rank}: this server trains all weights: ask for rank 0, or start it with model.lora"
         )
-    if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
-        raise InputError(f"optimizer_config.type={body.optimizer_config.type!r}: adamw is served")
+    check_optimizer(body.optimizer_config)
     if config.model.lora is None:
         return RunShape(0)
     largest = config.model.lora.rank
@@ -106,10 +111,15 @@ INSTEAD = {
 }
 
 
-def only_read(data: list[Datum], loss: str) -> list[Datum]:
-    """The data with only those arrays that a loss reads. Others may have any size."""
+def for_loss(data: list[Datum], loss: str) -> list[Datum]:
+    """The data with only those arrays that a loss reads. Others may have any size. Weights that are not given are 1."""
     names = {TARGETS, *INPUTS[loss]}
-    return [Datum(one.tokens, {name: one.inputs[name] for name in one.inputs.keys() & names}) for one in data]
+    found = []
+    for one in data:
+        inputs = {name: one.inputs[name] for name in one.inputs.keys() & names}
+        defaults = {"weights": np.ones(len(one), np.float32)} if "weights" in names else {}
+        found.append(Datum(one.tokens, defaults | inputs))
+    return found
 
 
 def check_data(data: list[Datum], loss: str, config: ServeConfig, vocab_size: int) -> None:
@@ -137,13 +147,20 @@ def check_data(data: list[Datum], loss: str, config: ServeConfig, vocab_size: in
                 raise InputError(f"datum {place} has a token outside of 0 to {vocab_size - 1} in {name}")
 
 
+NOT_OF_SAMPLES = (
+    *("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"),
+    "prompt_logprobs_last_n",
+)
+"""What a sample request may ask for, and is not served."""
+
+
 def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> Prompt:
     """The prompt of a sample request.
 
     Raises:
         InputError: it does not fit the model or the limits, or asks for what is not served.
     """
-    for key in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+    for key in NOT_OF_SAMPLES:
         if getattr(body, key):
             raise InputError(f"{key} is not served: prompt_logprobs and the logprobs of samples are")
     if any(chunk.tokens is None for chunk in body.prompt.chunks):

@@ -1,13 +1,13 @@
 """Completions by OpenAI's API, for evaluation harnesses and environments: /v1/completions and /v1/chat/completions."""
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import secrets
 import time
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import ServeConfig
@@ -20,58 +20,19 @@ from automodel_rl.hf.read import read_config
 from automodel_rl.rollout.transformers_generator import stop_ids
 from automodel_rl.serve import checks
 from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence
+from automodel_rl.serve.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 from automodel_rl.serve.ranks import RanksLostError, RefusedError
-from automodel_rl.serve.requests import (
-    Body,
-    ChunkBody,
-    PromptBody,
-    SampleBody,
-    SamplingBody,
-    Seed,
-    StopText,
-    Text,
-    Token,
-)
+from automodel_rl.serve.requests import ChunkBody, PromptBody, SampleBody, SamplingBody
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.tables import BusyError, UnknownError, Weights
 from automodel_rl.support.description import language_config
 
-Zero = Annotated[float, Field(ge=0, le=0)]
-"""A setting of OpenAI's API that is not served, in the value that switches it off."""
+AS_SYSTEM = ("developer",)
+"""Roles of OpenAI's API whose messages chat templates know as those of the system."""
 
 
-class SamplingRequest(Body):
-    """What both requests have. Keys that are not here are refused, for ignoring one would change what is sampled."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
-    model: Text
-    n: Annotated[int, Field(gt=0)] = 1
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
-    seed: Seed | None = None
-    stop: StopText | list[StopText] | None = None
-    return_token_ids: bool = False
-    stream: Literal[False] = False
-    frequency_penalty: Zero = 0.0
-    presence_penalty: Zero = 0.0
-    user: str | None = None
-
-
-class CompletionRequest(SamplingRequest):
-    prompt: str | list[Token] | list[str] | list[list[Token]]
-    max_tokens: Annotated[int, Field(gt=0, lt=2**31)] = 16
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    echo: bool = False
-
-
-class ChatRequest(SamplingRequest):
-    messages: list[dict[str, Any]]
-    max_tokens: Annotated[int, Field(gt=0, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[int, Field(gt=0, lt=2**31)] | None = None
-    logprobs: bool = False
-    top_logprobs: Zero | None = None
+NOTHING = SampledSequence([], [], "length")
+"""What is sampled where a request asks for no token."""
 
 
 class Completions:
@@ -84,13 +45,22 @@ class Completions:
 
     def __init__(self, service: Service, config: ServeConfig):
         self.service, self.config = service, config
-        self._num_waiting = 0
+        self._num_waiting, self._began = 0, time.time()
 
     @property
     def models(self) -> dict[str, Any]:
         """The base model and all saved weights."""
-        names = [self.config.base_name, *self.service.saved.paths]
-        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "local"} for name in names]}
+        saved = [_model(one.path, one.created) for one in self.service.saved.all]
+        return {"object": "list", "data": [_model(self.config.base_name, self._began), *saved]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """One of them.
+
+        Raises:
+            InputError, UnknownError: there is no such model, or it cannot be sampled from.
+        """
+        saved = self._weights(name).saved
+        return _model(name, self._began if saved is None else saved.created)
 
     async def complete(self, body: CompletionRequest) -> dict[str, Any]:
         """Continues texts or tokens."""
@@ -98,7 +68,7 @@ class Completions:
         prompts: list[Any] = [given] if given and isinstance(given[0], int) else given
         self._check_size(len(prompts), body.n)
         with_logprobs = body.logprobs is not None
-        if body.echo and with_logprobs and body.temperature != 1:
+        if body.echo and with_logprobs and body.max_tokens and body.temperature != 1:
             raise InputError("echo with logprobs: those of the prompt are at temperature 1: leave temperature out")
         ids = await asyncio.to_thread(lambda: [self._ids(prompt) for prompt in prompts])
         sampled = await self._sample(body, ids, body.max_tokens, body.echo and with_logprobs)
@@ -110,7 +80,7 @@ class Completions:
     def _completion(self, body: CompletionRequest, ids: list[list[int]], sampled: list[Sampled]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for prompt, answer in zip(ids, sampled, strict=True):
-            for sequence in answer.sequences:
+            for sequence in answer.sequences if body.max_tokens else [NOTHING] * body.n:
                 shown = [*prompt, *sequence.tokens] if body.echo else sequence.tokens
                 before = [None, *_numbers(answer)] if body.echo and body.logprobs is not None else []
                 found = self._logprobs(shown, [*before, *sequence.logprobs]) if body.logprobs is not None else None
@@ -129,7 +99,8 @@ class Completions:
     def _opening(self, messages: list[dict[str, Any]]) -> list[int]:
         if self.tokenizer.chat_template is None:
             raise InputError("the model's tokenizer has no chat template: use /v1/completions")
-        chat = Chat(checked_messages(messages, "messages", "the request"))
+        given = [{**m, "role": "system"} if m.get("role") in AS_SYSTEM else m for m in messages]
+        chat = Chat(checked_messages(given, "messages", "the request"))
         return self._template.encode(chat, "the request", add_generation_prompt=True)["input_ids"]
 
     def _answer(self, body: ChatRequest, ids: list[int], answer: Sampled) -> dict[str, Any]:
@@ -162,7 +133,7 @@ class Completions:
     ) -> list[Sampled]:
         weights = self._weights(body.model)
         sampling = SamplingBody(
-            max_tokens=max_tokens,
+            max_tokens=1 if max_tokens == 0 else max_tokens,
             seed=body.seed,
             stop=body.stop or None,
             temperature=body.temperature,
@@ -184,6 +155,8 @@ class Completions:
             )
             for ids in prompts
         ]
+        if max_tokens == 0:  # the prompts are only scored
+            jobs = [dataclasses.replace(job, num_samples=0) for job in jobs]
         self._num_waiting += 1
         try:
             return await asyncio.wrap_future(self.service.ranks.submit(self.service.samplers.job(weights, jobs)))
@@ -255,6 +228,10 @@ class Completions:
         usage = {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
         made = {"id": f"cmpl-{secrets.token_hex(8)}", "object": kind, "created": int(time.time()), "model": body.model}
         return {**made, "choices": choices, "usage": usage}
+
+
+def _model(name: str, created: float) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(created), "owned_by": "local"}
 
 
 def _numbers(answer: Sampled) -> list[float]:

@@ -153,6 +153,8 @@ class LoadBody(Body):
     seq_id: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     session_id: Text | None = None
     model_seq_id: Number | None = None
+    base_model: Text | None = None
+    optimizer_config: OptimizerKind | None = None
     path: Text
     optimizer: bool = False
     user_metadata: Metadata | None = None
@@ -194,6 +196,38 @@ class SampleBody(Body):
     topk_sample_logprobs: Number | None = None
     target_prompt_logprobs: bool | None = None
     prompt_alt_tokens_k: Number | None = None
+    prompt_logprobs_last_n: Number | None = None
+
+
+class WeightsInfoBody(Body):
+    tinker_path: Text
+
+
+class TtlBody(Body):
+    ttl_seconds: Seconds | None
+
+
+class PageQuery(BaseModel):
+    """Which part of a list is asked for, in the query of a request."""
+
+    limit: Annotated[int, Field(ge=0)] = 20
+    offset: Annotated[int, Field(ge=0)] = 0
+    access_scope: Text = "owned"
+    project_id: None = None
+
+    @classmethod
+    def of(cls, query: dict[str, str]) -> "PageQuery":
+        """The page of a query."""
+        return cls.model_validate(query)
+
+    @property
+    def places(self) -> slice:
+        """The places of its items."""
+        return slice(self.offset, self.offset + self.limit)
+
+    def cursor(self, count: int) -> dict[str, int]:
+        """What the client is told of the place of the page in a list of so many items."""
+        return {"offset": self.offset, "limit": self.limit, "total_count": count}
 
 
 class FutureBody(Body):

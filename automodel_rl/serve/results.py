@@ -1,11 +1,14 @@
 """Results of requests, which clients poll for."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import BaseModel
 
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.serve.ranks import RanksLostError, RefusedError
@@ -19,9 +22,16 @@ def failed(text: str, category: str = "user") -> Result:
     return {"error": text, "category": category}
 
 
+def digest_of(kind: str, body: BaseModel | bytes) -> bytes:
+    """What tells requests of the same number apart: their kind and their content."""
+    content = body if isinstance(body, bytes) else body.model_dump_json().encode()
+    return hashlib.sha256(kind.encode() + b"\0" + content).digest()
+
+
 @dataclass
 class _Entry:
     result: asyncio.Future
+    digest: bytes
     since: float = field(default_factory=time.monotonic)
 
 
@@ -37,13 +47,25 @@ class Results:
         self.seconds, self.most = seconds, most
         self._entries: dict[str, _Entry] = {}
 
-    def __contains__(self, request: str) -> bool:
-        return request in self._entries
+    def repeats(self, request: str, digest: bytes) -> bool:
+        """Whether a request was sent before, and is sent again because its answer was lost.
+
+        Raises:
+            InputError: another was sent under its number.
+        """
+        if request not in self._entries:
+            return False
+        if self._entries[request].digest != digest:
+            raise InputError(
+                f"{request}: another request was sent with this number before, and runs: give this one a number of its "
+                "own, or send the same again"
+            )
+        return True
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def open(self, request: str) -> asyncio.Future:
+    def open(self, request: str, digest: bytes) -> asyncio.Future:
         """A place for the result of a request.
 
         Raises:
@@ -51,7 +73,7 @@ class Results:
         """
         if len(self._entries) >= self.most:
             self.forget_old()
-        entry = _Entry(asyncio.get_running_loop().create_future())
+        entry = _Entry(asyncio.get_running_loop().create_future(), digest)
         self._entries[request] = entry
         return entry.result
 

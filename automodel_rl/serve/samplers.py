@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+from automodel_rl.errors import InputError
 from automodel_rl.serve import checks
 from automodel_rl.serve.messages import Job, Prompt, Sample
 from automodel_rl.serve.requests import SampleBody, SamplingSessionBody
+from automodel_rl.serve.results import digest_of
 from automodel_rl.serve.tables import UnknownError, Weights
 from automodel_rl.serve.wire import write_samples
 
@@ -33,7 +35,11 @@ class Samplers:
             checks.check_base_model(body.base_model, self.config)
         else:
             weights = Weights(saved=self.service.saved.usable(body.model_path))
-        self.table[name] = weights
+        if self.table.setdefault(name, weights) != weights:
+            raise InputError(
+                f"sampling_session_seq_id={body.sampling_session_seq_id}: this number has a sampler of other weights: "
+                "give this one a number of its own"
+            )
         return {"sampling_session_id": name}
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -45,10 +51,11 @@ class Samplers:
         weights = self._sampler(body.sampling_session_id)
         request = f"{body.sampling_session_id}:{body.seq_id}"
         names = [f"{request}:{number}" for number in range(body.num_samples)]
-        if request not in self.service.results:
+        digest = digest_of("asample", body)
+        if not self.service.results.repeats(request, digest):
             prompt = checks.prompt_of(body, self.config, self.service.ranks.vocab_size)
             self.service.check_room()
-            self.service.start(request, None, self.job(weights, [prompt]), lambda answer: write_samples(answer[0]))
+            self.service.start(request, digest, None, self.job(weights, [prompt]), lambda a: write_samples(a[0]))
         return {"request_id": request, "sample_sequence_ids": names}
 
     def job(self, weights: Weights, prompts: list[Prompt]) -> Job:

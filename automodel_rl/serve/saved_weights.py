@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from automodel_rl.config import LoraConfig
 from automodel_rl.errors import InputError, innermost
+from automodel_rl.files import write_complete
 from automodel_rl.serve.messages import RunShape
 
 Kind = Literal["weights", "sampler_weights"]
@@ -56,6 +57,16 @@ class Saved:
         match = PATH.fullmatch(self.path)
         assert match is not None
         return match[1]
+
+    @property
+    def kind(self) -> Kind:
+        """What they are for."""
+        return "weights" if "/weights/" in self.path else "sampler_weights"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk."""
+        return bytes_in(self.folder)
 
 
 class UnwritableError(Exception):
@@ -172,14 +183,30 @@ class SavedWeights:
         del self._table[path]
         return saved
 
-    def put_off(self, path: str, seconds: float) -> None:
-        """Lets weights expire later."""
-        self._table[path] = replace(self[path], expires=time.time() + seconds)
+    def put_off(self, path: str, seconds: float | None) -> None:
+        """Lets weights expire so many seconds from now, or never, in this start of the service."""
+        self._table[path] = replace(self[path], expires=None if seconds is None else time.time() + seconds)
+
+    def set_ttl(self, path: str, seconds: float | None) -> None:
+        """Lets weights expire so many seconds from now, or never, also in later starts of the service.
+
+        Raises:
+            InputError: there are none.
+            UnwritableError: that cannot be written; it is as before.
+        """
+        before = self[path]
+        self.put_off(path, seconds)
+        try:
+            values = json.loads((before.folder / ABOUT).read_text())
+            write_complete(before.folder / ABOUT, json.dumps({**values, "expires": self[path].expires}))
+        except (OSError, ValueError) as error:
+            self._table[path] = before
+            raise UnwritableError(f"{path}: its time cannot be changed ({innermost(error)})") from None
 
     @property
-    def paths(self) -> list[str]:
-        """The paths of all, oldest first."""
-        return [*self._table]
+    def all(self) -> list[Saved]:
+        """All that are there."""
+        return [*self._table.values()]
 
     @property
     def expired(self) -> list[str]:
@@ -187,20 +214,25 @@ class SavedWeights:
         now = time.time()
         return [path for path, saved in self._table.items() if saved.expires is not None and saved.expires < now]
 
-    def newest(self, run: str) -> Saved | None:
-        """The newest weights of a run that it can be trained on from."""
-        own = [saved for path, saved in self._table.items() if path.startswith(f"tinker://{run}/weights/")]
+    def newest(self, run: str, kind: Kind = "weights") -> Saved | None:
+        """The newest weights of a run, by default those that it can be trained on from."""
+        own = [saved for path, saved in self._table.items() if path.startswith(f"tinker://{run}/{kind}/")]
         return max(own, key=lambda saved: saved.created, default=None)
 
     @property
     def num_bytes(self) -> int:
         """Bytes on disk."""
-        total = 0
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):  # ranks rename folders meanwhile
-                    total += (Path(folder) / name).stat().st_size
-        return total
+        return bytes_in(self.folder)
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # ranks rename folders meanwhile
+                total += (Path(place) / name).stat().st_size
+    return total
 
 
 def remove_folder(folder: Path) -> None:

@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.serve import checks
+from automodel_rl.serve.lists import Lists
 from automodel_rl.serve.messages import (
     CreateRun,
     Forget,
@@ -29,11 +29,12 @@ from automodel_rl.serve.ranks import Ranks, RanksLostError, RefusedError
 from automodel_rl.serve.requests import (
     CreateModelBody,
     LoadBody,
+    NewSessionBody,
     OptimStepBody,
     SaveBody,
     TurnBody,
 )
-from automodel_rl.serve.results import Result, Results, failed, finish
+from automodel_rl.serve.results import Result, Results, digest_of, failed, finish
 from automodel_rl.serve.samplers import Samplers
 from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, UnwritableError, about, remove_folder
 from automodel_rl.serve.tables import BusyError, Run, Session, Throughput, UnknownError, Weights, choose_rows
@@ -60,16 +61,18 @@ class Service:
         self.results = Results(60 * config.limits.result_minutes, config.limits.waiting)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, Run] = {}
-        self.samplers = Samplers(self)
+        self.samplers, self.lists = Samplers(self), Lists(self)
         self.is_stopping = False
         self.throughput = Throughput()
         self._tasks: set[asyncio.Task] = set()
 
     # Sessions
 
-    def create_session(self) -> dict[str, Any]:
+    def create_session(self, body: NewSessionBody) -> dict[str, Any]:
         session = secrets.token_hex(8)
-        self.sessions[session] = Session(time.monotonic())
+        self.sessions[session] = Session(
+            time.monotonic(), user_metadata=body.user_metadata, display_name=body.display_name
+        )
         note = "this server's adapters leave the unembedding as it is: train_unembed is not followed"
         return {"session_id": session, "warning_message": note}
 
@@ -135,23 +138,6 @@ class Service:
             "lora_rank": run.shape.rank or None,
         }
 
-    def training_run(self, name: str) -> dict[str, Any]:
-        run, saved = self.runs.get(name), self.saved.newest(name)
-        if run is None and saved is None:
-            raise UnknownError(f"there is no training run {name!r}")
-        known = run or saved
-        assert known is not None
-        used = run.used if run is not None else saved.created  # type: ignore[union-attr]
-        return {
-            "training_run_id": name,
-            "base_model": self.config.base_name,
-            "model_owner": "local",
-            "is_lora": known.shape.rank > 0,
-            "lora_rank": known.shape.rank or None,
-            "last_request_time": datetime.fromtimestamp(used, UTC).isoformat(),
-            "user_metadata": known.user_metadata,
-        }
-
     def forward_backward(self, message: Any) -> dict[str, Any]:
         def checked() -> Work:
             try:
@@ -163,7 +149,7 @@ class Service:
 
         def work() -> Work:
             loss, settings = checks.loss_of(message)
-            data = checks.only_read([read_datum(datum) for datum in message.data], loss)
+            data = checks.for_loss([read_datum(datum) for datum in message.data], loss)
             checks.check_data(data, loss, self.config, self.ranks.vocab_size)
             shape = self.runs[message.model_id].shape
             return ForwardBackward(message.model_id, loss, settings, data, message.forward_only, shape), done
@@ -173,7 +159,8 @@ class Service:
             return write_output(answer.logprobs, {"loss:sum": answer.loss})
 
         checks.check_numbers(message)
-        return self._turn(message.model_id, message.seq_id, checked)
+        digest = digest_of("forward_backward", message.SerializeToString(deterministic=True))
+        return self._turn(message.model_id, message.seq_id, digest, checked)
 
     def optim_step(self, body: OptimStepBody) -> dict[str, Any]:
         def work() -> Work:
@@ -181,7 +168,7 @@ class Service:
                 raise InputError("optim_step needs adam_params: AdamW is the optimizer that is served")
             return OptimizerStep(body.model_id, body.adam_params.settings), lambda metrics: {"metrics": metrics}
 
-        return self._turn(body.model_id, body.seq_id, work)
+        return self._turn(body.model_id, body.seq_id, digest_of("optim_step", body), work)
 
     def save(self, body: SaveBody, kind: Kind) -> dict[str, Any]:
         run = self._run(body.model_id)
@@ -197,7 +184,7 @@ class Service:
 
             return Save(body.model_id, str(saved.folder), kind == "weights", about(saved)), done
 
-        return self._turn(body.model_id, body.seq_id, work)
+        return self._turn(body.model_id, body.seq_id, digest_of(kind, body), work)
 
     def delete(self, path: str) -> None:
         """Deletes saved weights.
@@ -230,6 +217,9 @@ class Service:
         if body.model_id is None:
             if body.session_id is None or body.model_seq_id is None:
                 raise InputError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+            if body.base_model is not None:
+                checks.check_base_model(body.base_model, self.config)
+            checks.check_optimizer(body.optimizer_config)
             saved = self._training_weights(body.path)
             metadata = body.user_metadata or saved.user_metadata
             return self._new_run(
@@ -245,7 +235,7 @@ class Service:
 
         if body.seq_id is None:
             raise InputError("load_weights with model_id needs seq_id")
-        return self._turn(body.model_id, body.seq_id, work, mends=True)
+        return self._turn(body.model_id, body.seq_id, digest_of("load_weights", body), work, mends=True)
 
     def _training_weights(self, path: str) -> Any:
         saved = self.saved.usable(path)
@@ -259,15 +249,15 @@ class Service:
         session = self.session(body.session_id)
         session.seen = time.monotonic()
         name = f"{body.session_id}:train:{body.model_seq_id}"  # the client makes this name up itself, too
-        request = f"{name}:0"
-        if request not in self.results:
+        request, digest = f"{name}:0", digest_of(type(body).__name__, body)
+        if not self.results.repeats(request, digest):
             self.check_room()
             alive, most = sum(not run.lost for run in self.runs.values()), self.config.most_runs
             if alive >= most:
                 remedy = "for it trains all weights" if self.config.model.lora is None else "or raise it"
                 raise BusyError(f"there are {alive} runs, and limits.runs is {most}: end one, {remedy}")
             run = self.runs[name] = Run(body.session_id, self._placed(shape, name), metadata)
-            self.start(request, run, make(name, run.shape), lambda _: {"model_id": name})
+            self.start(request, digest, run, make(name, run.shape), lambda _: {"model_id": name})
             self.results.find(request).add_done_callback(lambda result: self._note_unmade(name, result.result()))
         return {"request_id": request, "model_id": name}
 
@@ -282,21 +272,23 @@ class Service:
         if name in self.runs and isinstance(result, dict) and "error" in result:
             self.runs[name].lost = self.runs[name].lost or f"the run was not made: {result['error']}"
 
-    def refuse(self, turn: TurnBody, text: str) -> dict[str, Any]:
+    def refuse(self, turn: TurnBody, body: bytes, text: str) -> dict[str, Any]:
         """Lets a request take its turn and fail: those behind it wait for its turn."""
 
         def work() -> Work:
             raise InputError(text)
 
-        return self._turn(turn.model_id, turn.seq_id, work)
+        return self._turn(turn.model_id, turn.seq_id, digest_of("", body), work)
 
-    def _turn(self, model_id: str, seq_id: int, work: Callable[[], Work], mends: bool = False) -> dict[str, Any]:
+    def _turn(
+        self, model_id: str, seq_id: int, digest: bytes, work: Callable[[], Work], mends: bool = False
+    ) -> dict[str, Any]:
         """Puts a request into its run's order. From here on it is not refused but fails: others wait for its turn."""
         run, request = self._run(model_id), f"{model_id}:{seq_id}"
         answer = {"request_id": request, "model_id": model_id}
-        if request in self.results or seq_id < run.next:
-            return answer  # sent again, because the first answer was lost
-        result = self.results.open(request)
+        if self.results.repeats(request, digest) or seq_id < run.next:
+            return answer
+        result = self.results.open(request, digest)
         run.used = time.time()
         run.since = run.since if run.waiting else time.monotonic()
         if run.session in self.sessions:
@@ -336,17 +328,18 @@ class Service:
         done, _ = await asyncio.wait([result], timeout=seconds)
         return result.result() if done else None
 
-    def start(self, request: str, run: Run | None, job: Job, convert: Callable[[Any], Result]) -> None:
+    def start(self, request: str, digest: bytes, run: Run | None, job: Job, convert: Callable[[Any], Result]) -> None:
         """Submits the job of a request that has no turn to wait for.
 
         Args:
             request: the request's name.
+            digest: what tells it from others of this name.
             run: the run that the job belongs to, if it belongs to one.
             job: the job.
             convert: makes the request's result of the job's answer.
         """
         lost = (lambda: run.lost) if run is not None else (lambda: "the ranks ended while they sampled: sample again")
-        self._watch(finish(self.results.open(request), self.ranks.submit(job), convert, lost))
+        self._watch(finish(self.results.open(request, digest), self.ranks.submit(job), convert, lost))
 
     def _watch(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -48,9 +48,14 @@ class Session:
 
     Attributes:
         seen: when it last gave a sign, by the monotonic clock.
+        created: when it began, by the same clock.
+        user_metadata, display_name: what the client said of it.
     """
 
     seen: float
+    created: float = field(default_factory=time.monotonic)
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
 
 
 @dataclass

@@ -68,6 +68,13 @@ def test_completions_are_those_of_the_model(service: Service, client: openai.Ope
     assert values[0] is None
     whole = prompts[0] + echoed.token_ids  # type: ignore[attr-defined]
     assert values[1:] == pytest.approx(plain_logprobs(service.model, whole).tolist(), abs=1e-6)
+    scored = client.completions.create(
+        **{**asked, "max_tokens": 0}, prompt=prompts, echo=True, temperature=0, best_of=1, suffix=None, logit_bias={}
+    )
+    for prompt, choice in zip(prompts, scored.choices, strict=True):
+        assert choice.token_ids == []  # type: ignore[attr-defined]
+        expected = plain_logprobs(service.model, prompt)
+        assert choice.logprobs.token_logprobs == [None, *(pytest.approx(v, abs=1e-6) for v in expected.tolist())]
 
 
 def test_a_chat_is_written_by_the_chat_template(service: Service, client: openai.OpenAI) -> None:
@@ -97,12 +104,36 @@ def test_a_chat_is_written_by_the_chat_template(service: Service, client: openai
     assert text.startswith(ended.message.content)
 
 
+def test_the_forms_of_messages_that_clients_send_make_the_same_prompt(service: Service, client: openai.OpenAI) -> None:
+    def prompt_of(messages: list[Any], **options: Any) -> list[int]:
+        extra = {"return_token_ids": True, "min_p": 0.0, "repetition_penalty": 1.0}
+        asked = {"model": service.model, "max_tokens": 1, "extra_body": extra, **options}
+        return client.chat.completions.create(messages=messages, **asked).prompt_token_ids  # type: ignore[attr-defined]
+
+    system, user = {"role": "system", "content": "Add."}, CHAT[0]
+    plain = prompt_of([system, user])
+    parts = [{"type": "text", "text": user["content"]}]
+    forms = [
+        [system, {**user, "content": parts}],
+        [system, {**user, "type": "text"}],
+        [system, {**user, "name": "bob"}],
+        [{**system, "role": "developer"}, {**user, "refusal": None, "annotations": [], "tool_calls": []}],
+    ]
+    neutral = {"tools": [], "logit_bias": {}, "response_format": {"type": "text"}, "store": False, "stream": False}
+    assert [prompt_of(form, **neutral) for form in forms] == [plain] * 4
+
+
 def test_saved_weights_are_models(service: Service, client: openai.OpenAI) -> None:
     run = service.run()
     run.forward_backward([of_loss(datum(9, 0), "weights")], "cross_entropy").result()
     run.optim_step(types.AdamParams(learning_rate=0.05)).result()
     path = run.save_weights_for_sampler("trained").result().path
     assert [one.id for one in client.models.list().data] == [service.model, path]
+    assert [client.models.retrieve(name).id for name in (service.model, path)] == [service.model, path]
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9'"):
+        client.models.retrieve("gpt-9")
+    with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings is not served"):
+        client.embeddings.create(model=service.model, input="x")
     scored = (
         service.client()
         .create_sampling_client(model_path=path)
@@ -113,6 +144,47 @@ def test_saved_weights_are_models(service: Service, client: openai.OpenAI) -> No
     (choice,) = client.completions.create(model=path, prompt=[5, 6, 7], max_tokens=1, echo=True, logprobs=0).choices
     assert choice.logprobs.token_logprobs[:3] == pytest.approx([None, *scored[1:]], abs=1e-6)
     assert scored[1] != pytest.approx(plain_logprobs(service.model, [5, 6]).item(), abs=1e-3)
+
+
+def test_tinkers_lists_say_what_there_is(service: Service) -> None:
+    """Sessions, runs and saved weights of two clients, page by page."""
+    first, second = (service.run(rank=rank, user_metadata={"rank": str(rank)}) for rank in (2, 3))
+    names = [run.get_info().model_id for run in (first, second)]
+    state = first.save_state("one").result().path
+    sampler = first.save_weights_for_sampler("two").result().path
+    rest = tinker.RestClient(base_url=service.url, api_key=service.key)
+    page = rest.list_training_runs(limit=2).result()
+    assert page.cursor.total_count >= 2
+    assert [run.training_run_id for run in page.training_runs] == names
+    assert [run.lora_rank for run in page.training_runs] == [2, 3]
+    rest_of_them = rest.list_training_runs(limit=1000, offset=1).result()
+    assert len(rest_of_them.training_runs) == page.cursor.total_count - 1
+    run = rest.get_training_run_by_tinker_path(state).result()
+    assert (run.user_metadata, run.corrupted) == ({"rank": "2"}, False)
+    assert run.last_checkpoint.tinker_path == state
+    found = rest.list_checkpoints(names[0]).result().checkpoints
+    assert [one.tinker_path for one in found] == [sampler, state]
+    assert [(one.checkpoint_id, one.checkpoint_type) for one in found] == [
+        ("sampler_weights/two", "sampler"),
+        ("weights/one", "training"),
+    ]
+    assert 0 < found[0].size_bytes < found[1].size_bytes
+    everyones = rest.list_user_checkpoints(limit=2).result()
+    assert [one.tinker_path for one in everyones.checkpoints] == [sampler, state]
+    info = rest.get_weights_info_by_tinker_path(state).result()
+    assert (info.lora_rank, info.train_unembed, info.train_attn) == (2, False, True)
+    session = names[0].partition(":")[0]
+    assert session in rest.list_sessions(limit=1000).result().sessions
+    assert rest.get_session(session).result().training_run_ids == [names[0]]
+    rest.set_checkpoint_ttl_from_tinker_path(state, 3600).result()
+    (timed,) = [one for one in rest.list_checkpoints(names[0]).result().checkpoints if one.tinker_path == state]
+    assert (timed.expires_at - timed.time).total_seconds() > 3500
+    rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
+    rest.delete_checkpoint_from_tinker_path(sampler).result()
+    (left,) = rest.list_checkpoints(names[0]).result().checkpoints
+    assert (left.tinker_path, left.expires_at) == (state, None)
+    with pytest.raises(tinker.NotFoundError, match="checkpoints/weights/one/publish is not served"):
+        rest.publish_checkpoint_from_tinker_path(state).result()
 
 
 @pytest.mark.parametrize(

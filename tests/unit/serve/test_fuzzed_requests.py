@@ -215,6 +215,69 @@ def test_broken_requests_are_refused_and_lose_nothing(client: TestClient, ranks:
         good.step()
 
 
+def training_without_weights(run: str, seq_id: int) -> bytes:
+    message = MESSAGES["Request"].FromString(training(run, seq_id))
+    del message.data[0].inputs["weights"]
+    return message.SerializeToString()
+
+
+def test_cross_entropy_without_weights_counts_every_token(client: TestClient, ranks: Answering) -> None:
+    with client:
+        good = GoodClient(client)
+        sent = post(client, "forward_backward", training_without_weights(good.run, good.turn()))
+        assert result(client, sent).headers["content-type"] == "application/x-protobuf"
+        assert isinstance(ranks.jobs[-1], ForwardBackward)
+        weights = ranks.jobs[-1].data[0].inputs["weights"]
+        assert (weights.tolist(), weights.dtype) == ([1, 1, 1], np.float32)
+
+
+def test_a_number_that_comes_again_with_another_body_is_refused_and_the_same_is_not(client: TestClient) -> None:
+    with client:
+        good = GoodClient(client)
+        of_session = {"session_id": good.session, "base_model": "base"}
+        made = {**of_session, "model_seq_id": 0, "lora_config": {"rank": 4}}
+        step = {"model_id": good.run, "seq_id": good.turn(), "adam_params": {}}
+        saving = {"model_id": good.run, "seq_id": good.turn(), "path": "one"}
+        wrong = {"model_id": good.run, "seq_id": good.turn(), "adam_params": {"beta1": 7.0}}
+        sampler = {**of_session, "sampling_session_seq_id": 1}
+        name = post(client, "create_sampling_session", sampler).json()["sampling_session_id"]
+        prompt = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"seed": 1}}
+        sample = {"sampling_session_id": name, "seq_id": 0, **prompt}
+        sent = [
+            ("create_model", made, {"lora_config": {"rank": 2}}),
+            ("optim_step", step, {"adam_params": {"learning_rate": 1.0}}),
+            ("save_weights", saving, {"path": "two"}),
+            ("optim_step", wrong, {"adam_params": {"beta1": 8.0}}),
+            ("asample", sample, {"num_samples": 2}),
+        ]
+        for path, body, other in sent:
+            first = post(client, path, body).json()
+            result(client, post(client, path, body))
+            assert post(client, path, body).json() == first
+            refused = post(client, path, body | other)
+            assert (refused.status_code, "another request was sent with this number" in refused.text) == (400, True)
+        refused = post(client, "save_weights_for_sampler", saving)
+        assert "another request was sent with this number" in refused.json()["detail"]
+        path = "tinker://" + good.run + "/weights/one"
+        assert (
+            "a sampler of other weights" in post(client, "create_sampling_session", sampler | {"model_path": path}).text
+        )
+        assert post(client, "create_sampling_session", sampler).json()["sampling_session_id"] == name
+        first_bytes, other_bytes = training(good.run, good.turn()), training(good.run, good.seq, weights=[2.0] * 3)
+        assert (
+            post(client, "forward_backward", first_bytes).json() == post(client, "forward_backward", first_bytes).json()
+        )
+        assert post(client, "forward_backward", other_bytes).status_code == 400
+
+
+def test_what_is_not_served_is_told_by_its_name(client: TestClient) -> None:
+    with client:
+        for method, path in (("POST", "/api/v1/copy_weights"), ("PUT", "/api/v1/asample"), ("POST", "/v1/embeddings")):
+            answer = client.request(method, path)
+            assert (answer.status_code, answer.json()["detail"][: len(method + path) + 1]) == (404, f"{method} {path}")
+            assert client.request(method, path, headers={"X-API-Key": "other"}).status_code == 401
+
+
 OF_OPENAI = (
     *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "temperature", "top_p", "top_k"),
     *("seed", "stop", "logprobs", "echo", "stream", "tools", "logit_bias", "return_token_ids", "user"),
@@ -346,12 +409,12 @@ def test_ranks_that_are_gone_are_told_by_healthz(client: TestClient, ranks: Answ
 
 
 def test_an_error_of_the_server_is_a_line_too(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(_: str) -> None:
         raise RuntimeError("odd\nindeed")
 
     with client:
-        monkeypatch.setattr(service_of(client), "create_session", fail)
-        answer = post(client, "create_session", {})
+        monkeypatch.setattr(service_of(client), "heartbeat", fail)
+        answer = post(client, "session_heartbeat", {"session_id": "any"})
         assert (answer.status_code, answer.json()["detail"].count("\n")) == (500, 0)
         assert "odd" in answer.json()["detail"]
 
@@ -388,7 +451,8 @@ def test_weights_that_the_disk_does_not_let_go_of_are_not_said_to_be_deleted(
             assert client.delete(one).status_code == 200
             assert "cannot be removed (Read-only file system): remove it" in capsys.readouterr().err
         assert client.delete(one).status_code == 404
-        assert SavedWeights(tmp_path, 1e9, LoraConfig(rank=8), "base").paths == [path]
+        assert SavedWeights(tmp_path, 1e9, LoraConfig(rank=8), "base")[path].path == path
+        assert len(SavedWeights(tmp_path, 1e9, LoraConfig(rank=8), "base")) == 1
 
 
 def test_turns_come_in_order_however_they_arrive_and_once(client: TestClient, ranks: Answering) -> None:
