@@ -32,7 +32,7 @@ CLIENT_CONFIG = {"proto_compress_fwdbwd": False, "pjwt_auth_enabled": False, "sa
 """Switches of the client."""
 
 BASES = ("/api/v1", "/v1")
-"""Where the paths of Tinker's and of OpenAI's API begin."""
+"""The beginnings of all paths: those of Tinker's API, and of OpenAI's."""
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 

@@ -208,7 +208,7 @@ class TtlBody(Body):
 
 
 class PageQuery(BaseModel):
-    """Which part of a list is asked for, in the query of a request."""
+    """The part of a list that a request asks for in its query."""
 
     limit: Annotated[int, Field(ge=0)] = 20
     offset: Annotated[int, Field(ge=0)] = 0

@@ -294,7 +294,17 @@ def test_what_is_not_served_fails_its_request_alone(service: Service) -> None:
     run.forward_backward([of_loss(datum(5, 0, weights=[3e38] * 5), "weights")], "cross_entropy").result()
     assert run.optim_step(types.AdamParams()).result().metrics == {"skipped:max": 1.0}
     run.forward_backward([good], "cross_entropy").result()
-    assert run.optim_step(types.AdamParams()).result().metrics["skipped:max"] == 0
+    too_large, after = run.optim_step(types.AdamParams(learning_rate=1e39)), run.optim_step(types.AdamParams())
+    with pytest.raises(tinker.TinkerError, match="adam_params.learning_rate: "):
+        too_large.result()
+    assert after.result().metrics["skipped:max"] == 0
+    in_the_way = service.key_file.parent / "weights" / run.get_info().model_id
+    in_the_way.parent.mkdir(exist_ok=True)
+    in_the_way.write_text("")
+    with pytest.raises(tinker.TinkerError, match="the weights cannot be saved"):
+        run.save_state("one").result()
+    in_the_way.unlink()
+    assert run.save_state("one").result().path
 
 
 def test_runs_go_on_from_saved_weights_after_a_rank_and_after_the_server_is_killed(model: Path, tmp_path: Path) -> None:
