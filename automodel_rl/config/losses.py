@@ -113,7 +113,8 @@ class PolicyLossConfig(Section):
 
     ratio: Literal["token", "sequence"] = "token"
     """token: every token has its own q. sequence: all tokens of a completion have the same q, the geometric mean of
-    theirs (GSPO; Zheng et al., arXiv:2507.18071)."""
+    theirs, and each has a gradient of its own, which a correction weighs alone (GSPO-token; Zheng et al.,
+    arXiv:2507.18071, eq. 14). Without a correction the gradient is that of GSPO, eq. 5."""
 
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     """The lower bound of clip(q) is 1 - clip_low."""

@@ -1,5 +1,6 @@
 """The policy-gradient family: one loss, with GRPO, DAPO, GSPO, CISPO and others as settings."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from automodel_rl.losses.disagreement import (
     out_of_bounds,
 )
 from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
-from automodel_rl.losses.terms import correction_weights, kl_estimate, kl_loss, mean_by_sequence
+from automodel_rl.losses.terms import correction_weights, kl_estimate, kl_loss, mean_by_sequence, pessimistic_ratio
 
 
 def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossConfig) -> LossOutput:
@@ -34,10 +35,13 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
         config: the settings of the loss.
 
     Returns:
-        A sum over tokens, or over sequences. Metrics: means over tokens of train/ratio_mean, train/clip_fraction,
-        train/entropy, train/kl_ref, train/correction_weight and its square; train/ratio_max and train/ratio_min; how
-        far the generator is from the trainer, in train/logprob_error, train/logprob_error_live and by the formulas of
-        losses/disagreement.py.
+        A sum over tokens, or over sequences, float64. A token whose `rollout_logprobs` is no finite number counts
+        nowhere in it, nor in the mean ratio of its sequence, nor in metrics. What divides the sum is counted outside,
+        by `loss_mask`; a trainer takes such tokens out of `loss_mask`, too.
+
+        Metrics: means over tokens of train/ratio_mean, train/clip_fraction, train/entropy, train/kl_ref,
+        train/correction_weight and its square; train/ratio_max and train/ratio_min; how far the generator is from the
+        trainer, in train/logprob_error, train/logprob_error_live and by the formulas of losses/disagreement.py.
 
     Raises:
         ValueError: the input of a term is missing, or the config normalises by a constant that it does not give.
@@ -55,33 +59,47 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
     if config.entropy and outputs.entropy is None:
         raise ValueError(f"entropy={config.entropy} needs the policy's entropy: read it with Readout(entropy=True)")
     _check_values(microbatch, config)
-    values = {name: value.to(outputs.logprobs.dtype) for name, value in microbatch.values.items()}
-    old = outputs.logprobs.detach() if config.on_policy is True else values["old_logprobs"]
+    microbatch = _without_lost_tokens(microbatch)
+    # In float64: a ratio of fp32 overflows at a log-ratio of 89. These are numbers per token, which are few.
+    values = {name: value.double() for name, value in microbatch.values.items()}
+    logprobs = outputs.logprobs.double()
+    old = logprobs.detach() if config.on_policy is True else values["old_logprobs"]
     # Masked before exp: an overflow outside of the mask would still spoil gradients.
-    log_ratio = torch.where(microbatch.loss_mask, outputs.logprobs - old, 0.0)
+    log_ratio = torch.where(microbatch.loss_mask, logprobs - old, 0.0)
     if config.ratio == "sequence":
-        log_ratio = spread_over_tokens(mean_by_sequence(log_ratio, microbatch), microbatch)
-    loss, is_clipped = _surrogate(log_ratio.exp(), outputs.logprobs, values["advantages"], config)
+        of_sequence = spread_over_tokens(mean_by_sequence(log_ratio.detach(), microbatch), microbatch)
+        log_ratio = of_sequence + log_ratio - log_ratio.detach()
+    weight = None
+    if config.correction.kind != "none":
+        weight = correction_weights(old, values["rollout_logprobs"], microbatch, config.correction)
+    loss, is_clipped = _surrogate(log_ratio, logprobs, values["advantages"], weight, config)
 
     ratio = log_ratio.detach().exp()
     per_token = {"train/ratio_mean": ratio, "train/clip_fraction": is_clipped.to(loss.dtype)}
     per_token |= _rollout_errors(old, values, microbatch)
     metrics: dict[str, tuple[Tensor, Tensor]] = {}
-    if config.correction.kind != "none":
-        weight = correction_weights(old, values["rollout_logprobs"], microbatch, config.correction)
-        loss = loss * weight
+    if weight is not None:
         per_token |= {WEIGHT: weight, SQUARE_OF_WEIGHT: weight.square()}
         metrics = {OUT_OF_BOUNDS: out_of_bounds(old, values["rollout_logprobs"], microbatch, config.correction)}
     if outputs.entropy is not None:
-        loss = loss - config.entropy * outputs.entropy
+        loss = loss - config.entropy * outputs.entropy.double()
         per_token["train/entropy"] = outputs.entropy
     if "ref_logprobs" in values:
-        ours, ref = (torch.where(microbatch.loss_mask, t, 0.0) for t in (outputs.logprobs, values["ref_logprobs"]))
+        ours, ref = (torch.where(microbatch.loss_mask, t, 0.0) for t in (logprobs, values["ref_logprobs"]))
         per_token["train/kl_ref"] = kl_estimate(ours, ref, config.kl.estimator)
         if config.kl.where == "loss":
             loss = loss + config.kl.coefficient * kl_loss(ours, ref, config.kl.estimator)
     metrics |= _means(per_token, microbatch)
     return LossOutput(_normalise(loss, microbatch, config), metrics, **_extremes(ratio, old, values, microbatch))
+
+
+def _without_lost_tokens(microbatch: Microbatch) -> Microbatch:
+    """The microbatch without tokens in `loss_mask` whose log-probability the generator did not give as a number."""
+    if "rollout_logprobs" not in microbatch.values:
+        return microbatch
+    return dataclasses.replace(
+        microbatch, loss_mask=microbatch.loss_mask & microbatch.values["rollout_logprobs"].isfinite()
+    )
 
 
 def _extremes(ratio: Tensor, old: Tensor, values: dict[str, Tensor], microbatch: Microbatch) -> dict[str, Any]:
@@ -126,15 +144,20 @@ def _check_values(microbatch: Microbatch, config: PolicyLossConfig) -> None:
             raise ValueError(f"{who} needs values['{name}'] in the microbatch, which has {sorted(microbatch.values)}")
 
 
-def _surrogate(ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and whether clipping changed it."""
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+def _surrogate(
+    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, weight: Tensor | None, config: PolicyLossConfig
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token times its weight, and whether clipping changed it."""
+    weighted = advantages if weight is None else advantages * weight
+    low, high = 1 - config.clip_low, 1 + config.clip_high
     if config.surrogate == "cispo":
-        return -advantages * clipped.detach() * logprobs, ratio != clipped
-    loss = torch.maximum(-ratio * advantages, -clipped * advantages)
-    if config.dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -config.dual_clip * advantages), loss)
-    return loss, loss != -ratio * advantages
+        ratio = log_ratio.detach().exp()
+        clipped = ratio.clamp(low, high)
+        return -weighted * clipped * logprobs, ratio != clipped
+    _, is_clipped = pessimistic_ratio(log_ratio.detach(), advantages, low, high, config.dual_clip)
+    # A token of weight 0 has none of the loss, whatever its ratio is.
+    ratio, _ = pessimistic_ratio(log_ratio, weighted, low, high, config.dual_clip)
+    return -weighted * ratio, is_clipped
 
 
 def _normalise(loss: Tensor, microbatch: Microbatch, config: PolicyLossConfig) -> dict[Denominator, Tensor]:

@@ -1,6 +1,8 @@
 """Terms of policy-gradient losses: KL estimates, means, and the correction between generator and trainer. Tensors [T]
 have an entry for each token, aligned with predicting positions."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,36 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """The same estimate, with the gradient of the divergence itself (Tang and Munos, arXiv:2506.09477).
 
-    Tokens were sampled from the policy, so the gradient has a part through the sampling. For k1 and k3 the factor
-    exp(logprobs - stop_gradient(logprobs)) = 1 adds this part. Without it k1 would have gradient 0 on average, and k3
-    the gradient of another divergence. The gradient of k2 is right as it is.
+    Tokens were sampled from the policy, so the gradient has a part through the sampling: for k1 and k3 the estimate
+    itself. Without it k1 would have gradient 0 on average, and k3 the gradient of another divergence. Of k3 both parts
+    hold exp(r), which cancels in their sum. So the sum is written out: 1 - r for k1, and -r for k2 and k3.
     """
-    estimate = kl_estimate(logprobs, ref_logprobs, estimator)
-    return estimate if estimator == "k2" else estimate * (logprobs - logprobs.detach()).exp()
+    estimate, r = kl_estimate(logprobs, ref_logprobs, estimator).detach(), (ref_logprobs - logprobs).detach()
+    return estimate + ((1.0 if estimator == "k1" else 0.0) - r) * (logprobs - logprobs.detach())
+
+
+def pessimistic_ratio(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, highest: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The ratio q for which q A is the least of q A and clip(q) A, as PPO takes it (arXiv:1707.06347, eq. 7).
+
+    It is clipped before exp: a ratio that overflows where clipping protects would give 0 * inf in the backward.
+
+    Args:
+        log_ratio: log q of each token, [T].
+        advantages: A of each token, [T].
+        low, high: clip(q) lies between them.
+        highest: bound of q where A is negative, of dual clip; None for no bound.
+
+    Returns:
+        The ratios, [T], 1 or less where A is 0; and whether they were clipped, bool [T], never where A is 0.
+    """
+    zeros, ones = torch.zeros_like(log_ratio), torch.ones_like(log_ratio)
+    least = torch.where(advantages < 0, max(low, 0.0), zeros).log()
+    most = torch.where(advantages < 0, math.inf if highest is None else highest, ones)
+    most = torch.where(advantages > 0, high, most).log()
+    is_clipped = (advantages != 0) & ((log_ratio < least) | (log_ratio > most))
+    return log_ratio.clamp(least, most).exp(), is_clipped
 
 
 def mean_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:

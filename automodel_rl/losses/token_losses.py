@@ -22,6 +22,7 @@ from torch import Tensor
 
 from automodel_rl.batch import Microbatch
 from automodel_rl.losses.outputs import LinearLoss, LossFn, LossOutput, TokenOutputs
+from automodel_rl.losses.terms import pessimistic_ratio
 
 Settings = Mapping[str, float]
 """Settings of a loss by name."""
@@ -100,9 +101,9 @@ def _importance_sampling(logprobs: Tensor, sampled: Tensor, advantages: Tensor) 
 def _ppo(
     logprobs: Tensor, sampled: Tensor, advantages: Tensor, clip_low_threshold: float, clip_high_threshold: float
 ) -> Tensor:
-    ratio = _counted_ratio(logprobs, sampled, advantages)
-    clipped = ratio.clamp(clip_low_threshold, clip_high_threshold)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    log_ratio = torch.where(advantages == 0, 0.0, logprobs - sampled)
+    ratio, _ = pessimistic_ratio(log_ratio, advantages, clip_low_threshold, clip_high_threshold)
+    return -ratio * advantages
 
 
 def _cispo(

@@ -58,7 +58,7 @@ def policy_gradient(
             o = new.detach()
         ratio = torch.exp(new - o)
         if c["ratio"] == "sequence":
-            ratio = torch.exp((new - o).sum() / max(len(new), 1)) * torch.ones_like(new)
+            ratio = torch.exp((new - o).sum() / max(len(new), 1)).detach() * new.exp() / new.exp().detach()
         low, high = 1 - c["clip_low"], 1 + c["clip_high"]
         terms = []
         for t in range(len(new)):

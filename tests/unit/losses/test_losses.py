@@ -1,5 +1,6 @@
 """Losses on microbatches against the same on padded tensors, for random inputs over all options."""
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from automodel_rl.batch import Microbatch, TokenSequence, empty_microbatch, pack, unpack
 from automodel_rl.batch.microbatch import EMPTY_LENGTH
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, PolicyLossConfig
-from automodel_rl.losses import LossOutput, Readout, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss
+from automodel_rl.losses import LossOutput, Readout, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss, token_loss
 from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty
 from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.losses.terms import correction_weights, kl_estimate
@@ -256,6 +257,103 @@ def test_overflowing_ratios_outside_of_the_mask_spoil_no_gradient() -> None:
     (total,) = grpo_loss(output, microbatch, config).sums.values()
     (gradient,) = torch.autograd.grad(total, output.logprobs)
     assert gradient.isfinite().all()
+
+
+def completion_of(ours: list[float], dtype: torch.dtype, **values: list[float]) -> tuple[Microbatch, TokenOutputs]:
+    """A microbatch of one completion after one token of a prompt, and the policy's log-probabilities of it."""
+    count = len(ours)
+    tensors = {name: torch.tensor([0.0, *value], dtype=torch.float64) for name, value in values.items()}
+    sequence = TokenSequence(torch.arange(count + 1), torch.tensor([False] + [True] * count), tensors)
+    (microbatch,) = pack([sequence], 64)
+    return microbatch, TokenOutputs(torch.tensor([*ours, 0.0], dtype=dtype).requires_grad_())
+
+
+def gradient_of(microbatch: Microbatch, outputs: TokenOutputs, config: dict) -> tuple[float, list[float]]:
+    """The loss as a mean over tokens, and its gradient by the log-probability of each token of the completion."""
+    (total,) = grpo_loss(outputs, microbatch, PolicyLossConfig.model_validate(config)).sums.values()
+    (gradient,) = torch.autograd.grad(total, outputs.logprobs)
+    return total.item(), gradient[:-1].tolist()
+
+
+@pytest.mark.parametrize("kind", ["truncate", "icepop", "sequence_mask"])
+def test_a_correction_weighs_tokens_of_a_sequence_ratio_one_by_one(kind: str) -> None:
+    logprobs, rollout = [-1.0, -2.0, -1.0, -1.5], [-1.0, -2.0, -1.0, -9.0]
+    values = {"old_logprobs": logprobs, "rollout_logprobs": rollout, "advantages": [1.0] * 4}
+    microbatch, outputs = completion_of(logprobs, torch.float64, **values)
+    correction = {"kind": kind, "low": 0.5, "high": 7.0}
+    _, gradient = gradient_of(
+        microbatch, outputs, {"ratio": "sequence", "normalise": "sequence", "correction": correction}
+    )
+    last = {"truncate": 7.0, "icepop": 0.0, "sequence_mask": math.exp(7.5)}[kind]
+    assert gradient == pytest.approx([-0.25, -0.25, -0.25, -0.25 * last])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("r", [-99.0, 0.0, 2.0**-10, 20.0, 22.0, 99.0])
+@pytest.mark.parametrize(("estimator", "constant"), [("k1", 1.0), ("k2", 0.0), ("k3", 0.0)])
+def test_gradients_of_penalties_are_exact_at_any_distance(
+    dtype: torch.dtype, r: float, estimator: str, constant: float
+) -> None:
+    values = {"old_logprobs": [-128.0], "ref_logprobs": [-128.0 + r], "advantages": [0.0]}
+    microbatch, outputs = completion_of([-128.0], dtype, **values)
+    kl = {"coefficient": 1.0, "estimator": estimator}
+    value, gradient = gradient_of(microbatch, outputs, {"kl": kl, "entropy": 0.0})
+    exact = {"k1": -r, "k2": r * r / 2, "k3": math.expm1(r) - r}[estimator]
+    assert value == pytest.approx(exact, rel=1e-9, abs=1e-12)
+    assert gradient == pytest.approx([constant - r], rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("log_ratio", [99.0, 9999.0])
+def test_ratios_that_overflow_where_a_clip_protects_give_the_bound_and_no_gradient(
+    dtype: torch.dtype, ratio: str, log_ratio: float
+) -> None:
+    for advantage, expected in ((2.0, -2.4), (-2.0, 6.0), (0.0, 0.0)):
+        values = {"old_logprobs": [-1.0 - log_ratio], "advantages": [advantage]}
+        microbatch, outputs = completion_of([-1.0], dtype, **values)
+        value, gradient = gradient_of(microbatch, outputs, {"ratio": ratio, "dual_clip": 3.0})
+        assert (value, gradient) == (pytest.approx(expected), [0.0])
+    microbatch, outputs = completion_of([-1.0], dtype, old_logprobs=[-1.0 - log_ratio], advantages=[1.0])
+    assert gradient_of(microbatch, outputs, {"surrogate": "cispo"}) == (pytest.approx(1.2), [pytest.approx(-1.2)])
+
+
+def test_a_token_that_a_correction_drops_cannot_spoil_others_by_its_ratio() -> None:
+    values = {"old_logprobs": [-999.0, -1.0], "rollout_logprobs": [-1.0, -1.0], "advantages": [-1.0, -1.0]}
+    microbatch, outputs = completion_of([-1.0, -1.0], torch.float32, **values)
+    assert gradient_of(microbatch, outputs, {"correction": {"kind": "icepop"}}) == (1.0, [0.0, 1.0])
+
+
+def test_a_clipped_token_of_ppo_has_no_gradient_however_far_its_ratio_is() -> None:
+    values = {"logprobs": [-999.0, -1.0], "advantages": [1.0, -2.0]}
+    microbatch, outputs = completion_of([-1.0, -1.0], torch.float32, **values)
+    (total,) = token_loss("ppo", {})(outputs, microbatch).sums.values()
+    (gradient,) = torch.autograd.grad(total, outputs.logprobs)
+    assert total.item() == pytest.approx(-1.2 + 2.0)
+    assert gradient.tolist() == [0.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["none", "truncate", "icepop", "sequence_mask"])
+def test_a_token_whose_generator_gave_no_number_is_left_out_of_loss_and_metrics(
+    bad: float, ratio: str, kind: str
+) -> None:
+    config = PolicyLossConfig.model_validate({"ratio": ratio, "correction": {"kind": kind}})
+    values = {"old_logprobs": [-1.1, -2.0, -3.0], "rollout_logprobs": [-1.0, -2.2, bad], "advantages": [1.0] * 3}
+    microbatch, outputs = completion_of([-1.0, -2.1, -9.0], torch.float64, **values)
+    found = grpo_loss(outputs, microbatch, config)
+    (gradient,) = torch.autograd.grad(found.sums["tokens"], outputs.logprobs)
+    shorter, of_shorter = completion_of([-1.0, -2.1], torch.float64, **{n: v[:2] for n, v in values.items()})
+    expected = grpo_loss(of_shorter, shorter, config)
+    (expected_gradient,) = torch.autograd.grad(expected.sums["tokens"], of_shorter.logprobs)
+    assert found.sums["tokens"].item() == pytest.approx(expected.sums["tokens"].item())
+    assert gradient.tolist() == pytest.approx([*expected_gradient[:2].tolist(), 0.0, 0.0])
+    for kind_of_metric in ("metrics", "largest", "smallest"):
+        ours, theirs = getattr(found, kind_of_metric), getattr(expected, kind_of_metric)
+        assert {n: torch.as_tensor(v).tolist() for n, v in ours.items()} == {
+            n: pytest.approx(torch.as_tensor(v).tolist()) for n, v in theirs.items()
+        }
 
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
