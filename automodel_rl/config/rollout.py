@@ -209,8 +209,13 @@ class RewardConfig(Section):
     time_limit: Annotated[float, Field(gt=0)] = 10.0
     """Most seconds that one call may take."""
 
-    on_error: float = 0.0
-    """Score if the call raises, takes too long or returns no finite number. The metrics count such calls."""
+    on_error: Literal["auto", "leave_out"] | Annotated[float, Field(allow_inf_nan=False)] = "auto"
+    """Score if the call raises, takes too long or returns no finite number. The metrics count such calls. leave_out: no
+    score; the completion leaves its group, is not trained, and the others are compared without it. auto: leave_out if
+    the error tells nothing of the completion: the call took too long, its process ended, a file, a connection or a
+    judge failed, which is every error of an async function and all but these of others: ArithmeticError,
+    AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError. These, and a result that is no
+    finite number, come from what the completion is, and score 0."""
 
     passes_at: float | None = None
     """Lowest score with which a completion passes, for the metric val/pass@1. At most one reward has it. If none has, a

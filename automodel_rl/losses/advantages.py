@@ -1,5 +1,6 @@
 """Advantages of completions from their rewards, group by group."""
 
+import torch
 from torch import Tensor
 
 from automodel_rl.config.losses import AdvantageConfig
@@ -8,27 +9,32 @@ EPSILON = 1e-6
 """Added to standard deviations."""
 
 
-def advantages(rewards: Tensor, config: AdvantageConfig) -> Tensor:
+def advantages(rewards: Tensor, config: AdvantageConfig, counts: Tensor | None = None) -> Tensor:
     """Advantages: how much better each completion is than what it is compared with. Papers are in `AdvantageConfig`.
 
     Args:
         rewards: [P, G], the rewards of G completions for each of P prompts. Standard deviations are those of samples
             (divided by the number less 1).
         config: what a completion is compared with.
+        counts: whether each completion is there, bool [P, G], for groups of unequal size; None if all are. Others
+            count in no mean and in no standard deviation.
 
     Returns:
-        [P, G], of the same dtype.
+        [P, G], of the same dtype; 0 for completions that are not there.
     """
-    group_size = rewards.shape[1]
-    centred = rewards - rewards.mean(1, keepdim=True)
+    counts = torch.ones_like(rewards, dtype=torch.bool) if counts is None else counts
+    sizes = counts.sum(1, keepdim=True)
+    degrees = (sizes - 1).clamp_min(1)
+    mean = torch.where(counts, rewards, 0.0).sum(1, keepdim=True) / sizes.clamp_min(1)
+    centred = torch.where(counts, rewards - mean, 0.0)
     if config.kind == "grpo":
-        result = centred / (rewards.std(1, keepdim=True, correction=min(1, group_size - 1)) + EPSILON)
+        result = centred / ((centred.square().sum(1, keepdim=True) / degrees).sqrt() + EPSILON)
     elif config.kind == "dr_grpo":
         result = centred
     elif config.kind == "rloo":
-        result = centred * (group_size / max(1, group_size - 1))
+        result = centred * (sizes / degrees)
     else:
-        result = centred / (centred.std(correction=min(1, centred.numel() - 1)) + EPSILON)
+        result = centred / ((centred.square().sum() / (sizes.sum() - 1).clamp_min(1)).sqrt() + EPSILON)
     return result if config.clip is None else result.clamp(-config.clip, config.clip)
 
 

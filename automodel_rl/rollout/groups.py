@@ -1,7 +1,9 @@
 """Groups: prompts with their rewarded completions. Also the metrics and records that a step makes of them."""
 
+import dataclasses
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,7 @@ class Group:
     Attributes:
         prompt: the prompt.
         rollouts: G completions with their scores.
-        rewards: the rewards to learn from, made by `shaped_rewards`, float64 [G].
+        rewards: the rewards to learn from, made by `shaped_rewards`, float64 [G]; nan where the completion has none.
     """
 
     prompt: Promptlike
@@ -41,13 +43,30 @@ class Group:
         return all(rollout.completion.finish != "error" for rollout in self.rollouts)
 
     @property
+    def scored(self) -> "Group":
+        """The group without the completions that a failed reward left out."""
+        rollouts = [rollout for rollout in self.rollouts if not rollout.score.is_left_out]
+        return dataclasses.replace(self, rollouts=rollouts, rewards=self.rewards[~self.rewards.isnan()])
+
+    @property
+    def unshaped(self) -> "Group":
+        """The group with the task's rewards, without the penalty for overlong completions."""
+        rewards = [rollout.score.total for rollout in self.rollouts]
+        return dataclasses.replace(self, rewards=torch.tensor(rewards, dtype=torch.float64))
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether two completions have rewards, so that they can be compared."""
+        return len(self.scored.rollouts) > 1
+
+    @property
     def has_signal(self) -> bool:
-        """Whether the rewards differ, so that there is something to learn."""
-        return bool(has_signal(self.rewards[None]))
+        """Whether the task's rewards differ, so that there is something to learn. A penalty for length is none."""
+        return self.is_comparable and bool(has_signal(self.scored.unshaped.rewards[None]))
 
 
 def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_tokens: int) -> Tensor:
-    """The total scores, scaled, minus the penalty for overlong completions: float64 [G]."""
+    """The total scores, scaled, minus the penalty for overlong completions: float64 [G], nan for those left out."""
     rewards = torch.tensor([rollout.score.total for rollout in rollouts], dtype=torch.float64) * config.reward_scale
     if not config.overlong_buffer:
         return rewards
@@ -58,6 +77,12 @@ def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_to
 def all_scores(groups: Sequence[Group]) -> list[Score]:
     """The scores of all completions."""
     return [rollout.score for group in groups for rollout in group.rollouts]
+
+
+def first_error(rollouts: Iterable[Rollout]) -> str:
+    """Why the first completion that failed did so, or else the first call of a reward."""
+    errors = [(r.completion.error, *r.score.errors) for r in rollouts]
+    return next((text for of_one in zip(*errors, strict=True) for text in of_one if text), "")
 
 
 def pass_rates(groups: Sequence[Sequence[Score]], place: int, passes_at: float) -> dict[str, float]:
@@ -106,8 +131,10 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
     errors = [error for rollout in rollouts for error in rollout.score.errors if error]
     if len(errors) == len(rollouts) * len(rewards):
         raise InputError(f"every call of a reward failed in this step, the first: rewards.function={errors[0]}")
-    totals = torch.cat([group.rewards for group in groups])
+    totals = torch.cat([group.scored.rewards for group in groups])
     parts = zip(*(rollout.score.parts for rollout in rollouts), strict=True)
+    scored = {name: [s for s in scores if not math.isnan(s)] for name, scores in zip(rewards, parts, strict=True)}
+    sampled = sum(sum(rollout.completion.sampled) for rollout in rollouts)
     ages = [policy_version - r.completion.versions[0] for r in rollouts if r.completion.versions is not None]
     return {
         **({"rollout/staleness_mean": sum(ages) / len(ages), "rollout/staleness_max": max(ages)} if ages else {}),
@@ -117,9 +144,11 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
         "rollout/truncated": sum(r.completion.finish == "length" for r in rollouts) / len(rollouts),
         "rollout/failed": sum(r.completion.finish == "error" for r in rollouts),
         "rollout/reward_errors": len(errors),
+        "rollout/left_out": sum(r.score.is_left_out for r in rollouts),
+        "rollout/invalid_logprobs": sampled - sum(sum(r.completion.trained) for r in rollouts),
         "rollout/groups_without_signal": sum(not group.has_signal for group in groups),
         "rollout/num_groups": len(groups),
-        **{f"rollout/reward_{name}": sum(scores) / len(scores) for name, scores in zip(rewards, parts, strict=True)},
+        **{f"rollout/reward_{name}": sum(scores) / len(scores) for name, scores in scored.items() if scores},
         **{f"rollout/error_rate_{name}": rate for name, rate in error_rates(all_scores(groups), rewards).items()},
         **{f"rollout/{name}": mean for name, mean in metric_means(all_scores(groups), rewards).items()},
         **conversation_metrics([r.completion.conversation for r in rollouts if r.completion.conversation is not None]),
@@ -146,6 +175,11 @@ def _media_record(prompt: Promptlike) -> dict[str, Any]:
     return found
 
 
+def _number_or_none(value: float) -> float | None:
+    """The number as JSON has it: null in place of nan."""
+    return None if math.isnan(value) else value
+
+
 def rollout_records(
     groups: Sequence[Group],
     rewards: Sequence[str],
@@ -165,8 +199,8 @@ def rollout_records(
             "prompt": tokenizer.decode(single_media_tokens(rollout.prompt_of(group.prompt), group.prompt.media)),
             **_media_record(group.prompt),
             "completion": rollout.text,
-            "reward": reward,
-            "rewards": dict(zip(rewards, rollout.score.parts, strict=True)),
+            "reward": _number_or_none(reward),
+            "rewards": dict(zip(rewards, map(_number_or_none, rollout.score.parts), strict=True)),
             "metrics": metric_means([rollout.score], rewards),
             "errors": [error for error in (*rollout.score.errors, rollout.completion.error) if error],
             "tokens": len(rollout.completion.token_ids),

@@ -1,5 +1,6 @@
 """The interface of generators: the prompts they take and the completions they return."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -78,6 +79,12 @@ class Completion:
         return [True] * len(self.token_ids) if self.conversation is None else self.conversation.sampled
 
     @property
+    def trained(self) -> list[bool]:
+        """Whether each token can be trained on: sampled, and with a log-probability that is one."""
+        of_tokens = zip(self.sampled, self.logprobs, strict=True)
+        return [sampled and is_logprob(logprob) for sampled, logprob in of_tokens]
+
+    @property
     def last_turn(self) -> list[int]:
         """The tokens of the last turn: all tokens if there is one turn."""
         sampled = self.sampled
@@ -120,6 +127,15 @@ class Rollout:
         """The tokens before the completion, given its prompt."""
         conversation = self.completion.conversation
         return prompt.token_ids if conversation is None else conversation.prompt
+
+
+ROUNDING = 1e-3
+"""How far above 0 rounding may leave the log-probability of a token that is nearly certain."""
+
+
+def is_logprob(value: float) -> bool:
+    """Whether a number can be the log-probability of a token that was sampled: finite, and 0 or less."""
+    return math.isfinite(value) and value <= ROUNDING
 
 
 OnFinished = Callable[[int, Completion], None]

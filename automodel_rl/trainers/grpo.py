@@ -21,7 +21,15 @@ from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.observe.samples import Sample
 from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.rollout.episodes.conversations import Conversations
-from automodel_rl.rollout.groups import Group, all_scores, pass_rates, rollout_metrics, rollout_records, shaped_rewards
+from automodel_rl.rollout.groups import (
+    Group,
+    all_scores,
+    first_error,
+    pass_rates,
+    rollout_metrics,
+    rollout_records,
+    shaped_rewards,
+)
 from automodel_rl.rollout.rewards.counts import ErrorWatch, error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
@@ -71,7 +79,7 @@ class GRPOTrainer:
         held_out = PromptStream(config.data.validation, chat, config.rollout.max_prompt_tokens, None, tools)
         self.validation = held_out.every_prompt()
         self.num_held_out_overlong = held_out.num_overlong
-        self.mentioned_overlong = self.mentioned_memory = False
+        self.mentioned_overlong = self.mentioned_memory = self.mentioned_invalid = False
         self.readout = Readout(config.rollout.temperature, entropy=True)
         total_steps = config.length.steps or _steps_of_epochs(config, self.prompts)
         self.engine = Engine(self.handle, config.optimizer, total_steps * config.batch.steps_of_all_epochs)
@@ -233,15 +241,16 @@ class GRPOTrainer:
                 for prompt, group in zip(prompts, rollouts, strict=True)
             ]
             generated += new
-            chosen += [group for group in new if group.is_whole and (group.has_signal or not filter.dynamic)]
+            comparable = [group.scored for group in new if group.is_whole and group.is_comparable]
+            chosen += [group for group in comparable if group.has_signal or not filter.dynamic]
             if len(chosen) == rollout.prompts or not filter.dynamic or refills == filter.max_refills:
                 break
             batch = self.queue.more(rollout.prompts - len(chosen))
-        if not chosen:  # groups without signal do no harm, and the step still takes place
-            chosen = [group for group in generated if group.is_whole]
+        if not chosen:  # without a penalty for length these do no harm, and the step still takes place
+            chosen = [group.scored.unshaped for group in generated if group.is_whole and group.is_comparable]
         if not chosen:
-            error = next(r.completion.error for group in generated for r in group.rollouts if r.completion.error)
-            raise RolloutError(f"every group has a completion that failed, the first with: {error}")
+            error = first_error(rollout for group in generated for rollout in group.rollouts)
+            raise RolloutError(f"every group has completions that failed or got no reward, the first with: {error}")
         return generated, chosen
 
     def _pack(self, groups: list[Group], step: Step) -> list[PackedStep]:
@@ -295,7 +304,8 @@ class GRPOTrainer:
             self.mentioned_memory = True
             self.run.say(self.supervisor.offload.warning)
         if self.signal.num_steps == 1:
-            self.run.say(f"warning: no group of step {self.run.step} has rewards that differ; it taught nothing")
+            but = " but length" if self.config.filter.overlong_buffer and not self.config.filter.dynamic else ""
+            self.run.say(f"warning: no group of step {self.run.step} has rewards that differ; it taught nothing{but}")
         if step.metrics["rollout/failed"]:
             self.run.say(
                 f"warning: {step.metrics['rollout/failed']} completions of step {self.run.step} failed and their "
@@ -305,11 +315,21 @@ class GRPOTrainer:
         is_stale = (
             self.config.rollout.max_staleness > 0
         )  # stale completions come from older weights, so that a disagreement is expected
+        self._warn_of_lost_tokens(step)
         if error is not None and error > self.config.rollout.warn_logprob_error and not is_stale:
             self.run.say(
                 f"warning: train/logprob_error is {error:.3f} in step {self.run.step}, above "
                 f"rollout.warn_logprob_error={self.config.rollout.warn_logprob_error}: the generator and the model "
                 "that learns from its completions disagree"
+            )
+
+    def _warn_of_lost_tokens(self, step: Step) -> None:
+        count = step.metrics["rollout/invalid_logprobs"]
+        if count and not self.mentioned_invalid:
+            self.mentioned_invalid = True
+            self.run.say(
+                f"warning: the generator gave no log-probability (nan, infinite or above 0) for {count} tokens of step "
+                f"{self.run.step}, which are left out of the loss; rollout/invalid_logprobs counts them in every step"
             )
 
     def _validate_step(self, step: Step) -> None:
@@ -330,10 +350,13 @@ class GRPOTrainer:
         finally:
             self.supervisor.offload.restore()
         written = [[rollout for rollout in group if rollout.completion.finish != "error"] for group in groups]
-        pairs = [(prompt, group) for prompt, group in zip(self.validation, written, strict=True) if group]
+        called = [rollout.score for group in written for rollout in group]
+        self._warn_of_errors(called, f"the validation of step {self.run.step}")
+        scored = [[rollout for rollout in group if not rollout.score.is_left_out] for group in written]
+        pairs = [(prompt, group) for prompt, group in zip(self.validation, scored, strict=True) if group]
         if not pairs:
-            raise RolloutError(f"every completion of a held-out prompt failed: {groups[0][0].completion.error}")
-        rollouts = [rollout for _, group in pairs for rollout in group]
+            error = first_error(rollout for group in groups for rollout in group)
+            raise RolloutError(f"every completion of a held-out prompt failed or got no reward: {error}")
         samples = [
             Sample(
                 prompt=self.tokenizer.decode(single_media_tokens(prompt.token_ids, prompt.media)),
@@ -343,14 +366,13 @@ class GRPOTrainer:
             for prompt, group in pairs[: self.config.observe.samples]
         ]
         self.run.save_samples(samples)
-        scores = [rollout.score for rollout in rollouts]
-        self._warn_of_errors(scores, f"the validation of step {self.run.step}")
+        scores = [rollout.score for _, group in pairs for rollout in group]
         of_prompts = [[rollout.score for rollout in group] for _, group in pairs]
         rates = {} if self.config.passing is None else pass_rates(of_prompts, *self.config.passing)
         return {
             "val/reward_mean": sum(score.total for score in scores) / len(scores),
             **{f"val/{name}": rate for name, rate in rates.items()},
-            **{f"val/error_rate_{n}": rate for n, rate in error_rates(scores, self.config.reward_names).items()},
+            **{f"val/error_rate_{n}": rate for n, rate in error_rates(called, self.config.reward_names).items()},
             **{f"val/{name}": mean for name, mean in metric_means(scores, self.config.reward_names).items()},
         }
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from automodel_rl.batch import Microbatch, TokenSequence, add_values
 from automodel_rl.config import GRPOConfig
@@ -54,25 +55,31 @@ def with_advantages(
         layout: this rank's place.
     """
     count = len(optimizer_steps)
-    rewards = torch.stack([group.rewards for group in groups])
+    rewards = [group.rewards for group in groups]
     if config.needs_reference and config.loss.kl.where == "reward":
-        penalties = [_kl_sums(microbatches, config, layout) for microbatches in optimizer_steps]
-        by_group = [penalties[i % count][i // count] for i in range(len(groups))]
-        rewards = rewards - config.loss.kl.coefficient * torch.tensor(by_group, dtype=torch.float64)
-    values = advantages(rewards, config.advantage)
+        for i, microbatches in enumerate(optimizer_steps):
+            kl = _kl_sums(microbatches, config, layout)
+            by_group = kl.split([len(of_group) for of_group in rewards[i::count]])
+            rewards[i::count] = [
+                of_group - config.loss.kl.coefficient * sums
+                for of_group, sums in zip(rewards[i::count], by_group, strict=True)
+            ]
+    counts = pad_sequence([torch.ones_like(of_group, dtype=torch.bool) for of_group in rewards], batch_first=True)
+    values = advantages(pad_sequence(rewards, batch_first=True), config.advantage, counts)
     return [
-        [_add_by_sequence(microbatch, values[i::count].flatten()) for microbatch in microbatches]
+        [_add_by_sequence(microbatch, values[i::count][counts[i::count]]) for microbatch in microbatches]
         for i, microbatches in enumerate(optimizer_steps)
     ]
 
 
 def _to_sequence(group: Group, rollout: Rollout, config: GRPOConfig) -> TokenSequence:
-    """The prompt and completion as a sequence. Only tokens that the generator sampled count in the loss."""
+    """The prompt and completion as a sequence. Only tokens that the generator sampled count in the loss, as far as it
+    told their log-probabilities."""
     prompt, completion = rollout.prompt_of(group.prompt), rollout.completion
     counts = not (config.filter.mask_overlong and completion.finish == "length")
     return TokenSequence(
         torch.tensor([*prompt, *completion.token_ids]),
-        torch.tensor([False] * len(prompt) + [counts and sampled for sampled in completion.sampled]),
+        torch.tensor([False] * len(prompt) + [counts and trained for trained in completion.trained]),
         {"rollout_logprobs": torch.tensor([0.0] * len(prompt) + completion.logprobs, dtype=torch.float64)},
         media=tuple(group.prompt.media),
     )
@@ -89,14 +96,13 @@ def _add_by_sequence(microbatch: Microbatch, values: torch.Tensor) -> Microbatch
     return add_values(microbatch, "advantages", pieces)
 
 
-def _kl_sums(microbatches: Microbatches, config: GRPOConfig, layout: Layout) -> list[list[float]]:
-    """The divergence from the reference, summed over each completion of each group of an optimizer step."""
+def _kl_sums(microbatches: Microbatches, config: GRPOConfig, layout: Layout) -> torch.Tensor:
+    """The divergence from the reference, summed over each completion of an optimizer step, float64 [N]."""
     own: dict[int, float] = {}
     for microbatch in microbatches:
-        old, ref = microbatch.values["old_logprobs"], microbatch.values["ref_logprobs"]
+        old, ref = (microbatch.values[name].double() for name in ("old_logprobs", "ref_logprobs"))
         kl = torch.where(microbatch.loss_mask, kl_estimate(old, ref, config.loss.kl.estimator), 0.0)
         own |= zip(microbatch.order, (piece.sum().item() for piece in kl.split(microbatch.lengths)), strict=False)
     shares = gather_objects(own, layout.data_control)
     flat = share_with_guests({place: total for share in shares for place, total in share.items()}, layout)
-    size = config.rollout.group_size
-    return [[flat[start + i] for i in range(size)] for start in range(0, len(flat), size)]
+    return torch.tensor([flat[place] for place in range(len(flat))], dtype=torch.float64)

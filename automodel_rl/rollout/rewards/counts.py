@@ -1,5 +1,6 @@
 """What is counted of rewards: their metrics and their error rates, and warnings about errors."""
 
+import math
 from collections.abc import Sequence
 
 from automodel_rl.config import RewardConfig
@@ -46,11 +47,21 @@ class ErrorWatch:
         lines = []
         for place, reward in enumerate(self.rewards):
             errors = [score.errors[place] for score in scores if score.errors[place]]
-            rate = len(errors) / len(scores)
+            rate = len(errors) / max(1, len(scores))
             if errors and rate >= WORSE * self.named_at[place]:
                 self.named_at[place] = rate
+                left_out = sum(math.isnan(score.parts[place]) for score in scores)
                 lines.append(
                     f"warning: rewards.function={reward.function} failed in {100 * rate:.3g}% of its calls in {where}, "
-                    f"which scored on_error={reward.on_error:g}, the first: {errors[0]}"
+                    f"{_what_came_of_it(reward, len(errors), left_out)}, the first: {errors[0]}"
                 )
         return lines
+
+
+def _what_came_of_it(reward: RewardConfig, failed: int, left_out: int) -> str:
+    scored = "scored 0" if isinstance(reward.on_error, str) else f"scored on_error={reward.on_error:g}"
+    if not left_out:
+        return f"which {scored}"
+    if left_out == failed:
+        return "whose completions are left out"
+    return f"of which {failed - left_out} {scored} and {left_out} left their completions out"

@@ -1,6 +1,8 @@
 """The processes of one reward: they take calls from a queue, as many at once as there is room for."""
 
 import contextlib
+import dataclasses
+import math
 import queue
 import sys
 import threading
@@ -30,7 +32,7 @@ class Result:
     """What a call gave.
 
     Attributes:
-        score: the score; `on_error` if the call failed.
+        score: the score; as `on_error` says if the call failed, nan for none.
         error: why the call failed; empty if it went well.
         metrics: further numbers that the function returned, by name, and its text `answer`.
     """
@@ -42,11 +44,17 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call, or the calls of a batch. `results` gets a `Result` for each of them."""
+    """One call, or the calls of a batch.
+
+    Attributes:
+        results: gets a `Result` for each of them.
+        is_alone: whether no other call may run beside it in its process.
+    """
 
     completions: list[str]
     examples: list[dict[str, Any]]
     results: "Future[list[Result]]" = field(default_factory=Future)
+    is_alone: bool = False
 
 
 class RewardPool:
@@ -98,10 +106,12 @@ class RewardPool:
         room = self.config.concurrency if self._is_async else 1
         with contextlib.suppress(InputError):  # then its first call says so
             self._processes[place] = self._processes[place] or _Process(self.config)
+        held: _Call | None = None  # goes alone, and waits until the process has nothing else to do
         while not self._is_closed:
-            while len(self._running(place)) < room:
-                call = self._next(wait=not self._running(place))
-                if call is None:
+            while len(self._running(place)) < room and not self._runs_one_alone(place):
+                call = held or self._next(wait=not self._running(place))
+                held = call if call and call.is_alone and self._running(place) else None
+                if call is None or held:
                     break
                 self._start(place, call)
             if self._running(place):
@@ -110,6 +120,9 @@ class RewardPool:
     def _running(self, place: int) -> dict[int, tuple[_Call, float]]:
         process = self._processes[place]
         return {} if process is None else process.running
+
+    def _runs_one_alone(self, place: int) -> bool:
+        return any(call.is_alone for call, _ in self._running(place).values())
 
     def _next(self, wait: bool) -> _Call | None:
         """The next call, or None if there is none now or the pool is closed."""
@@ -125,33 +138,60 @@ class RewardPool:
                 process = self._processes[place] = _Process(self.config)
             process.send(call)
         except (ChildEndedError, InputError) as problem:
-            self._fail([call], str(problem))
-            self._end(place)
+            self._lose(place, str(problem), [call])
 
     def _take_result(self, place: int, seconds: float) -> None:
         process = self._processes[place]
         assert process is not None
         try:
-            process.take_result(seconds)
+            waited = process.take_result(seconds)
         except TimeoutError:
-            late = [call for call, deadline in process.running.values() if time.monotonic() >= deadline]
-            self._fail(late, f"took longer than time_limit={self.config.time_limit} s")
-            for call, _ in process.running.values():  # those that waited for the late one run again
-                if not call.results.done():
-                    self._calls.put(call)
-            self._end(place)
+            blocking = "" if not self._is_async else ", and blocked the calls beside it"
+            self._lose(place, f"took longer than time_limit={self.config.time_limit} s{blocking}")
         except ChildEndedError as problem:
-            self._fail([call for call, _ in process.running.values()], str(problem))
-            self._end(place)
+            self._lose(place, str(problem))
+        else:
+            if waited is not None:
+                self._call_again([waited], f"blocked its process for longer than time_limit={self.config.time_limit} s")
 
-    def _fail(self, calls: Sequence[_Call], error: str) -> None:
+    def _lose(self, place: int, error: str, calls: Sequence[_Call] = ()) -> None:
+        """Ends a process that is of no use any more.
+
+        Args:
+            place: the process's place.
+            error: what is wrong with it.
+            calls: calls that it did not even take.
+        """
+        running = [call for call, _ in self._running(place).values()]
+        self._end(place)
+        self._call_again(list(dict.fromkeys([*running, *calls])), error)
+
+    def _call_again(self, calls: Sequence[_Call], error: str) -> None:
+        """Calls again, each alone, what was under way together. A call that was alone is to blame, and has failed."""
         for call in calls:
-            call.results.set_result([Result(self.config.on_error, error)] * len(call.completions))
+            if call.is_alone or len(calls) == 1 and not self._is_async:
+                of_completion = f" (completion {call.completions[0]!r:.80})" if len(call.completions) == 1 else ""
+                score = scored_on_error(self.config, is_of_completion=False)
+                call.results.set_result([Result(score, error + of_completion)] * len(call.completions))
+            else:
+                self._calls.put(dataclasses.replace(call, is_alone=True))
 
     def _end(self, place: int) -> None:
         process, self._processes[place] = self._processes[place], None
         if process is not None:
             process.close()
+
+
+def scored_on_error(config: RewardConfig, is_of_completion: bool) -> float:
+    """What a failed call scores; nan if its completion is left out.
+
+    Args:
+        config: the reward.
+        is_of_completion: whether the error comes from what the completion is.
+    """
+    if isinstance(config.on_error, str):
+        return 0.0 if config.on_error == "auto" and is_of_completion else math.nan
+    return config.on_error
 
 
 class _Process:
@@ -181,8 +221,11 @@ class _Process:
         self.running[self.count] = (call, time.monotonic() + limit)
         self.child.send((self.count, call.completions, call.examples))
 
-    def take_result(self, seconds: float) -> None:
+    def take_result(self, seconds: float) -> _Call | None:
         """Waits for a result for at most `seconds`.
+
+        Returns:
+            A call that ran out of time because another one blocked the process; None if there is none.
 
         Raises:
             TimeoutError: a call has run out of time.
@@ -194,11 +237,18 @@ class _Process:
         except TimeoutError:
             if left <= seconds:
                 raise
-            return
+            return None
         call, _ = self.running.pop(number)
-        call.results.set_result(
-            [Result(self.config.on_error if score is None else score, error, m) for score, error, m in results]
-        )
+        if results is None:
+            return call
+        call.results.set_result([self._result(*result) for result in results])
+        return None
+
+    def _result(self, score: float | None, error: str, metrics: dict[str, Any]) -> Result:
+        if error:
+            score = scored_on_error(self.config, is_of_completion=score is None)
+        assert score is not None
+        return Result(score, error, metrics)
 
     def close(self) -> None:
         self.child.close()

@@ -1,5 +1,6 @@
 """Scores completions with reward functions that may fail, run too long or return nonsense."""
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ class Score:
     """The rewards of one completion.
 
     Attributes:
-        total: weighted sum of all rewards' scores.
-        parts: each reward's score, in the order of the config.
-        errors: the error text of each reward's call, which then scored `on_error`; empty if the call went well.
+        total: weighted sum of all rewards' scores; nan if the completion is left out.
+        parts: each reward's score, in the order of the config; nan where a failed call leaves the completion out.
+        errors: the error text of each reward's call that failed; empty if the call went well.
         metrics: further numbers that each reward returned, by name.
         answers: the answer of the completion that each reward has seen; None if it told none.
     """
@@ -27,6 +28,11 @@ class Score:
     errors: tuple[str, ...]
     metrics: tuple[dict[str, float], ...] = field(default=())
     answers: tuple[str | None, ...] = ()
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether a failed call leaves the completion out, so that it has no reward."""
+        return math.isnan(self.total)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ class Scorer:
             f"{reward.function}: {result.error}" if result.error else ""
             for reward, result in zip(self.rewards, results, strict=True)
         ]
-        total = sum(reward.weight * result.score for reward, result in zip(self.rewards, results, strict=True))
+        pairs = [(reward.weight, result.score) for reward, result in zip(self.rewards, results, strict=True)]
+        total = sum(weight * score for weight, score in pairs if weight)  # one of weight 0 leaves nothing out
         parts, answers = tuple(result.score for result in results), tuple(r.metrics.get(ANSWER) for r in results)
         metrics = tuple({name: value for name, value in r.metrics.items() if name != ANSWER} for r in results)
         return Score(total, parts, tuple(errors), metrics, answers)

@@ -4,7 +4,8 @@ python -m automodel_rl.rollout.rewards.worker FUNCTION DESCRIPTOR
 
 Everything goes over the connection with that file descriptor. The process first receives (options, time limit) and
 sends (kind, error). Then it receives (number, completions, examples) and sends (number, results), again and again. A
-result is (score, error, metrics), in which the metric `answer` is a text.
+result is (score, error, metrics), in which the metric `answer` is a text. Results are None for an async call that ran
+out of time because another one blocked the process.
 """
 
 import asyncio
@@ -30,7 +31,25 @@ PLAIN, ASYNC, BATCH = "plain", "async", "batch"
 """Kinds of reward functions: called one after the other, many at once, or with lists of completions."""
 
 Scored = tuple[float | None, str, dict[str, Any]]
-"""A score, an error text and metrics. The score is None if there is an error."""
+"""A score, an error text and metrics. If there is an error the score is None, or UNSCORED if the error tells nothing of
+the completion."""
+
+UNSCORED = math.nan
+
+OF_THE_COMPLETION = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Errors that come from what a function was given. Others, such as OSError or those of a client of a judge, come from
+the world outside."""
+
+BEAT_SECONDS = 0.1
+"""Seconds between two looks of an async process at its clock, to know how long calls have blocked it."""
 
 
 def main() -> None:
@@ -91,15 +110,22 @@ async def _serve_together(
 ) -> None:
     """Answers calls of an async function, each as soon as it has finished."""
 
+    clock = _Clock(asyncio.get_running_loop())
+
     async def answer(number: int, completion: str, example: dict[str, Any]) -> None:
+        started, blocked = clock.now(), clock.blocked
         try:
             value = await asyncio.wait_for(function(completion, example, **options), time_limit)
         except SystemExit as error:
             os._exit(error.code if isinstance(error.code, int) else 1)  # asyncio's threads would hold up the end
-        except TimeoutError:
-            result: Scored = (None, f"took longer than time_limit={time_limit} s", {})
         except Exception as error:
-            result = (None, _explain(function, error), {})
+            seconds = clock.now() - started
+            is_late = isinstance(error, TimeoutError) and seconds >= time_limit
+            if is_late and seconds - (clock.blocked - blocked) < time_limit:
+                connection.send((number, None))
+                return
+            text = f"took longer than time_limit={time_limit} s" if is_late else _explain(function, error)
+            result: Scored = (UNSCORED, text, {})
         else:
             result = checked(value)
         connection.send((number, [result]))
@@ -115,12 +141,30 @@ async def _serve_together(
         task.add_done_callback(running.discard)
 
 
+class _Clock:
+    """Measures how long calls have blocked an event loop.
+
+    Attributes:
+        blocked: seconds so far.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop, self.now, self.blocked = loop, loop.time, 0.0
+        self._beat(self.now())
+
+    def _beat(self, due: float) -> None:
+        late = self.now() - due
+        self.blocked += late if late >= BEAT_SECONDS else 0.0
+        due = self.now() + BEAT_SECONDS
+        self.loop.call_at(due, self._beat, due)
+
+
 def score(function: Callable[..., Any], completion: str, example: dict[str, Any], options: dict[str, Any]) -> Scored:
     """The result of one call."""
     try:
         value = function(completion, example, **options)
     except Exception as error:
-        return None, _explain(function, error), {}
+        return _blamed(error), _explain(function, error), {}
     return checked(value)
 
 
@@ -131,7 +175,7 @@ def score_batch(
     try:
         values = [*function(completions, examples, **options)]
     except Exception as error:
-        return [(None, _explain(function, error), {})] * len(completions)
+        return [(_blamed(error), _explain(function, error), {})] * len(completions)
     if len(values) != len(completions):
         return [(None, f"returned {len(values)} scores for {len(completions)} completions", {})] * len(completions)
     return [checked(value) for value in values]
@@ -158,6 +202,11 @@ def _number(value: Any) -> float | None:
     except Exception:  # not a number: no `item`, several items, or an item that is not a number
         return None
     return number if math.isfinite(number) else None
+
+
+def _blamed(error: Exception) -> float | None:
+    """What a call scores that raised: None, or UNSCORED. An OSError is of the world outside, whatever else it is."""
+    return None if isinstance(error, OF_THE_COMPLETION) and not isinstance(error, OSError) else UNSCORED
 
 
 def _explain(function: Callable[..., Any], error: Exception) -> str:

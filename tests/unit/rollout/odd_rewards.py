@@ -13,12 +13,22 @@ async def judge(completion: str, example: dict, seconds: float) -> tuple[float, 
     """An async reward that sleeps, raises, blocks its process or ends it."""
     if completion == "raise":
         raise RuntimeError("no way")
-    if completion == "block":
-        time.sleep(60)
+    if completion.startswith("block"):
+        time.sleep(0.8 if completion == "block briefly" else 60)
     if completion == "exit":
         raise SystemExit(3)
     await asyncio.sleep(60 if completion == "never" else seconds)
     return float(len(completion)), {"words": len(completion.split()), "seen": True}
+
+
+def plain_judge(completion: str, example: dict) -> float | None:
+    """A reward that fails in ways of its own and in those of the world."""
+    if completion in ERRORS:
+        raise ERRORS[completion]
+    return None if completion == "abstain" else float(len(completion))
+
+
+ERRORS = {"down": RuntimeError("503"), "gone": ConnectionError("no"), "odd": ValueError("no digit"), "key": KeyError(1)}
 
 
 def ranks(completions: list[str], examples: list[dict]) -> list[float]:

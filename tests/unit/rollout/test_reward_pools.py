@@ -1,5 +1,7 @@
 """Rewards at scale: several processes, async functions, batches, and metrics beside the score."""
 
+import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,20 +57,43 @@ def test_calls_of_an_async_function_fail_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("completion", "message"), [("block", "took longer than time_limit"), ("exit", "its process ended with code 3")]
+    ("completion", "message"),
+    [
+        ("block", r"took longer than time_limit=0.5 s, and blocked the calls beside it \(completion 'block'\)"),
+        ("block briefly", r"took longer than time_limit=0.5 s|blocked its process for longer .*'block briefly'"),
+        ("exit", r"its process ended with code 3 \(completion 'exit'\)"),
+    ],
 )
 def test_an_async_call_that_takes_its_process_along_is_named_and_others_go_on(completion: str, message: str) -> None:
     with (
         pytest.MonkeyPatch.context() as patch,
         running(
-            function=f"{REWARDS}:judge", options={"seconds": 0.01}, time_limit=0.5, on_error=-1.0, concurrency=2
+            function=f"{REWARDS}:judge", options={"seconds": 0.01}, time_limit=0.5, on_error=-1.0, concurrency=9
         ) as scorer,
     ):
         patch.setattr("automodel_rl.rollout.rewards.pool.GRACE_SECONDS", 0.5)
         bad, *others = scores(scorer, [completion, *COMPLETIONS[:8]])
-        assert message in bad.errors[0]
-        assert sum(not score.errors[0] for score in others) >= len(others) - 1  # one was in the same process
+        assert re.search(message, bad.errors[0])
+        assert [score.total for score in others] == LENGTHS[:8]  # they waited beside it, and were called again
         assert scores(scorer, ["aa"])[0].total == 2.0
+
+
+@pytest.mark.parametrize(
+    ("on_error", "of_completion", "of_world"),
+    [("auto", 0.0, math.nan), ("leave_out", math.nan, math.nan), (-1.0, -1.0, -1.0)],
+)
+def test_a_failed_call_scores_by_the_kind_of_its_error(on_error: object, of_completion: float, of_world: float) -> None:
+    with running(function=f"{REWARDS}:plain_judge", on_error=on_error) as scorer:
+        found = scores(scorer, ["down", "gone", "odd", "key", "abstain", "fine"])
+        expected = [of_world, of_world, of_completion, of_completion, of_completion, 4.0]
+        assert [score.total for score in found] == pytest.approx(expected, nan_ok=True)
+        assert [score.is_left_out for score in found] == [math.isnan(total) for total in expected]
+        assert [bool(score.errors[0]) for score in found] == [True] * 5 + [False]
+
+
+def test_every_error_of_an_async_judge_leaves_the_completion_out_by_default() -> None:
+    with running(function=f"{REWARDS}:judge", options={"seconds": 0.01}, time_limit=0.5) as scorer:
+        assert [score.is_left_out for score in scores(scorer, ["raise", "never", "a"])] == [True, True, False]
 
 
 def test_a_call_that_never_returns_holds_up_one_process_only() -> None:
