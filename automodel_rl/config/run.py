@@ -36,8 +36,8 @@ class LengthConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Positive | None = 100
-    """Number of steps between checkpoints. The last step writes one, too. null: no checkpoints by steps, also not at
-    the end."""
+    """Number of steps between checkpoints. The last step writes one, too, and with keep_best the best one. null: no
+    checkpoints by steps, also not at the end."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = None
     """Minutes between checkpoints, in addition to every_steps. null: minutes do not count."""
@@ -46,8 +46,8 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
 
     keep_best: bool = True
-    """Also keep the best checkpoint by val/loss, for grpo by val/reward_mean. Only checkpoints of steps that validate
-    are compared."""
+    """Also keep the best checkpoint by val/loss, for grpo by val/reward_mean. A step whose validation is the best so
+    far writes a checkpoint, also where none is due, unless every_steps and every_minutes are null."""
 
     load_best: bool = False
     """Write the best checkpoint to final/ at the end, in place of the last step."""

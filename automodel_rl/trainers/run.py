@@ -180,13 +180,15 @@ class Run:
         self.directory.check_own()
         seconds = time.perf_counter() - step.started + self.checkpoints.seconds
         late = self.ends_at is not None and time.time() + seconds > self.ends_at
+        metric = step.metrics.get(self.goal.best_metric)
         # Clocks differ between ranks, so the first rank's clock decides.
-        asked = [bool(stop), late and self.is_first_rank, self.checkpoints.is_due() and self.is_first_rank]
+        due = self.checkpoints.is_due() or self.checkpoints.is_best(metric)
+        asked = [bool(stop), late and self.is_first_rank, due and self.is_first_rank]
         stopped, late, due = any_rank(asked, self.engine.handle.layout)
         stops = (stopped or late) and not self.is_over
         self._warn(self.checkpoints.poll())
         if stops or due or self.is_due(self.config.checkpoint.every_steps):
-            self.save_checkpoint(step.metrics.get(self.goal.best_metric))
+            self.save_checkpoint(metric)
             self._write_report("stopped" if stops else "running")
         if stops:
             self._stop(stop.name or ("a signal to another rank" if stopped else "--max-minutes"))

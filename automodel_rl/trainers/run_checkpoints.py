@@ -106,7 +106,7 @@ class RunCheckpoints:
         self._check_inputs(folder, is_own=resume == AUTO, say=say)
         progress, rank_state = load_checkpoint(self.engine, folder)
         self._check_first_weights(progress.get("began_with"), folder)
-        self.best = self._best_to_be = progress["best"]
+        self.best = self._best_to_be = self._best_of(progress["best"], say)
         if resume == AUTO and dist.get_rank() == 0 and self.config.format == "both" and not (folder / HF_COPY).exists():
             self._export = self._begin_export(folder)
         return progress, rank_state
@@ -134,6 +134,20 @@ class RunCheckpoints:
         if refusal:
             raise InputError(refusal)
 
+    def _best_of(self, best: dict[str, float] | None, say: Callable[[str], None]) -> dict[str, float] | None:
+        """The best checkpoint of a run to go on with, unless it is not there, as where it is another run's."""
+        is_lost = best is not None and not self._folder(best["step"]).exists()
+        if not gather_objects(is_lost, self.engine.handle.layout.world_control)[0]:
+            return best
+        say(
+            f"the best checkpoint so far, of step {best['step']:.0f}, is not in this run: later ones are not compared "
+            "with it"
+        )
+        return None
+
+    def _folder(self, step: float) -> Path:
+        return self.directory.checkpoints / f"step_{step:.0f}"
+
     def _check_first_weights(self, there: str | None, folder: Path) -> None:
         """Raises InputError on all ranks if the run needs the weights that it began with, and they have changed."""
         has_changed = there not in (None, self.began_with) and self.needs_first_weights
@@ -155,7 +169,7 @@ class RunCheckpoints:
         best = gather_objects(self.best, self.engine.handle.layout.world_control)[0]
         if best is None or best["step"] == step:
             return None
-        load_checkpoint(self.engine, self.directory.checkpoints / f"step_{best['step']:.0f}")
+        load_checkpoint(self.engine, self._folder(best["step"]))
         return best
 
     def _newest(self, say: Callable[[str], None]) -> Path | None:
@@ -197,10 +211,10 @@ class RunCheckpoints:
         if dist.get_rank() == 0:
             self.directory.remove_leftovers()  # they take up room that this checkpoint needs
         best = self.best
-        if metric is not None and math.isfinite(metric) and self._is_better(metric):
+        if metric is not None and self._is_better(metric, self.best):
             best = {"step": step, "metric": metric}
         self._best_to_be = best
-        folder = self.directory.checkpoints / f"step_{step}"
+        folder = self._folder(step)
         error = self.saver.save(
             folder, {"step": step, "best": best, "began_with": self.began_with}, state, self._keep_chosen(step, best)
         )
@@ -209,8 +223,14 @@ class RunCheckpoints:
             error = self._settle(error)
         return before or error
 
-    def _is_better(self, metric: float) -> bool:
-        return self.best is None or self.sign * metric > self.sign * self.best["metric"]
+    def is_best(self, metric: float | None) -> bool:
+        """Whether a step with this metric must be kept as the best so far, by the checkpoints that this rank knows of;
+        the one that is being written counts."""
+        saves = self.config.every_steps is not None or self.config.every_minutes is not None
+        return self.config.keep_best and saves and metric is not None and self._is_better(metric, self._best_to_be)
+
+    def _is_better(self, metric: float, best: dict[str, float] | None) -> bool:
+        return math.isfinite(metric) and (best is None or self.sign * metric > self.sign * best["metric"])
 
     def poll(self) -> str | None:
         """Why the last checkpoint could not be written; None if it could, or if that is not known yet."""
@@ -237,6 +257,7 @@ class RunCheckpoints:
         """Notes which checkpoint is the best, once the last one is written or has failed. Returns the error."""
         if error is None:
             self.best = self._best_to_be
+        self._best_to_be = self.best
         return error
 
     def _keep_chosen(self, step: int, best: dict[str, float] | None) -> Callable[[Path], str | None]:
@@ -247,7 +268,7 @@ class RunCheckpoints:
             done = [path for path in self.directory.list_checkpoints() if step_of(path) <= step]
             keep = set(done[-self.config.keep_last :])
             if self.config.keep_best and best is not None:
-                keep.add(self.directory.checkpoints / f"step_{best['step']:.0f}")
+                keep.add(self._folder(best["step"]))
             try:
                 self.directory.remove_checkpoints([path for path in done if path not in keep])
             except OSError as error:

@@ -169,7 +169,7 @@ class RewardPool:
     def _call_again(self, calls: Sequence[_Call], error: str) -> None:
         """Calls again, each alone, what was under way together. A call that was alone is to blame, and has failed."""
         for call in calls:
-            if call.is_alone or len(calls) == 1 and not self._is_async:
+            if call.is_alone or (len(calls) == 1 and not self._is_async):
                 of_completion = f" (completion {call.completions[0]!r:.80})" if len(call.completions) == 1 else ""
                 score = scored_on_error(self.config, is_of_completion=False)
                 call.results.set_result([Result(score, error + of_completion)] * len(call.completions))
