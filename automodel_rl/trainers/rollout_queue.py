@@ -25,6 +25,7 @@ class RolloutQueue:
     def __init__(self, prompts: PromptStream, rollouts: RolloutCollector, config: RolloutConfig):
         self.prompts, self.rollouts, self.config = prompts, rollouts, config
         self._ahead: deque[tuple[dict[str, int], list[Prompt], Pending]] = deque()
+        self._again: deque[dict[str, int]] = deque()  # places of batches that were under way in the run before
 
     def next(self, steps_left: int) -> Batch:
         """The next batch.
@@ -33,8 +34,7 @@ class RolloutQueue:
             steps_left: number of batches that will still be taken, this one included.
         """
         while len(self._ahead) < min(self.config.max_staleness + 1, steps_left):
-            before = self.prompts.state_dict()
-            prompts = self.prompts.take(self.config.prompts)
+            before, prompts = self._draw()
             self._ahead.append((before, prompts, self._submit(prompts)))
         _, prompts, pending = self._ahead[0]
         rollouts = self.rollouts.take(pending)
@@ -47,13 +47,32 @@ class RolloutQueue:
         return prompts, self.rollouts.take(self._submit(prompts))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream of prompts, before the batches that are not taken yet."""
-        return self._ahead[0][0] if self._ahead else self.prompts.state_dict()
+        """The place in the stream of prompts, with `ahead`, the places of the batches that are not taken yet, and their
+        `size`. Prompts of `more` lie behind those batches, so one place alone would not tell which were drawn."""
+        ahead = [*(before for before, _, _ in self._ahead), *self._again]
+        return {**self.prompts.state_dict(), "size": self.config.prompts, "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes back to a place. What generators are writing is ignored."""
+        """Goes back to a place. What generators are writing is ignored, and written again.
+
+        If batches have another size now, the prompts go on from the first batch that was not taken.
+        """
         self._ahead.clear()
-        self.prompts.load_state_dict(state)
+        ahead = state.get("ahead", [])
+        is_same = state.get("size") == self.config.prompts
+        self._again = deque(ahead if is_same else [])
+        self.prompts.load_state_dict(state if is_same or not ahead else ahead[0])
+
+    def _draw(self) -> tuple[dict[str, int], list[Prompt]]:
+        """The prompts of the next batch, and their place in the stream."""
+        now = self.prompts.state_dict()
+        if not self._again:
+            return now, self.prompts.take(self.config.prompts)
+        before = self._again.popleft()
+        self.prompts.load_state_dict(before)
+        prompts = self.prompts.take(self.config.prompts)
+        self.prompts.load_state_dict(now)
+        return before, prompts
 
     def _submit(self, prompts: Sequence[Prompt]) -> Pending:
         return self.rollouts.submit(prompts, self.config.group_size, self.config.sampling)

@@ -1,5 +1,6 @@
 """How far generators are ahead of training, and where a run goes on."""
 
+import json
 from typing import Any
 
 import pytest
@@ -74,11 +75,11 @@ def test_a_run_goes_on_with_the_first_batch_that_was_not_taken() -> None:
     queue, prompts, generators = make_queue(2)
     queue.next(9)
     assert prompts.place == 6
-    assert queue.state_dict() == {"place": 2}
+    assert queue.state_dict() == {"place": 6, "size": 2, "ahead": [{"place": 2}, {"place": 4}]}
     generators.fails = True
     with pytest.raises(RolloutError):
         queue.next(8)
-    assert queue.state_dict() == {"place": 2}
+    assert queue.state_dict()["ahead"][0] == {"place": 2}
     again, _, _ = make_queue(2)
     again.load_state_dict(queue.state_dict())
     assert again.next(8)[0] == [2, 3]
@@ -93,3 +94,28 @@ def test_refills_come_after_what_is_under_way() -> None:
     assert queue.more(1)[0] == [4]
     assert queue.next(8)[0] == [2, 3]
     assert generators.log[-2:] == ["asked 5", "took 2"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_a_run_that_is_resumed_after_refills_draws_the_prompts_of_an_undisturbed_one(max_staleness: int) -> None:
+    def step(queue: RolloutQueue, steps_left: int) -> list[int]:
+        return [*queue.next(steps_left)[0], *queue.more(1)[0], *queue.more(2)[0]]  # type: ignore[list-item]
+
+    undisturbed, _, _ = make_queue(max_staleness)
+    expected = [step(undisturbed, steps_left) for steps_left in (5, 4, 3, 2, 1)]
+    assert len({prompt for prompts in expected for prompt in prompts}) == 25
+    queue, _, _ = make_queue(max_staleness)
+    found = []
+    for steps_left in (5, 4, 3, 2, 1):
+        found.append(step(queue, steps_left))
+        state = json.loads(json.dumps(queue.state_dict()))
+        queue, _, _ = make_queue(max_staleness)
+        queue.load_state_dict(state)
+        assert queue.state_dict() == state  # a run that is stopped again before its first step loses nothing
+    assert found == expected
+
+
+def test_a_run_that_is_resumed_with_steps_of_another_size_goes_back_to_the_first_batch_that_was_not_taken() -> None:
+    queue, _, _ = make_queue(1)
+    queue.load_state_dict({"place": 9, "size": 3, "ahead": [{"place": 3}]})
+    assert queue.next(2)[0] == [3, 4]
