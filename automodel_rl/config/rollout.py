@@ -243,7 +243,7 @@ class FilterConfig(Section):
 
     dynamic: bool = False
     """Leave out groups whose rewards are all equal, and generate completions for further prompts in their place (DAPO,
-    arXiv:2503.14476)."""
+    arXiv:2503.14476). The penalty of overlong_buffer makes no difference."""
 
     max_refills: Annotated[int, Field(ge=0)] = 3
     """How often a step may generate further completions with `dynamic`. After that it trains on the groups it has."""

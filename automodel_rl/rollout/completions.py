@@ -1,14 +1,13 @@
 """Checks what workers and servers report, and makes completions of it. A server need not be trustworthy."""
 
-import math
-
 from automodel_rl.generator_messages import Written
 from automodel_rl.rollout.protocol import Completion
 
 
 def completion_of(written: Written) -> Completion:
     """The reported completion. It becomes an error if its values make no sense, or if its end is neither "stop" nor
-    "length", as after an abort in vLLM."""
+    "length", as after an abort in vLLM. A token whose log-probability is nan, infinite or above 0 makes no error: it is
+    not trained (`Completion.trained`)."""
     wrong = _what_is_wrong(written.token_ids, written.logprobs)
     if wrong is not None:
         return Completion([], [], "error", f"the generator's answer makes no sense: {wrong}")
@@ -32,6 +31,6 @@ def _what_is_wrong(token_ids: object, logprobs: object) -> str | None:
         return "token_ids and logprobs are not lists of one length"
     if not all(type(token) is int and 0 <= token < 2**31 for token in token_ids):
         return "a token id is no whole number from 0 on"
-    if not all(type(score) in (int, float) and math.isfinite(score) and score <= 1e-3 for score in logprobs):
-        return "a log-probability is not a number up to 0"
+    if not all(type(score) in (int, float) for score in logprobs):
+        return "a log-probability is not a number"
     return None

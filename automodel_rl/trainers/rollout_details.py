@@ -55,10 +55,10 @@ def rollout_details(
 
 
 def _pieces(rollout: Rollout, ours: list[float], tokenizer: PreTrainedTokenizerBase) -> list[list[Any]]:
-    """Text and log-probabilities of each token; none of tokens that were not sampled."""
+    """Text and log-probabilities of each token; none of tokens that were not trained."""
     completion = rollout.completion
-    of_tokens = zip(completion.token_ids, completion.sampled, completion.logprobs, ours, strict=True)
+    of_tokens = zip(completion.token_ids, completion.trained, completion.logprobs, ours, strict=True)
     return [
-        [tokenizer.decode([token]), *((round(their, 4), round(our, 4)) if sampled else (None, None))]
-        for token, sampled, their, our in of_tokens
+        [tokenizer.decode([token]), *((round(their, 4), round(our, 4)) if trained else (None, None))]
+        for token, trained, their, our in of_tokens
     ]

@@ -136,8 +136,9 @@ class RunCheckpoints:
 
     def _best_of(self, best: dict[str, float] | None, say: Callable[[str], None]) -> dict[str, float] | None:
         """The best checkpoint of a run to go on with, unless it is not there, as where it is another run's."""
-        is_lost = best is not None and not self._folder(best["step"]).exists()
-        if not gather_objects(is_lost, self.engine.handle.layout.world_control)[0]:
+        if best is None:
+            return None
+        if gather_objects(self._folder(best["step"]).exists(), self.engine.handle.layout.world_control)[0]:
             return best
         say(
             f"the best checkpoint so far, of step {best['step']:.0f}, is not in this run: later ones are not compared "

@@ -12,7 +12,7 @@ const GROUPS = [
     { title: "Margin", keys: ["train/margin", "val/margin"] },
     { title: "Groups without signal", keys: ["rollout/groups_without_signal", "rollout/num_groups"] },
     { title: "Error rates of rewards", keys: [/\/error_rate_/] },
-    { title: "Failed calls of rewards", keys: ["rollout/reward_errors"] },
+    { title: "Failed calls of rewards", keys: ["rollout/reward_errors", "rollout/left_out"] },
   ]],
   ["Loss", [
     { title: "Loss", keys: ["train/loss", "val/loss"] },

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from automodel_rl.config import FilterConfig
+from automodel_rl.generator_messages import Written
+from automodel_rl.rollout.completions import completion_of
 from automodel_rl.rollout.groups import Group, rollout_metrics, rollout_records, shaped_rewards
 from automodel_rl.rollout.protocol import Completion, Rollout
 from automodel_rl.rollout.rewards.scorer import Score
@@ -53,3 +55,9 @@ def test_tokens_whose_log_probability_is_none_are_counted_and_not_trained(bad: f
     completion = rollout(1.0, logprobs=[-1.0, bad, 1e-6])
     assert completion.completion.trained == [True, False, True]
     assert rollout_metrics([group_of([completion, rollout(0.0)])], ["judge"], 0)["rollout/invalid_logprobs"] == 1
+
+
+def test_a_report_with_a_token_of_no_log_probability_is_a_completion_all_the_same() -> None:
+    found = completion_of(Written([5, 6], [math.nan, -1.0], "stop"))
+    assert (found.finish, found.trained) == ("stop", [False, True])
+    assert completion_of(Written([5], ["-1"], "stop")).finish == "error"  # type: ignore[list-item]
