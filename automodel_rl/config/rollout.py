@@ -79,12 +79,12 @@ class RolloutConfig(EpisodeConfig):
     """Most tokens of a completion, or of each turn of a conversation."""
 
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the end-of-sequence token. The completion includes the text that ended
+    """Texts that end a completion, besides the model's own end tokens. The completion includes the text that ended
     it."""
 
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens that end a completion, besides the end-of-sequence token. The completion includes the token that ended
-    it."""
+    """Tokens that end a completion, besides those of config.json, generation_config.json, the tokenizer and the chat
+    template. The completion includes the token that ended it."""
 
     generator: Literal["transformers", "vllm"] = "transformers"
     """What writes completions. transformers: a whole copy of the model on every rank. vllm: vLLM, see `vllm`."""

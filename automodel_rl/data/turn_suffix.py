@@ -45,7 +45,7 @@ class TurnSuffix:
         Raises:
             InputError: the template does not write tool calls, or writes another token at the end of a turn.
         """
-        chat = Chat([QUESTION, _turn(called), *messages], self.tools)
+        chat = Chat([QUESTION, probe_turn(called), *messages], self.tools)
         text = self.template.opening_text(chat)
         mark = self.tokenizer.convert_ids_to_tokens(stop)
         if PROBE not in text:
@@ -73,7 +73,7 @@ class TurnSuffix:
         calls = [str(tool["function"]["name"]) for tool in self.tools[:1]]
         found = set()
         for messages, called in (([QUESTION], []), *([([{**ANSWER, "name": calls[0]}], calls)] if calls else [])):
-            end = end_token(self.template, Chat([QUESTION, _turn(called), *messages], self.tools), 1)
+            end = end_token(self.template, Chat([QUESTION, probe_turn(called), *messages], self.tools), 1)
             if not end and called:
                 raise InputError(
                     "the chat template does not end turns that call tools with a special token: give another one in "
@@ -83,7 +83,7 @@ class TurnSuffix:
         return found
 
 
-def _turn(called: Sequence[str]) -> Message:
+def probe_turn(called: Sequence[str]) -> Message:
     """A turn with a text that no template contains at its end."""
     if not called:
         return {"role": "assistant", "content": PROBE}

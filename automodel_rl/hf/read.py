@@ -16,6 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 from automodel_rl.config import RunConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.find import ModelFiles, find_model
+from automodel_rl.hf.generation import generation_ends
 from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import Opened, PlainTensor, TurnedTensor, stored_tensors
 from automodel_rl.hf.weight_files import open_tensors, weight_files
@@ -76,10 +77,12 @@ def read_supported_config(config: RunConfig) -> PretrainedConfig:
         config: the run's config.
 
     Raises:
-        InputError: there is no such checkpoint, or the table of what is supported refuses the run.
+        InputError: there is no such checkpoint, its config.json or generation_config.json is damaged, or the table of
+            what is supported refuses the run.
     """
     config = with_local_model(config)
     model = read_config(Path(config.model.path))
+    generation_ends(Path(config.model.path), model)  # a damaged file is found now, and not when the run ends
     check_supported(Combination.of_run(describe_model(model), config))
     return model
 

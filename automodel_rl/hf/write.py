@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.files import complete_folder
+from automodel_rl.hf.generation import write_generation
 from automodel_rl.hf.names import INDEX, SINGLE
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 
 KEPT_FILES = (
-    "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -53,6 +53,7 @@ def save_hf_checkpoint(
     tokenizer: PreTrainedTokenizerBase | None,
     source: Path,
     world: dist.ProcessGroup,
+    ends: Sequence[int] = (),
 ) -> None:
     """Writes a checkpoint that transformers opens. A collective.
 
@@ -63,6 +64,7 @@ def save_hf_checkpoint(
         tokenizer: the tokenizer to save along, if given.
         source: folder of the checkpoint that the model came from; its generation settings and processors are kept.
         world: the group of all ranks.
+        ends: tokens at which generation stops besides those of the source's settings.
     """
     with complete_folder(folder, world) as unfinished:
         own = []
@@ -75,7 +77,7 @@ def save_hf_checkpoint(
         files = sorted(file for of_rank in gather_objects(own, world) for file in of_rank)
         if dist.get_rank() == 0:
             _name_files(unfinished, files)
-            write_description(unfinished, config, tokenizer, source)
+            write_description(unfinished, config, tokenizer, source, ends)
 
 
 def write_weights(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -89,7 +91,11 @@ def write_weights(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> 
 
 
 def write_description(
-    folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, source: Path
+    folder: Path,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: Path,
+    ends: Sequence[int] = (),
 ) -> None:
     """Writes the files of a checkpoint besides its weights.
 
@@ -98,6 +104,7 @@ def write_description(
         config: the model's config, saved as config.json.
         tokenizer: the tokenizer to save along, if given.
         source: folder of the checkpoint that the model came from; its generation settings and processors are kept.
+        ends: tokens at which generation stops besides those of the source's settings.
     """
     exported = type(config).from_dict(config.to_dict())
     if QUANTIZATION in exported.to_dict():  # the weights that are written are plain
@@ -105,6 +112,7 @@ def write_description(
     exported.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    write_generation(folder, source, config, ends)
     for name in KEPT_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)

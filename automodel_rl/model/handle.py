@@ -1,7 +1,7 @@
 """ModelHandle: a Hugging Face model on its layout, whole or in pipeline stages, loaded and saved."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,7 +263,9 @@ class ModelHandle:
         self.check_on_device()
         return adapters_alone(self.named_parameters(), dtype)
 
-    def save_pretrained(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def save_pretrained(
+        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, ends: Sequence[int] = ()
+    ) -> None:
         """Writes a Hugging Face checkpoint in the compute dtype, or PEFT's files if adapters are trained. A collective.
 
         The folder is complete, or not there at all.
@@ -271,6 +273,8 @@ class ModelHandle:
         Args:
             path: the folder to write; replaced if it exists; on a file system that all ranks share.
             tokenizer: the tokenizer to save along, if given.
+            ends: tokens at which generation stops besides those of the checkpoint's generation_config.json. Adapters
+                have no such file.
         """
         self.check_on_device()
         if self.adapter_origin is not None:
@@ -288,7 +292,8 @@ class ModelHandle:
             of_components.append(ComponentTensors("rest", self.layout, self._copied_tensors()))
         config = type(config).from_dict(config.to_dict())
         config.dtype = self.dtype
-        save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, self.layout.world_control)
+        world = self.layout.world_control
+        save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, world, ends)
 
     def _trained_tensors(self) -> dict[str, Tensor]:
         """Names and whole trained tensors of this rank's stages, on the host; only on one rank of each stage. A

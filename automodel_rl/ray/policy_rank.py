@@ -13,6 +13,7 @@ from torch import Tensor
 from automodel_rl.batch import Microbatch, TokenSequence
 from automodel_rl.config import GRPOConfig, RunConfig
 from automodel_rl.data.chat import load_tokenizer
+from automodel_rl.data.ends import new_ends
 from automodel_rl.data.loader import pack_step
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.errors import InputError, RolloutError
@@ -135,7 +136,11 @@ class PolicyRank:
         return dict(zip(own, written, strict=True))
 
     def save(self, path: Path) -> None:
-        self.handle.save_pretrained(path, self.tokenizer)
+        handle, is_adapters = self.handle, self.handle.adapter_origin is not None
+        ends = new_ends(handle.source, handle.whole_config, self.tokenizer, adapters=is_adapters)
+        if ends.note and os.environ["RANK"] == "0":
+            print(f"{path}: {ends.note}", flush=True)
+        handle.save_pretrained(path, self.tokenizer, ends.ids)
 
     def close(self) -> None:
         if self.supervisor is not None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import GRPOConfig, PromptDataConfig
+from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.media import open_readers
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
@@ -19,7 +20,7 @@ from automodel_rl.rollout.engine_ranks import Bystander, EngineRanks
 from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.model_copy import ModelCopy
 from automodel_rl.rollout.protocol import Generator
-from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing, stop_ids
+from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing
 from automodel_rl.rollout.vllm_checks import connect_servers
 from automodel_rl.rollout.vllm_process import start_vllm
 from automodel_rl.rollout.vllm_servers import VllmServers
@@ -89,7 +90,7 @@ def _transformers(
         capture_routes=config.router_replay.enabled,
         media=open_readers(handle.source, handle.whole_config, pixels),
     )
-    writing = Writing(tokenizer, rollout.batch_size, rollout.stop_token_ids)
+    writing = Writing(tokenizer, rollout.batch_size, _ends(config, handle, tokenizer))
     if not rollout.own_process:
         generator = TransformersGenerator(copy, writing)
         return generator, Local(generator.receiver, device)
@@ -206,8 +207,32 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _ends(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a completion."""
-    return tuple(sorted(stop_ids(handle.config, tokenizer, config.rollout.stop_token_ids)))
+    """The tokens that end a completion: the model's own, and those that the run asks for."""
+    variables = config.data.chat_template_kwargs
+    return with_asked(
+        completion_ends(handle.source, handle.whole_config, tokenizer, variables),
+        config.rollout.stop_token_ids,
+        handle.config.vocab_size,
+    )
+
+
+def with_asked(own: set[int], asked: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end a completion.
+
+    Args:
+        own: those of the model.
+        asked: those of the run's config.
+        vocab_size: size of the model's vocabulary.
+
+    Raises:
+        InputError: an id that the run asks for is not one of the model's.
+    """
+    if asked and max(asked) >= vocab_size:
+        raise InputError(
+            f"rollout.stop_token_ids={[*asked]}: the model's vocabulary has {vocab_size} tokens, so ids are below "
+            f"that: leave {max(asked)} out"
+        )
+    return tuple(sorted({*own, *asked}))
 
 
 def visible_devices(devices: Sequence[int], device: torch.device, count: int = 1) -> str | None:

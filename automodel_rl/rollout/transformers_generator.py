@@ -3,19 +3,16 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.rollout.media_inputs import MediaInputs, next_positions
 from automodel_rl.rollout.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
 from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
-from automodel_rl.support.description import language_config
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
@@ -27,14 +24,14 @@ class Writing:
     """How completions are written.
 
     Attributes:
-        tokenizer: the tokenizer, for stop texts and the end-of-sequence token.
+        tokenizer: the tokenizer, for stop texts.
         batch_size: number of requests that run at once.
-        stop_token_ids: tokens that end a completion whose request names none, besides those of tokenizer and model.
+        ends: tokens that end a completion whose request names none.
     """
 
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
-    stop_token_ids: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 class TransformersGenerator:
@@ -53,7 +50,6 @@ class TransformersGenerator:
 
     def __init__(self, copy: ModelCopy, writing: Writing):
         self.copy, self.writing, self.works_alone = copy, writing, False
-        self.stop_ids = stop_ids(language_config(copy.config), writing.tokenizer, writing.stop_token_ids)
         self.media = MediaInputs(copy.config, copy.media)
         self.model = build_model(copy)
         self.receiver = Receiver(synced_tensors(self.model, copy))
@@ -174,28 +170,12 @@ class TransformersGenerator:
         return torch.from_numpy(np.stack(drawn)).to(self.copy.device)
 
     def _is_stop(self, token_ids: list[int], sampling: Sampling) -> bool:
-        if token_ids[-1] in (self.stop_ids if sampling.stop_token_ids is None else sampling.stop_token_ids):
+        if token_ids[-1] in (self.writing.ends if sampling.stop_token_ids is None else sampling.stop_token_ids):
             return True
         if not sampling.stop:
             return False
         text = self.writing.tokenizer.decode(token_ids[-STOP_TEXT_TOKENS:])
         return any(stop in text for stop in sampling.stop)
-
-
-def stop_ids(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, asked: Sequence[int]) -> set[int]:
-    """Ids of the tokens that end a completion, from the tokenizer, the model's config and the run's.
-
-    Raises:
-        InputError: an id that the run asks for is not one of the model's.
-    """
-    if asked and max(asked) >= config.vocab_size:
-        raise InputError(
-            f"rollout.stop_token_ids={[*asked]}: the model's vocabulary has {config.vocab_size} tokens, so ids are "
-            f"below that: leave {max(asked)} out"
-        )
-    of_config: Any = config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(of_config if isinstance(of_config, list) else [of_config]), *asked}
-    return ids - {None}
 
 
 def _truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:

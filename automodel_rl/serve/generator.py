@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import LoraConfig, ServeConfig
+from automodel_rl.data.ends import completion_ends
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.lora.rank import set_scale
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.make_generator import adapter_options, name_of, visible_devices
 from automodel_rl.rollout.model_copy import ModelCopy
-from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing, stop_ids
+from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing
 from automodel_rl.rollout.vllm_process import start_vllm
 from automodel_rl.weight_sync.local import Local
 from automodel_rl.weight_sync.transport import Transport
@@ -53,18 +54,21 @@ def make_generator(config: ServeConfig, handle: ModelHandle, tokenizer: PreTrain
     Raises:
         InputError: it does not start.
     """
-    if config.generator == "vllm":
-        return _vllm(config, handle, tokenizer)
     lora, device = handle.model.lora, handle.layout.device
+    ends = tuple(sorted(completion_ends(handle.source, handle.whole_config, tokenizer)))
+    if config.generator == "vllm":
+        return _vllm(config, handle, tokenizer, ends)
     adapters = None if lora is None else (lora, handle.source)
     copy = ModelCopy(handle.config, handle.family, handle.dtype, device, adapters)
-    generator = TransformersGenerator(copy, Writing(tokenizer, config.batch_size))
+    generator = TransformersGenerator(copy, Writing(tokenizer, config.batch_size, ends))
     return RankGenerator(
         generator, Local(generator.receiver, device), lambda scale: set_scale([generator.model], scale)
     )
 
 
-def _vllm(config: ServeConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> RankGenerator:
+def _vllm(
+    config: ServeConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]
+) -> RankGenerator:
     layout, origin = handle.layout, handle.adapter_origin
     options = {
         "model": str(handle.source),
@@ -77,7 +81,7 @@ def _vllm(config: ServeConfig, handle: ModelHandle, tokenizer: PreTrainedTokeniz
         options |= {"weight_transfer_config": {"backend": "same_device"}}
     else:
         options |= adapter_options(origin.config.rank, PLACES)
-    settings = VllmSettings(options | config.vllm.options, tuple(sorted(stop_ids(handle.config, tokenizer, ()))))
+    settings = VllmSettings(options | config.vllm.options, ends)
     process = start_vllm(config.vllm.python, settings, visible_devices((), layout.device))
     if origin is None:
         return RankGenerator(process, VllmSameDevice(process, layout, SYNC_SECONDS, None), lambda scale: None)

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import ServeConfig
 from automodel_rl.data.chat import load_tokenizer
+from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.messages import Chat, checked_messages
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
 from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.read import read_config
-from automodel_rl.rollout.transformers_generator import stop_ids
 from automodel_rl.serve import checks
 from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence
 from automodel_rl.serve.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
@@ -25,7 +25,6 @@ from automodel_rl.serve.ranks import RanksLostError, RefusedError
 from automodel_rl.serve.requests import ChunkBody, PromptBody, SampleBody, SamplingBody
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.tables import BusyError, UnknownError, Weights
-from automodel_rl.support.description import language_config
 
 AS_SYSTEM = ("developer",)
 """Roles of OpenAI's API whose messages chat templates know as those of the system."""
@@ -189,7 +188,7 @@ class Completions:
     @functools.cached_property
     def _ends(self) -> set[int]:
         """The tokens that end a completion."""
-        return stop_ids(language_config(read_config(self._files.folder)), self.tokenizer, ())
+        return completion_ends(self._files.folder, read_config(self._files.folder), self.tokenizer)
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:

@@ -17,6 +17,7 @@ from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.config import ModelConfig, RunConfig, load_config
 from automodel_rl.config.load import parse_overrides
 from automodel_rl.data.chat import load_tokenizer
+from automodel_rl.data.ends import NewEnds, new_ends
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.files import publish_folder
@@ -82,9 +83,11 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     if adapters == "per-expert":
         _check_single(weights)
     merge = adapters == "merged"
+    as_adapters, variables = model.lora is not None and not merge, config.data.chat_template_kwargs
+    ends = new_ends(files.folder, whole_config, tokenizer, variables, adapters=as_adapters)
 
     def write(folder: Path) -> None:
-        if model.lora is not None and not merge:
+        if as_adapters:
             _write_adapters(folder, _trained(reader), AdapterOrigin(model.lora, files.name, weights.family), adapters)
             tokenizer.save_pretrained(folder)
             return
@@ -94,10 +97,16 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
             tensors = _model_tensors(reader, model, weights, whole_config)
         write_weights(folder, tensors)
         exported = read_whole_config(files.folder) if weights.is_composite else whole_config
-        write_description(folder, _in_dtype(exported, dtypes_of(model)[0]), tokenizer, files.folder)
+        write_description(folder, _in_dtype(exported, dtypes_of(model)[0]), tokenizer, files.folder, ends.ids)
 
     _publish(out, write)
     print(f"{out}: the model after step {marker.step}{', with its adapters merged in' if merge else ''}")
+    _say_ends(out, ends)
+
+
+def _say_ends(out: Path, ends: NewEnds) -> None:
+    if ends.note:
+        print(f"{out}: {ends.note}")
 
 
 def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[str] = ()) -> Checkpoint:
@@ -149,6 +158,7 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
     assert adapters is not None  # merge_adapters needs some
     adapters.check(empty_parts(config, dtype, ModelConfig(path=str(files.folder))))
     weights = open_weights(files, config)
+    ends = new_ends(files.folder, config, tokenizer, adapters=kind == "per-expert")
     if kind == "per-expert":
         _check_single(weights)
 
@@ -160,11 +170,12 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
             tokenizer.save_pretrained(unfinished)
             return
         write_weights(unfinished, merged_tensors(weights, adapters.tensors, adapters.config.scale, dtype))
-        write_description(unfinished, config, tokenizer, files.folder)
+        write_description(unfinished, config, tokenizer, files.folder, ends.ids)
 
     _publish(out, write)
     how = "merged in" if kind == "merged" else "one by one for each expert"
     print(f"{out}: {files.name} with the adapters of {folder} {how}")
+    _say_ends(out, ends)
 
 
 def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: Adapters) -> None:

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import DPOConfig, SFTConfig, SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.examples import ExampleDataset
 from automodel_rl.data.loader import PackedLoader, PackedStep
 from automodel_rl.data.sampler import Order
@@ -73,7 +74,9 @@ class PackedData:
         prompts = [prompt for prompt in (dataset.prompt((0, number)) for number in first) if prompt is not None]
         # A prompt is empty if the chat starts with the assistant, and may be longer than any trained microbatch.
         fitting = [(prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.capacity]
-        return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens, say)
+        handle, variables = self.handle, config.data.chat_template_kwargs
+        ends = completion_ends(handle.source, handle.whole_config, tokenizer, variables)
+        return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens, ends, say)
 
     def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
         context = describe_model(self.handle.config).context

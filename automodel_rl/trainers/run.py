@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RunConfig
+from automodel_rl.data.ends import new_ends
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.show import ShownExample
 from automodel_rl.engine import Engine
@@ -314,10 +315,15 @@ class Run:
         if self.config.checkpoint.load_best:
             with flight.top_phase("loading the best checkpoint"):
                 self._load_best()
+        handle, variables = self.engine.handle, self.config.data.chat_template_kwargs
+        is_adapters = handle.adapter_origin is not None
+        ends = new_ends(handle.source, handle.whole_config, tokenizer, variables, adapters=is_adapters)
+        if ends.note:
+            self.say(f"{self.directory.final}: {ends.note}")
         with flight.top_phase("saving the model"):
             self.say(f"saving the model to {self.directory.final}")
             try:
-                self.engine.handle.save_pretrained(self.directory.final, tokenizer)
+                handle.save_pretrained(self.directory.final, tokenizer, ends.ids)
             except (OSError, SafetensorError) as error:
                 raise JobEndedError(
                     f"error: {self.directory.final} could not be written ({error}): make room or change its rights; "

@@ -17,6 +17,7 @@ def greedy_samples(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[tuple[TokenSequence, str]],
     max_new_tokens: int,
+    ends: set[int],
     say: Callable[[str], None],
 ) -> list[Sample]:
     """Sample completions for the page. A collective; equal on every rank.
@@ -26,11 +27,11 @@ def greedy_samples(
         tokenizer: the model's tokenizer.
         prompts: the prompts, each with the completion that the data has.
         max_new_tokens: longest completion.
+        ends: tokens that end a completion; they are not part of it.
         say: prints a line, of how many tokens are written where that is slow.
     """
-    stop = {tokenizer.eos_token_id}
     work = SlowWork(say, f"writing {len(prompts)} samples for the report", f"at most {max_new_tokens} tokens")
-    completions = greedy_completions(engine, [prompt for prompt, _ in prompts], max_new_tokens, stop, work.note)
+    completions = greedy_completions(engine, [prompt for prompt, _ in prompts], max_new_tokens, ends, work.note)
     return [
         Sample(_shown(tokenizer, prompt), tokenizer.decode(completion), expected)
         for (prompt, expected), completion in zip(prompts, completions, strict=True)
@@ -45,7 +46,7 @@ def greedy_completions(
     engine: Engine,
     prompts: Sequence[TokenSequence],
     max_new_tokens: int,
-    stop_ids: set[int],
+    ends: set[int],
     note: Callable[[int], None],
 ) -> list[list[int]]:
     """The likeliest continuation of each prompt, token by token. A collective; equal on every rank.
@@ -56,7 +57,7 @@ def greedy_completions(
         engine: the model's engine.
         prompts: the sequences to continue.
         max_new_tokens: longest completion.
-        stop_ids: tokens that end a completion; they are not part of it.
+        ends: tokens that end a completion; they are not part of it.
         note: is told the number of tokens after each one.
     """
     layout = engine.handle.layout
@@ -67,7 +68,7 @@ def greedy_completions(
             break
         microbatches = [] if layout.is_guest else [pack_microbatch([_continued(prompts[i], texts[i]) for i in running])]
         chosen = dict(zip(running, share_with_guests(engine.next_tokens(microbatches).tolist(), layout), strict=True))
-        running = [i for i in running if chosen[i] not in stop_ids]
+        running = [i for i in running if chosen[i] not in ends]
         for i in running:
             texts[i].append(chosen[i])
         note(done + 1)

@@ -36,7 +36,9 @@ def test_the_last_checkpoint_exports_to_what_the_run_has_saved(
     ranks: RankPool, workspace: Path, tmp_path: Path, model: Settings, parallel: Settings
 ) -> None:
     settings = settings_of("sft", workspace, tmp_path / "run", length={"steps": 2}, parallel=parallel)
-    settings["model"] |= model
+    base = shutil.copytree(workspace / "model", tmp_path / "model")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))  # not the token that ends turns
+    settings["model"] |= {"path": str(base), **model}
     settings["observe"] = {"samples": 0}
     ranks(2).run(train, settings)
     assert main(["export", str(tmp_path / "run" / "checkpoints" / "step_2"), str(tmp_path / "out")]) == 0
@@ -44,6 +46,9 @@ def test_the_last_checkpoint_exports_to_what_the_run_has_saved(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "run" / "final")
     if "lora" not in model:
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        ends = [0, AutoTokenizer.from_pretrained(base).eos_token_id]
+        for folder in (tmp_path / "out", tmp_path / "run" / "final"):
+            assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == ends
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -8,7 +8,7 @@ from automodel_rl.config.rollout import VllmConfig
 from automodel_rl.errors import InputError
 from automodel_rl.rollout import engine_ranks
 from automodel_rl.rollout.engine_ranks import EngineRanks
-from automodel_rl.rollout.make_generator import _check_devices, visible_devices
+from automodel_rl.rollout.make_generator import _check_devices, visible_devices, with_asked
 
 
 def device(
@@ -78,3 +78,9 @@ def test_a_generator_that_is_split_has_the_devices_of_its_ranks_in_their_order(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_devices((), torch.device("cuda", 2), 2) == expected
+
+
+def test_tokens_that_the_run_asks_for_join_those_of_the_model() -> None:
+    assert with_asked({2, 7}, (3,), 8) == (2, 3, 7)
+    with pytest.raises(InputError, match=r"rollout.stop_token_ids=\[1, 8\]: .* has 8 tokens, .* leave 8 out"):
+        with_asked({2}, (1, 8), 8)

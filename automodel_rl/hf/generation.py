@@ -1,0 +1,79 @@
+"""generation_config.json: the tokens at which transformers and vLLM stop, and the file of an exported model."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from automodel_rl.errors import InputError
+
+GENERATION = "generation_config.json"
+
+EOS = "eos_token_id"
+
+KEPT_IDS = ("bos_token_id", "pad_token_id")
+"""Keys that transformers takes from config.json where there is no generation_config.json."""
+
+
+def generation_ends(folder: Path, config: PretrainedConfig) -> list[int]:
+    """The tokens at which transformers stops: those of generation_config.json, or of config.json if it names none.
+
+    Args:
+        folder: the checkpoint's folder.
+        config: the config of the whole model.
+
+    Raises:
+        InputError: generation_config.json is damaged.
+    """
+    return _ids(_settings(folder).get(EOS), folder / GENERATION) or config_ends(config)
+
+
+def config_ends(config: PretrainedConfig) -> list[int]:
+    """The end tokens that config.json names, of a multimodal model also those of its language model."""
+    values = config.to_dict()
+    parts = [values, values.get("text_config") or {}]
+    return [*dict.fromkeys(end for part in parts for end in _ids(part.get(EOS), Path("config.json")))]
+
+
+def write_generation(folder: Path, source: Path, config: PretrainedConfig, ends: Sequence[int]) -> None:
+    """Writes an exported model's generation_config.json: that of its source, which also stops at further tokens.
+
+    Args:
+        folder: the exported model's folder.
+        source: folder of the checkpoint that it came from.
+        config: the config of the whole model.
+        ends: tokens to stop at besides those of the source; empty to leave the file as it is, or not there.
+    """
+    if not ends:
+        if (source / GENERATION).is_file():
+            shutil.copy(source / GENERATION, folder / GENERATION)
+        return
+    of_config = config.to_dict()
+    values = _settings(source) or {key: of_config[key] for key in KEPT_IDS if of_config.get(key) is not None}
+    values[EOS] = [*dict.fromkeys([*generation_ends(source, config), *ends])]
+    (folder / GENERATION).write_text(json.dumps(values, indent=2))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The values of a folder's generation_config.json; empty if there is none."""
+    file = folder / GENERATION
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read ({error}): copy it again, or remove it") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{file}: is no JSON object: copy it again, or remove it")
+    return values
+
+
+def _ids(value: Any, file: Path) -> list[int]:
+    """The ids of an entry that is a token id, a list of them, or nothing."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise InputError(f"{file}: {EOS}={value!r} should be a token id or a list of them: correct it")
+    return [one for one in ids if one >= 0]
