@@ -18,8 +18,8 @@ from automodel_rl.data.turn_suffix import ANSWER, QUESTION, probe_turn
 from automodel_rl.hf.generation import GENERATION, config_ends, generation_ends
 
 OPEN = (
-    "warning: the chat template ends the assistant's turns with no token of the tokenizer, so what the model writes may "
-    "not end: give data.chat_template another, or add the token to the tokenizer"
+    "warning: the chat template ends the assistant's turns with no token of the tokenizer, so what the model writes "
+    "may not end: give data.chat_template another, or add the token to the tokenizer"
 )
 """The line about a template without an end."""
 

@@ -66,7 +66,13 @@ def find_model(model: ModelConfig, with_weights: bool = True) -> ModelFiles:
                 "checkpoint that they belong to"
             )
         adapters = _fetch("model.path", model.path, with_weights=True)
-        name = AdapterFolder(adapters).base
+        of_adapters = AdapterFolder(adapters)
+        name = of_adapters.base
+        if of_adapters.base_revision != "main" and not os.path.isdir(name):
+            raise InputError(
+                f"{adapters / ADAPTER_CONFIG}: revision={of_adapters.base_revision}: give the folder of that revision "
+                f"of {name} in model.path, and these adapters in model.adapters"
+            )
         try:
             folder = _fetch("base_model_name_or_path", name, with_weights)
         except InputError as error:

@@ -27,6 +27,7 @@ from automodel_rl.lora.experts import (
     adapted_weights_by_name,
 )
 from automodel_rl.lora.layers import ADAPTER, merged
+from automodel_rl.lora.peft_kinds import problem_of
 from automodel_rl.lora.stacks import from_peft, to_peft
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import local_box, local_tensor
@@ -36,18 +37,6 @@ PEFT_PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _OF_STACKS = tuple(f".{EXPERTS}.{ADAPTERS}.{name}" for name in STACKED)
-
-OTHER_KINDS = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "fan_in_fan_out",
-    "layer_replication",
-    "lora_bias",
-    "rank_pattern",
-    "trainable_token_indices",
-    "use_dora",
-)
-"""Keys of PEFT's config that ask for adapters of other kinds than those trained here."""
 
 
 class AdapterFolder:
@@ -60,6 +49,7 @@ class AdapterFolder:
     Attributes:
         config: their config. Dropout is not part of what they compute, and left out.
         base: the checkpoint that they belong to: a folder or a hub id.
+        base_revision: its revision on the hub.
 
     Raises:
         InputError: the config is damaged, or it asks for adapters of another kind than those trained here.
@@ -67,10 +57,12 @@ class AdapterFolder:
 
     def __init__(self, folder: Path, merges: bool = False):
         self.folder, self.merges = folder, merges
+        values = _read_config(folder / CONFIG)
+        if problem := problem_of(values):
+            raise InputError(f"{folder}: {problem}")
         try:
-            values = json.loads((folder / CONFIG).read_text())
-            kind, bias = values["peft_type"], values.get("bias", "none")
             self.base: str = values.get("base_model_name_or_path") or ""
+            self.base_revision: str = values.get("revision") or "main"
             self._target_parameters: list[str] = values.get("target_parameters") or []
             self._rank: int = values["r"]
             if self._rank < 1:
@@ -85,12 +77,8 @@ class AdapterFolder:
                 else self._names(targets, values),
                 modules_to_save=values.get("modules_to_save") or (),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{folder / CONFIG}: is not the config of LoRA adapters ({_first_line(error)})") from None
-        unknown = next((f"{key}={values[key]}" for key in OTHER_KINDS if values.get(key)), None)
-        if kind != "LORA" or bias != "none" or unknown:
-            what = f"peft_type={kind}" if kind != "LORA" else unknown or f"bias={bias}"
-            raise InputError(f"{folder}: adapters with {what} cannot be trained or merged here: merge them with PEFT")
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -182,6 +170,16 @@ class AdapterFolder:
             if both <= names:
                 names = names - both | {path if any(part.isdigit() for part in path.split(".")) else EXPERTS}
         return tuple(sorted(names))
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """The values of an adapter_config.json, with a `peft_type`."""
+    try:
+        values: dict[str, Any] = json.loads(file.read_text())
+        values["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file}: is not the config of LoRA adapters ({_first_line(error)})") from None
+    return values
 
 
 def _fits(name: str, adapter: Tensor, weight: Tensor, is_transposed: bool) -> bool:

@@ -1,0 +1,94 @@
+"""What a key of PEFT's adapter_config.json means here: it is followed, changes nothing, or is refused.
+
+PEFT has many kinds of LoRA that share one format. A key that is not known here may ask for another kind, so it is
+refused unless its value asks for nothing. `init_lora_weights` stays in the file, and PEFT goes by it when adapters are
+loaded: PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take something from the weights of the base model.
+"""
+
+from typing import Any
+
+FOLLOWED = frozenset(
+    (
+        "base_model_name_or_path",
+        "exclude_modules",
+        "layers_to_transform",
+        "lora_alpha",
+        "modules_to_save",
+        "peft_type",
+        "r",
+        "revision",
+        "target_modules",
+        "target_parameters",
+        "use_rslora",
+    )
+)
+"""Keys that decide which adapters these are."""
+
+HARMLESS = frozenset(
+    (
+        "auto_mapping",
+        "corda_config",
+        "eva_config",
+        "inference_mode",
+        "layers_pattern",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "runtime_config",
+        "task_type",
+    )
+)
+"""Keys that do not change what adapters compute: notes, how they began, and settings of what other keys switch on."""
+
+REFUSED = frozenset(
+    (
+        "alora_invocation_tokens",
+        "alpha_pattern",
+        "arrow_config",
+        "bias",
+        "ensure_weight_tying",
+        "fan_in_fan_out",
+        "kasa_config",
+        "layer_replication",
+        "lora_bias",
+        "megatron_config",
+        "monteclora_config",
+        "rank_pattern",
+        "trainable_token_indices",
+        "use_bdlora",
+        "use_dora",
+        "use_qalora",
+        "velora_config",
+    )
+)
+"""Keys that ask for adapters of other kinds than those trained here, unless they ask for nothing."""
+
+BEGINNING = "init_lora_weights"
+
+PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `BEGINNING` that leave the base model's weights as they are."""
+
+
+def problem_of(values: dict[str, Any]) -> str:
+    """What in the values of an adapter_config.json asks for other adapters than those trained here, with the remedy;
+    empty if nothing does."""
+    if values["peft_type"] != "LORA":
+        return _unlike("peft_type", values["peft_type"])
+    beginning = values.get(BEGINNING, True)
+    if beginning not in PLAIN_BEGINNINGS:
+        return (
+            f"adapters with {BEGINNING}={beginning} cannot be trained or merged here, for PEFT changes the base "
+            "model's weights when it loads them: merge them with PEFT, or save them with its "
+            "path_initial_model_for_weight_conversion"
+        )
+    for key in sorted(values.keys() - FOLLOWED - HARMLESS - {BEGINNING}):
+        if values[key] and values[key] != "none":
+            return _unlike(key, values[key], "" if key in REFUSED else ", a key that is not known here,")
+    return ""
+
+
+def _unlike(key: str, value: Any, why: str = "") -> str:
+    return f"adapters with {key}={value}{why} cannot be trained or merged here: merge them with PEFT"
