@@ -13,9 +13,11 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.files import complete_folder
 from automodel_rl.hf.generation import write_generation
+from automodel_rl.hf.kept import QUANTIZATION, keep_config
 from automodel_rl.hf.names import INDEX, SINGLE
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
+from automodel_rl.tokenizer_files import save_tokenizer
 
 KEPT_FILES = (
     "preprocessor_config.json",
@@ -24,8 +26,6 @@ KEPT_FILES = (
     "chat_template.json",
     "spk_dict.pt",  # voices of Qwen2.5-Omni, without which transformers opens no whole model
 )
-
-QUANTIZATION = "quantization_config"
 
 FILE_BYTES = 4 * 2**30
 """Largest size of a weight file."""
@@ -110,8 +110,9 @@ def write_description(
     if QUANTIZATION in exported.to_dict():  # the weights that are written are plain
         delattr(exported, QUANTIZATION)
     exported.save_pretrained(folder)
+    keep_config(folder, exported, source)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
     write_generation(folder, source, config, ends)
     for name in KEPT_FILES:
         if (source / name).is_file():

@@ -32,6 +32,7 @@ from automodel_rl.lora.stacks import from_peft, to_peft
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import local_box, local_tensor
 from automodel_rl.support.families import FAMILIES
+from automodel_rl.tokenizer_files import save_tokenizer
 
 PEFT_PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -231,7 +232,7 @@ def save_adapters(
         if dist.get_rank() == 0:
             write_adapters(unfinished, {k: v for of_rank in of_ranks for k, v in of_rank.items()}, origin)
             if tokenizer is not None:
-                tokenizer.save_pretrained(unfinished)
+                save_tokenizer(tokenizer, unfinished)
 
 
 def write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin) -> None:

@@ -17,7 +17,7 @@ from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.config import ModelConfig, RunConfig, load_config
 from automodel_rl.config.load import parse_overrides
 from automodel_rl.data.chat import load_tokenizer
-from automodel_rl.data.ends import NewEnds, new_ends
+from automodel_rl.data.ends import new_ends
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.files import publish_folder
@@ -32,6 +32,7 @@ from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_a
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.support.families import FAMILIES
+from automodel_rl.tokenizer_files import save_tokenizer
 
 Adapters = Literal["peft", "merged", "per-expert"]
 """What becomes of adapters: PEFT's files, part of a whole model, or files in which experts have them one by one."""
@@ -83,13 +84,13 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     if adapters == "per-expert":
         _check_single(weights)
     merge = adapters == "merged"
-    as_adapters, variables = model.lora is not None and not merge, config.data.chat_template_kwargs
-    ends = new_ends(files.folder, whole_config, tokenizer, variables, adapters=as_adapters)
+    as_adapters = model.lora is not None and not merge
+    ends = new_ends(files.folder, whole_config, tokenizer, config.data.chat_template_kwargs, adapters=as_adapters)
 
     def write(folder: Path) -> None:
         if as_adapters:
             _write_adapters(folder, _trained(reader), AdapterOrigin(model.lora, files.name, weights.family), adapters)
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
             return
         if model.lora is not None:
             tensors = merged_tensors(weights, _trained(reader), model.lora.scale, dtypes_of(model)[0])
@@ -99,14 +100,8 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         exported = read_whole_config(files.folder) if weights.is_composite else whole_config
         write_description(folder, _in_dtype(exported, dtypes_of(model)[0]), tokenizer, files.folder, ends.ids)
 
-    _publish(out, write)
-    print(f"{out}: the model after step {marker.step}{', with its adapters merged in' if merge else ''}")
-    _say_ends(out, ends)
-
-
-def _say_ends(out: Path, ends: NewEnds) -> None:
-    if ends.note:
-        print(f"{out}: {ends.note}")
+    line = f"the model after step {marker.step}{', with its adapters merged in' if merge else ''}"
+    _publish(out, write, line, ends.note)
 
 
 def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[str] = ()) -> Checkpoint:
@@ -167,15 +162,13 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
             _write_adapters(
                 unfinished, adapters.tensors, AdapterOrigin(adapters.config, files.name, weights.family), kind
             )
-            tokenizer.save_pretrained(unfinished)
+            save_tokenizer(tokenizer, unfinished)
             return
         write_weights(unfinished, merged_tensors(weights, adapters.tensors, adapters.config.scale, dtype))
         write_description(unfinished, config, tokenizer, files.folder, ends.ids)
 
-    _publish(out, write)
     how = "merged in" if kind == "merged" else "one by one for each expert"
-    print(f"{out}: {files.name} with the adapters of {folder} {how}")
-    _say_ends(out, ends)
+    _publish(out, write, f"{files.name} with the adapters of {folder} {how}", ends.note)
 
 
 def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: Adapters) -> None:
@@ -193,12 +186,11 @@ def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: A
         write_weights(unfinished, merged_tensors(weights, {}, 1.0, torch.bfloat16))
         write_description(unfinished, _in_dtype(config, torch.bfloat16), tokenizer, folder)
 
-    _publish(out, write)
-    print(f"{out}: {folder} with plain weights")
+    _publish(out, write, f"{folder} with plain weights")
 
 
-def _publish(out: Path, write: Callable[[Path], None]) -> None:
-    """Makes a folder that is complete, or not there at all."""
+def _publish(out: Path, write: Callable[[Path], None], *lines: str) -> None:
+    """Makes a folder that is complete, or not there at all, and prints lines about it; empty ones are left out."""
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     try:
         unfinished.mkdir(parents=True)
@@ -208,6 +200,8 @@ def _publish(out: Path, write: Callable[[Path], None]) -> None:
         raise InputError(f"{out}: cannot be written ({error}): make room, or choose another place") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+    for line in filter(None, lines):
+        print(f"{out}: {line}")
 
 
 def _in_dtype(config: PretrainedConfig, dtype: torch.dtype) -> PretrainedConfig:

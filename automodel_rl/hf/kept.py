@@ -1,0 +1,69 @@
+"""What an exported model keeps of its source's config.json, for readers of older transformers.
+
+transformers 5 saves some settings under other names than transformers 4 reads: `rope_parameters` in place of
+`rope_theta` and `rope_scaling`, `dtype` in place of `torch_dtype`; and it leaves out values that its own classes have
+by default. A reader of the older names then takes its own defaults without a word. So names that the source had stay,
+beside the new ones.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+CONFIG = "config.json"
+
+QUANTIZATION = "quantization_config"
+
+NOT_KEPT = frozenset((QUANTIZATION, "compression_config", "_name_or_path", "_commit_hash", "transformers_version"))
+"""Keys of a source that are not true of what is exported: its weights are plain, and others wrote its files."""
+
+DTYPE, OLD_DTYPE = "dtype", "torch_dtype"
+
+TEXT = "text_config"
+
+
+def keep_config(folder: Path, config: PretrainedConfig, source: Path) -> None:
+    """Adds what only the source's config.json has to that of an exported model, if it is the same model then.
+
+    Args:
+        folder: the exported model's folder, with config.json.
+        config: the config in it.
+        source: folder of the checkpoint that the model came from.
+    """
+    written, original = (json.loads((of / CONFIG).read_text()) for of in (folder, source))
+    merged = _merged(original, written, written.get(DTYPE))
+    if merged == written:
+        return
+    (folder / CONFIG).write_text(json.dumps(merged, indent=2) + "\n")
+    if _plain(AutoConfig.from_pretrained(folder)) != _plain(config):
+        (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
+        print(
+            f"warning: config.json has the names of transformers 5 alone, for it would be another model with those of "
+            f"{source / CONFIG}: do not open it with transformers 4",
+            flush=True,
+        )
+
+
+def _merged(original: dict[str, Any], written: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """The values that are written, and those that only the original has; in a nested config likewise."""
+    merged, dtype = dict(written), written.get(DTYPE, dtype)
+    if TEXT in written and TEXT not in original:  # an older form, with the language model's settings at the top
+        inner = {key: value for key, value in original.items() if key not in written and not isinstance(value, dict)}
+        old = {key: original[key] for key in ("rope_scaling",) if original.get(key)}
+        at_top = {OLD_DTYPE: dtype} if OLD_DTYPE in original else {}
+        return merged | at_top | {TEXT: _merged(inner | old, written[TEXT], dtype)}
+    for key, value in original.items():
+        if key == OLD_DTYPE:
+            merged[key] = dtype
+        elif key not in written and key not in NOT_KEPT:
+            merged[key] = value
+        elif key.endswith("_config") and isinstance(value, dict) and isinstance(written.get(key), dict):
+            merged[key] = _merged(value, written[key], dtype)
+    return merged
+
+
+def _plain(config: PretrainedConfig) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in values.items() if key not in NOT_KEPT}
