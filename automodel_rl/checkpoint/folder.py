@@ -9,13 +9,14 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
+from automodel_rl.manifest import StoredFile, first_difference, hash_values, inner_name
 
 MARKER = "checkpoint.json"
 
@@ -32,14 +33,14 @@ RANKS = "ranks"
 TEMPLATE = "chat_template.jinja"
 """File of the chat template that the run used in place of the tokenizer's own."""
 
+OWN_HASH = "hash"
+"""Key of the marker for the hash of all its other values. Markers of older versions have none."""
+
 MOST_RANKS = 2**20
 
 HF_COPY = "hf"
 """Folder of the Hugging Face checkpoint that `checkpoint.format: both` adds beside the shards. It is made from the
 shards, after the marker, so the marker does not name it."""
-
-CHUNK = 2**24
-"""Bytes of a file that are read and hashed at once."""
 
 JSON_BYTES = 2**31
 """Size of the largest JSON file that is read."""
@@ -47,19 +48,6 @@ JSON_BYTES = 2**31
 
 class CheckpointError(InputError):
     """A folder is not a checkpoint that this version can read, or it is damaged. The message says which and why."""
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """Size and hash of a file when it was written.
-
-    Attributes:
-        bytes: the size in bytes.
-        hash: the 128-bit XXH3 hash, hexadecimal. It shows damage, but does not protect against forgery.
-    """
-
-    bytes: int
-    hash: str
 
 
 @dataclass(frozen=True)
@@ -92,7 +80,8 @@ def is_complete(folder: Path) -> bool:
 def write_marker(folder: Path, marker: Marker) -> None:
     """Writes the marker, which makes a folder a checkpoint. When this returns, everything is on the disk."""
     fsync_folder(folder)
-    write_complete(folder / MARKER, json.dumps(asdict(marker), indent=1))
+    values = asdict(marker)
+    write_complete(folder / MARKER, json.dumps(values | {OWN_HASH: hash_values(values)}, indent=1))
     fsync_folder(folder)
 
 
@@ -124,7 +113,11 @@ def read_marker(folder: Path) -> Marker:
                 f"{folder}: is of checkpoint format {version}, this version of automodel_rl reads format {FORMAT}: "
                 "use the version that wrote it"
             )
-        files = {_inner(name): StoredFile(int(of["bytes"]), str(of["hash"])) for name, of in values["files"].items()}
+        if OWN_HASH in values and values.pop(OWN_HASH) != hash_values(values):
+            raise ValueError("it was changed after it was written: its hash is another")
+        files = {
+            inner_name(name): StoredFile(int(of["bytes"]), str(of["hash"])) for name, of in values["files"].items()
+        }
         marker = Marker(int(values["step"]), int(values["world_size"]), files)
         needed = (CONFIG, PROGRESS, f"{TENSORS}/{INDEX}", *map(rank_file, range(min(marker.world_size, MOST_RANKS))))
         lacks = next((name for name in needed if name not in files), None)
@@ -135,13 +128,6 @@ def read_marker(folder: Path) -> Marker:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder / MARKER}: damaged ({type(error).__name__}: {error})") from None
-
-
-def _inner(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise ValueError(f"{name!r} is not a name within the folder")
-    return name
 
 
 def read_json(path: Path) -> Any:
@@ -171,30 +157,13 @@ def check_files(folder: Path, marker: Marker, names: Iterable[str]) -> None:
     Raises:
         CheckpointError: a file is missing or differs.
     """
-    for name in names:
-        path, written = folder / name, marker.files[name]
-        try:
-            found = hash_file(path)
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder}: {name} is missing: copy it again, or use another checkpoint") from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror}): use another checkpoint") from None
-        if found.bytes != written.bytes:
-            raise CheckpointError(
-                f"{path}: has {found.bytes} bytes but was written with {written.bytes}: use another one"
-            )
-        if found.hash != written.hash:
-            raise CheckpointError(f"{path}: differs from what was written (its hash is another)")
-
-
-def hash_file(path: Path) -> StoredFile:
-    """Size and hash of a file."""
-    state, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            state.update(chunk)
-            size += len(chunk)
-    return StoredFile(size, state.hexdigest())
+    try:
+        problem = first_difference(folder, marker.files, names)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror}): use another checkpoint") from None
+    if problem is not None:
+        name, what = problem
+        raise CheckpointError(f"{folder / name}: {what}: copy it again, or use another checkpoint")
 
 
 def write_hashed(path: Path, text: str) -> StoredFile:

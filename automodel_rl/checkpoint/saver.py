@@ -19,7 +19,6 @@ from automodel_rl.checkpoint.folder import (
     RANKS,
     TENSORS,
     Marker,
-    StoredFile,
     fsync_folder,
     rank_file,
     write_hashed,
@@ -33,6 +32,7 @@ from automodel_rl.engine.engine import Engine
 from automodel_rl.errors import innermost
 from automodel_rl.files import publish_folder
 from automodel_rl.hf.read import stored_buffers
+from automodel_rl.manifest import StoredFile
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import own_group
 from automodel_rl.parallel.sharding import local_tensor

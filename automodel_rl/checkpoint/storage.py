@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from automodel_rl.checkpoint.folder import INDEX, CheckpointError, StoredFile, read_json, write_hashed
+from automodel_rl.checkpoint.folder import INDEX, CheckpointError, read_json, write_hashed
+from automodel_rl.manifest import StoredFile
 from automodel_rl.parallel.sharding import Box
 
 DTYPES = {

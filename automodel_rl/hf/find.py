@@ -13,6 +13,7 @@ from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
 from automodel_rl.lora.peft import AdapterFolder
+from automodel_rl.manifest import MANIFEST, check_exported
 
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
 """Patterns of a checkpoint's files besides its weights."""
@@ -55,7 +56,8 @@ def find_model(model: ModelConfig, with_weights: bool = True) -> ModelFiles:
         with_weights: whether to download the weights, too.
 
     Raises:
-        InputError: there is no such checkpoint, or its adapters contradict `model.lora`.
+        InputError: there is no such checkpoint, a file of it is not as it was exported, or its adapters contradict
+            `model.lora`.
     """
     folder, name = _fetch("model.path", model.path, with_weights), model.path
     adapters = None if model.adapters is None else _fetch("model.adapters", model.adapters, with_weights=True)
@@ -92,8 +94,15 @@ def find_model(model: ModelConfig, with_weights: bool = True) -> ModelFiles:
     return ModelFiles(folder, name, found, _lora_of(model, found))
 
 
+def is_exported(folder: Path) -> bool:
+    """Whether a folder holds a model or adapters, and not a checkpoint of a run."""
+    return any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG, MANIFEST))
+
+
 def _fetch(key: str, path: str, with_weights: bool) -> Path:
     if os.path.isdir(path):
+        if with_weights:
+            check_exported(Path(path), whole=False)
         return Path(path)
     if path.startswith(("/", ".")) or path.count("/") > 1:
         raise InputError(f"{key}={path}: no such folder: give the folder of a Hugging Face checkpoint, or a hub id")

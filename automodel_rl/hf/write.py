@@ -15,6 +15,7 @@ from automodel_rl.files import complete_folder
 from automodel_rl.hf.generation import write_generation
 from automodel_rl.hf.kept import QUANTIZATION, keep_config
 from automodel_rl.hf.names import INDEX, SINGLE
+from automodel_rl.manifest import StoredFile, hash_file, write_manifest
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.tokenizer_files import save_tokenizer
@@ -46,6 +47,15 @@ class ComponentTensors:
     named_tensors: Iterable[tuple[str, Tensor]]
 
 
+@dataclass(frozen=True)
+class WeightFile:
+    """A file of weights that was written: its name, the bytes of each tensor in it, and its size and hash."""
+
+    name: str
+    sizes: dict[str, int]
+    stored: StoredFile
+
+
 def save_hf_checkpoint(
     folder: Path,
     components: Iterable[ComponentTensors],
@@ -67,27 +77,24 @@ def save_hf_checkpoint(
         ends: tokens at which generation stops besides those of the source's settings.
     """
     with complete_folder(folder, world) as unfinished:
-        own = []
+        own: list[WeightFile] = []
         for component in components:
             stage = f"{component.name}-{component.layout.pp_rank}"
             for number, tensors in enumerate(_files(component.named_tensors, keep=component.layout.writes_for_stage)):
-                name = f"{stage}-{number}.safetensors"
-                save_file(tensors, unfinished / name, {"format": "pt"})
-                own.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
-        files = sorted(file for of_rank in gather_objects(own, world) for file in of_rank)
+                own.append(_write_file(unfinished / f"{stage}-{number}.safetensors", tensors))
+        files = [file for of_rank in gather_objects(own, world) for file in of_rank]
         if dist.get_rank() == 0:
-            _name_files(unfinished, files)
+            named = _name_files(unfinished, sorted(files, key=lambda file: file.name))
             write_description(unfinished, config, tokenizer, source, ends)
+            write_manifest(unfinished, named)
 
 
-def write_weights(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes all tensors of a model, from one process."""
+def write_weights(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, StoredFile]:
+    """Writes all tensors of a model, from one process; returns sizes and hashes of its files, by name."""
     files = []
     for number, tensors in enumerate(_files(named_tensors, keep=True)):
-        name = f"{number:05d}.safetensors"
-        save_file(tensors, folder / name, {"format": "pt"})
-        files.append((name, {key: tensor.nbytes for key, tensor in tensors.items()}))
-    _name_files(folder, files)
+        files.append(_write_file(folder / f"{number:05d}.safetensors", tensors))
+    return _name_files(folder, files)
 
 
 def write_description(
@@ -135,16 +142,28 @@ def _files(named_tensors: Iterable[tuple[str, Tensor]], keep: bool) -> Iterator[
         yield tensors
 
 
-def _name_files(folder: Path, files: list[tuple[str, dict[str, int]]]) -> None:
-    """Renames the stages' files to Hugging Face's names and writes the index, if there is more than one file."""
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> WeightFile:
+    save_file(tensors, path, {"format": "pt"})
+    return WeightFile(path.name, {key: tensor.nbytes for key, tensor in tensors.items()}, hash_file(path))
+
+
+def _name_files(folder: Path, files: list[WeightFile]) -> dict[str, StoredFile]:
+    """Renames the stages' files to Hugging Face's names and writes the index, if there is more than one file.
+
+    Returns:
+        Sizes and hashes of the files, by their new names.
+    """
     if len(files) == 1:
-        (folder / files[0][0]).rename(folder / SINGLE)
-        return
+        (folder / files[0].name).rename(folder / SINGLE)
+        return {SINGLE: files[0].stored}
     weight_map: dict[str, str] = {}
-    for number, (name, sizes) in enumerate(files, start=1):
+    named: dict[str, StoredFile] = {}
+    for number, file in enumerate(files, start=1):
         final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        (folder / name).rename(folder / final)
-        weight_map |= dict.fromkeys(sizes, final)
-    total = sum(size for _, sizes in files for size in sizes.values())
+        (folder / file.name).rename(folder / final)
+        named[final] = file.stored
+        weight_map |= dict.fromkeys(file.sizes, final)
+    total = sum(size for file in files for size in file.sizes.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
+    return named

@@ -29,6 +29,7 @@ from automodel_rl.lora.experts import (
 from automodel_rl.lora.layers import ADAPTER, merged
 from automodel_rl.lora.peft_kinds import problem_of
 from automodel_rl.lora.stacks import from_peft, to_peft
+from automodel_rl.manifest import write_manifest
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import local_box, local_tensor
 from automodel_rl.support.families import FAMILIES
@@ -233,6 +234,7 @@ def save_adapters(
             write_adapters(unfinished, {k: v for of_rank in of_ranks for k, v in of_rank.items()}, origin)
             if tokenizer is not None:
                 save_tokenizer(tokenizer, unfinished)
+            write_manifest(unfinished)
 
 
 def write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin) -> None:

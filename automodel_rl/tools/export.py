@@ -29,6 +29,7 @@ from automodel_rl.hf.write import write_description, write_weights
 from automodel_rl.lora.layers import is_adapter
 from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_adapters
+from automodel_rl.manifest import StoredFile, write_manifest
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.support.families import FAMILIES
@@ -72,9 +73,8 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     files = find_model(config.model)
     model = files.described(config.model)
     whole_config = read_config(files.folder)
-    tokenizer = load_tokenizer(
-        files.tokenizer_folder, language_config(whole_config).vocab_size, trust_remote_code=model.trust_remote_code
-    )
+    vocab_size = language_config(whole_config).vocab_size
+    tokenizer = load_tokenizer(files.tokenizer_folder, vocab_size, trust_remote_code=model.trust_remote_code)
     if TEMPLATE in marker.files:
         tokenizer.chat_template = (checkpoint / TEMPLATE).read_text()
     reader = SafetensorsReader(checkpoint / TENSORS)
@@ -83,25 +83,25 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         raise InputError(f"{checkpoint}: has no adapters: leave {FLAGS[adapters]} out")
     if adapters == "per-expert":
         _check_single(weights)
-    merge = adapters == "merged"
-    as_adapters = model.lora is not None and not merge
+    as_adapters = model.lora is not None and adapters != "merged"
     ends = new_ends(files.folder, whole_config, tokenizer, config.data.chat_template_kwargs, adapters=as_adapters)
 
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> dict[str, StoredFile]:
         if as_adapters:
             _write_adapters(folder, _trained(reader), AdapterOrigin(model.lora, files.name, weights.family), adapters)
             save_tokenizer(tokenizer, folder)
-            return
+            return {}
         if model.lora is not None:
             tensors = merged_tensors(weights, _trained(reader), model.lora.scale, dtypes_of(model)[0])
         else:
             tensors = _model_tensors(reader, model, weights, whole_config)
-        write_weights(folder, tensors)
+        written = write_weights(folder, tensors)
         exported = read_whole_config(files.folder) if weights.is_composite else whole_config
         write_description(folder, _in_dtype(exported, dtypes_of(model)[0]), tokenizer, files.folder, ends.ids)
+        return written
 
-    line = f"the model after step {marker.step}{', with its adapters merged in' if merge else ''}"
-    _publish(out, write, line, ends.note)
+    how = ", with its adapters merged in" if adapters == "merged" else ""
+    _publish(out, write, f"the model after step {marker.step}{how}", ends.note)
 
 
 def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[str] = ()) -> Checkpoint:
@@ -157,15 +157,16 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
     if kind == "per-expert":
         _check_single(weights)
 
-    def write(unfinished: Path) -> None:
+    def write(unfinished: Path) -> dict[str, StoredFile]:
         if kind == "per-expert":
             _write_adapters(
                 unfinished, adapters.tensors, AdapterOrigin(adapters.config, files.name, weights.family), kind
             )
             save_tokenizer(tokenizer, unfinished)
-            return
-        write_weights(unfinished, merged_tensors(weights, adapters.tensors, adapters.config.scale, dtype))
+            return {}
+        written = write_weights(unfinished, merged_tensors(weights, adapters.tensors, adapters.config.scale, dtype))
         write_description(unfinished, config, tokenizer, files.folder, ends.ids)
+        return written
 
     how = "merged in" if kind == "merged" else "one by one for each expert"
     _publish(out, write, f"{files.name} with the adapters of {folder} {how}", ends.note)
@@ -182,19 +183,21 @@ def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: A
     tokenizer = load_tokenizer(folder, language_config(config).vocab_size)
     weights = Checkpoint(find_model(ModelConfig(path=str(folder))), config.model_type)
 
-    def write(unfinished: Path) -> None:
-        write_weights(unfinished, merged_tensors(weights, {}, 1.0, torch.bfloat16))
+    def write(unfinished: Path) -> dict[str, StoredFile]:
+        written = write_weights(unfinished, merged_tensors(weights, {}, 1.0, torch.bfloat16))
         write_description(unfinished, _in_dtype(config, torch.bfloat16), tokenizer, folder)
+        return written
 
     _publish(out, write, f"{folder} with plain weights")
 
 
-def _publish(out: Path, write: Callable[[Path], None], *lines: str) -> None:
-    """Makes a folder that is complete, or not there at all, and prints lines about it; empty ones are left out."""
+def _publish(out: Path, write: Callable[[Path], dict[str, StoredFile]], *lines: str) -> None:
+    """Makes a folder that is complete, or not there at all, with its manifest, and prints lines about it that are not
+    empty. What writes the folder returns the files that it has hashed."""
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     try:
         unfinished.mkdir(parents=True)
-        write(unfinished)
+        write_manifest(unfinished, write(unfinished))
         publish_folder(unfinished, out)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{out}: cannot be written ({error}): make room, or choose another place") from None

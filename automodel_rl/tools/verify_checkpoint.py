@@ -1,16 +1,23 @@
-"""`automodel-rl verify-checkpoint`: checks that a checkpoint is whole."""
+"""`automodel-rl verify-checkpoint`: checks that a checkpoint, or an exported folder, is whole."""
 
 from pathlib import Path
 
 from automodel_rl.checkpoint.folder import check_files, read_marker
+from automodel_rl.hf.find import is_exported
+from automodel_rl.manifest import check_exported
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Reads every file of a checkpoint and prints what it holds.
+    """Reads every file of a checkpoint, or of a Hugging Face folder with a manifest, and prints what it holds.
 
     Raises:
-        CheckpointError: the checkpoint is not whole.
+        InputError: the folder is not whole, or nothing says what it held.
     """
+    if is_exported(folder):
+        files = check_exported(folder, whole=True)
+        size = sum(file.bytes for file in files.values())
+        print(f"{folder}: whole. {len(files)} files, {size / 2**30:.2f} GiB, every one as it was written")
+        return
     marker = read_marker(folder)
     check_files(folder, marker, marker.files)
     size = sum(file.bytes for file in marker.files.values())

@@ -34,8 +34,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change_marker(folder: Path, **values: object) -> None:
+    """A marker with other values, as an older version would have written it: without a hash of its own."""
     marker = json.loads((folder / MARKER).read_text())
+    del marker["hash"]
     (folder / MARKER).write_text(json.dumps(marker | values))
+
+
+def edit_step(folder: Path) -> None:
+    (folder / MARKER).write_text((folder / MARKER).read_text().replace('"step": 3', '"step": 4'))
 
 
 def flip_byte(folder: Path) -> None:
@@ -69,7 +75,7 @@ def test_a_whole_checkpoint_is_told(folder: Path, capsys: pytest.CaptureFixture[
     ("damage", "message"),
     [
         (flip_byte, "progress.json: differs from what was written"),
-        (lambda folder: (folder / "ranks" / "rank_0.json").unlink(), "ranks/rank_0.json is missing"),
+        (lambda folder: (folder / "ranks" / "rank_0.json").unlink(), "ranks/rank_0.json: is missing"),
         (lambda folder: (folder / "progress.json").write_text("short"), "has 5 bytes but was written with 117"),
         (lambda folder: (folder / MARKER).unlink(), f"no {MARKER}, so it is not a complete checkpoint"),
         (lambda folder: (folder / MARKER).write_text("{"), f"{MARKER}: cannot be read"),
@@ -79,6 +85,7 @@ def test_a_whole_checkpoint_is_told(folder: Path, capsys: pytest.CaptureFixture[
             lambda folder: change_marker(folder, format=FORMAT + 1),
             f"checkpoint format {FORMAT + 1}, this version",
         ),
+        (edit_step, f"{MARKER}: damaged (ValueError: it was changed after it was written"),
         (lambda folder: change_marker(folder, format=1), "checkpoint format 1, this version"),
         (lambda folder: change_marker(folder, files={"a": 3}), f"{MARKER}: damaged"),
         (lambda folder: change_marker(folder, files={}), "it does not name config.yaml"),
