@@ -93,8 +93,8 @@ def read_manifest(folder: Path) -> dict[str, StoredFile]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
-            f"{file}: damaged ({type(error).__name__}: {error}): copy the folder again or, if its other files are right, "
-            "remove this one"
+            f"{file}: damaged ({type(error).__name__}: {error}): copy the folder again or, if its other files are "
+            "right, remove this one"
         ) from None
 
 

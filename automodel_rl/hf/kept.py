@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 CONFIG = "config.json"
 
@@ -24,23 +24,23 @@ DTYPE, OLD_DTYPE = "dtype", "torch_dtype"
 TEXT = "text_config"
 
 
-def keep_config(folder: Path, config: PretrainedConfig, source: Path) -> None:
+def keep_config(folder: Path, source: Path) -> None:
     """Adds what only the source's config.json has to that of an exported model, if it is the same model then.
 
     Args:
         folder: the exported model's folder, with config.json.
-        config: the config in it.
         source: folder of the checkpoint that the model came from.
     """
     written, original = (json.loads((of / CONFIG).read_text()) for of in (folder, source))
     merged = _merged(original, written, written.get(DTYPE))
     if merged == written:
         return
+    without = _model_of(folder)
     (folder / CONFIG).write_text(json.dumps(merged, indent=2) + "\n")
-    if _plain(AutoConfig.from_pretrained(folder)) != _plain(config):
+    if _model_of(folder) != without:
         (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
         print(
-            f"warning: config.json has the names of transformers 5 alone, for it would be another model with those of "
+            "warning: config.json has the names of transformers 5 alone, for it would be another model with those of "
             f"{source / CONFIG}: do not open it with transformers 4",
             flush=True,
         )
@@ -64,6 +64,11 @@ def _merged(original: dict[str, Any], written: dict[str, Any], dtype: str | None
     return merged
 
 
-def _plain(config: PretrainedConfig) -> dict[str, Any]:
+def _model_of(folder: Path) -> dict[str, Any] | None:
+    """All values of a folder's config, as this transformers reads them; None if it does not."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception:  # config classes check their fields with errors of their own
+        return None
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if key not in NOT_KEPT}

@@ -117,7 +117,7 @@ def write_description(
     if QUANTIZATION in exported.to_dict():  # the weights that are written are plain
         delattr(exported, QUANTIZATION)
     exported.save_pretrained(folder)
-    keep_config(folder, exported, source)
+    keep_config(folder, source)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
     write_generation(folder, source, config, ends)

@@ -100,7 +100,9 @@ COMMANDS: dict[str, Command] = {
         "CHECKPOINT may then also be a folder of adapters.",
         ("--merge", "--per-expert", "--model.path"),
     ),
-    "verify-checkpoint": Command("CHECKPOINT", "says whether a checkpoint is whole: every file as it was written"),
+    "verify-checkpoint": Command(
+        "FOLDER", "says whether a checkpoint or exported folder is whole: every file as written"
+    ),
     "quickstart": Command(
         "FOLDER [--task problems|calculator|images] [--seed N]",
         "makes a small model and data and trains it with GRPO, on a laptop",

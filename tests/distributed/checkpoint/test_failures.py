@@ -144,7 +144,7 @@ def flip_byte(folder: Path) -> None:
         (flip_byte, "rank_00000.safetensors: differs from what was written"),
         (
             lambda folder: (newest(folder) / "tensors" / "rank_00000.safetensors").unlink(),
-            "tensors/rank_00000.safetensors is missing",
+            "tensors/rank_00000.safetensors: is missing",
         ),
         (lambda folder: change_marker(newest(folder), format=FORMAT + 1), f"is of checkpoint format {FORMAT + 1}"),
         (lambda folder: (newest(folder) / MARKER).unlink(), f"no {MARKER}, so it is not a complete checkpoint"),

@@ -118,6 +118,9 @@ def test_a_run_on_adapters_resumes_on_these_adapters_alone(
     kept = adapted.read_bytes()
     save_file({name: tensor + 1e-6 for name, tensor in load_file(adapted).items()}, adapted)
     assert main(["sft", write(settings, tmp_path), *resume[:2], "--output", str(tmp_path / "third")]) == 2
+    assert "if the change is meant, remove manifest.json" in capsys.readouterr().err
+    (adapters / "manifest.json").unlink()
+    assert main(["sft", write(settings, tmp_path), *resume[:2], "--output", str(tmp_path / "third")]) == 2
     assert "its weights or adapters are not those with which" in capsys.readouterr().err
     adapted.write_bytes(kept)
     assert main(["plan", write(settings, tmp_path)]) == 0
