@@ -83,12 +83,12 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         raise InputError(f"{checkpoint}: has no adapters: leave {FLAGS[adapters]} out")
     if adapters == "per-expert":
         _check_single(weights)
-    as_adapters = model.lora is not None and adapters != "merged"
-    ends = new_ends(files.folder, whole_config, tokenizer, config.data.chat_template_kwargs, adapters=as_adapters)
+    alone = model.lora if adapters != "merged" else None  # adapters that stay ones
+    ends = new_ends(files.folder, whole_config, tokenizer, config.data.chat_template_kwargs, adapters=alone is not None)
 
     def write(folder: Path) -> dict[str, StoredFile]:
-        if as_adapters:
-            _write_adapters(folder, _trained(reader), AdapterOrigin(model.lora, files.name, weights.family), adapters)
+        if alone is not None:
+            _write_adapters(folder, _trained(reader), AdapterOrigin(alone, files.name, weights.family), adapters)
             save_tokenizer(tokenizer, folder)
             return {}
         if model.lora is not None:
