@@ -14,6 +14,9 @@ GENERATION = "generation_config.json"
 
 EOS = "eos_token_id"
 
+OF_CONFIG = "_from_model_config"
+"""Mark of a file that transformers may make anew of config.json."""
+
 KEPT_IDS = ("bos_token_id", "pad_token_id")
 """Keys that transformers takes from config.json where there is no generation_config.json."""
 
@@ -54,6 +57,7 @@ def write_generation(folder: Path, source: Path, config: PretrainedConfig, ends:
     of_config = config.to_dict()
     values = _settings(source) or {key: of_config[key] for key in KEPT_IDS if of_config.get(key) is not None}
     values[EOS] = [*dict.fromkeys([*generation_ends(source, config), *ends])]
+    values.pop(OF_CONFIG, None)
     (folder / GENERATION).write_text(json.dumps(values, indent=2))
 
 

@@ -83,7 +83,9 @@ def test_an_export_stops_where_training_ended_turns(tmp_path: Path, tokenizer: P
     assert ends.note == "generation_config.json also stops at <|im_end|> (2), which ends what was trained"
     write_generation(out, source, config, ends.ids)
     assert settings(out) == {"pad_token_id": 1, "eos_token_id": [0, 2]}
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.6}))
+    (source / "generation_config.json").write_text(
+        json.dumps({"_from_model_config": True, "eos_token_id": 0, "temperature": 0.6})
+    )
     write_generation(out, source, config, new_ends(source, config, tokenizer).ids)
     assert settings(out) == {"eos_token_id": [0, 2], "temperature": 0.6}
     assert "export --merge" in new_ends(source, config, tokenizer, adapters=True).note
