@@ -1,7 +1,6 @@
 """Whether a planted bug is noticed, by `verify` or by a test."""
 
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -9,12 +8,13 @@ from typing import Any
 
 from tests.faults.fault import Verified
 from tests.faults.table import PLANTED, planted
+from tests.processes import run_command
 
 
 def noticed_by_test(name: str, test: str) -> str:
     """The test, if it fails with the fault; empty if it passes."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", f"tests/{test}"]
-    done = subprocess.run(command, env={**os.environ, PLANTED: name}, capture_output=True, text=True, check=False)
+    done = run_command(command, env={**os.environ, PLANTED: name})
     # pytest's codes of tests that pass and that fail; a crash is noticed, too. A test that could not begin is an error,
     # and has found nothing.
     if done.returncode > 1 or "\nERROR " in done.stdout:

@@ -12,6 +12,8 @@ from tests.faults import (
     losses,
     mixtures,
     optimizers,
+    rollouts,
+    surroundings,
 )
 from tests.faults.fault import Fault
 
@@ -27,6 +29,8 @@ FAULTS: dict[str, Fault] = {
     **optimizers.FAULTS,
     **checkpoints.FAULTS,
     **losses.FAULTS,
+    **rollouts.FAULTS,
+    **surroundings.FAULTS,
 }
 
 

@@ -8,15 +8,18 @@ from transformers import Qwen2_5OmniThinkerForConditionalGeneration as Thinker
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from automodel_rl.batch import (
+    Audio,
     Image,
     Media,
     RotaryGrid,
     TokenSequence,
     Video,
+    distinct_media,
     local_microbatch,
     multimodal_positions,
     pack_microbatch,
 )
+from automodel_rl.batch.media import media_places
 
 IMAGE, VIDEO, START, END = 9, 8, 7, 6
 
@@ -96,3 +99,29 @@ def test_images_that_overlap_or_lie_outside_are_refused(images: tuple[tuple[int,
     placed = tuple(Image(start, count, (1, 1, 1), torch.zeros(0)) for start, count in images)
     with pytest.raises(ValueError, match="images and clips lie within the sequence, in order and apart"):
         TokenSequence(torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.bool), media=placed)
+
+
+def test_media_with_the_same_content_are_encoded_once_and_no_others() -> None:
+    """Of one file there may be several sizes, an image and a clip, and what has no file is like nothing else."""
+    nothing = torch.zeros(0)
+    media: list[Media] = [
+        Image(1, 2, (1, 2, 4), nothing, "a.png"),
+        Image(4, 4, (1, 4, 4), nothing, "a.png"),  # the same file, larger
+        Audio(9, 2, 8, nothing, "a.png"),
+        Image(12, 2, (1, 2, 4), nothing, "a.png"),  # as the first
+        Image(15, 2, (1, 2, 4), nothing),
+        Image(18, 2, (1, 2, 4), nothing),
+        Image(21, 2, (1, 2, 4), nothing, "b.png"),
+        Audio(24, 3, 12, nothing, "a.png"),  # another stretch of the clip
+        Image(28, 2, (1, 4, 2), nothing, "a.png"),  # turned
+    ]
+    distinct = [0, 1, 4, 5, 6, 8, 2, 7]
+    pictures, clips = distinct_media(media, "vision"), distinct_media(media, "audio")
+    assert [media.index(item) if item.source else None for item in pictures] == [0, 1, None, None, 6, 8]
+    assert [item.start for item in (*pictures, *clips)] == [media[number].start for number in distinct]
+    starts = dict(zip(distinct, np.cumsum([0, *(media[number].num_tokens for number in distinct)]), strict=False))
+    starts[3] = starts[0]
+    expected = np.full(32, -1)
+    for number, item in enumerate(media):
+        expected[item.start : item.start + item.num_tokens] = starts[number] + np.arange(item.num_tokens)
+    assert media_places(media, 32).tolist() == expected.tolist()

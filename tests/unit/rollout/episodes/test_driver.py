@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.episode import Episode, Limits
@@ -86,6 +87,13 @@ class Echo:
         self.is_closed = True
 
 
+class Silent(Echo):
+    """Answers nothing, and does not say that it is done."""
+
+    def step(self, turn: Turn) -> Outcome:
+        return Outcome([], reward=1.0)
+
+
 def episode_of(prompt: list[int], world: Echo, **limits: float) -> Episode:
     given = {"prompt_tokens": 9, "turns": 9, "tokens": 99, "turn_tokens": 3} | limits
     messages = [{"role": "user", "content": str(token)} for token in prompt]
@@ -141,9 +149,38 @@ def test_limits_end_an_episode_after_a_turn(limits: dict[str, float], num_turns:
     assert completion.sampled[-1]  # what nobody answers any more is left out
 
 
-def test_a_turn_that_was_cut_off_is_the_last() -> None:
-    _, (completion,) = run(True, [[7]], [Echo(5)])
-    assert (completion.finish, len(completion.token_ids)) == ("length", 3)
+@pytest.mark.parametrize(
+    ("prompt", "world", "end", "finish"),
+    [
+        ([7], lambda: Echo(5), "turn_tokens", "length"),
+        ([7], lambda: Echo(1), "done", "length"),
+        ([7], lambda: Silent(5), "done", "length"),
+        ([1], lambda: Echo(1), "done", "stop"),
+        ([1], lambda: Silent(5), "done", "stop"),
+    ],
+    ids=["cut, answered", "cut, done", "cut, not answered", "whole, done", "whole, not answered"],
+)
+def test_a_turn_that_was_cut_off_is_the_last_and_its_conversation_is_cut(
+    prompt: list[int], world: Callable[[], Echo], end: str, finish: str
+) -> None:
+    _, (completion,) = run(True, [prompt], [world()])
+    assert completion.conversation is not None
+    assert (completion.conversation.end, completion.finish, len(completion.token_ids)) == (end, finish, 3)
+
+
+@pytest.mark.parametrize(("prompt", "end", "finish"), [([1], "template", "stop"), ([7], "turn_tokens", "length")])
+def test_a_turn_that_the_template_lets_nothing_follow_ends_a_whole_conversation(
+    prompt: list[int], end: str, finish: str
+) -> None:
+    class Mute(Codec):
+        def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:
+            raise InputError("nothing follows")
+
+    episode = episode_of(prompt, Echo(5))
+    episode.codec = Mute()
+    (completion,) = drive(Writer(True), [episode])
+    assert completion.conversation is not None
+    assert (completion.conversation.end, completion.finish, len(completion.token_ids)) == (end, finish, 3)
 
 
 @pytest.mark.parametrize("works_alone", [True, False])
