@@ -45,6 +45,7 @@ def test_overrides_reach_sections_lists_and_missing_sections(minimal: Path) -> N
     assert config.optimizer.lr == 3e-6
     assert config.data.train[0].path == "b.jsonl"
     assert config.parallel.dp_shard == 2
+    assert load_config(minimal, [*arguments, "--optimizer.lr=5e-6"]).optimizer.lr == 5e-6  # the last one counts
 
 
 def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:

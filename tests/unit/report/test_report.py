@@ -57,6 +57,17 @@ def test_a_status_is_that_of_the_run(tmp_path: Path) -> None:
     set_finished(run, 40)
     assert read_run(run)["status"] == "finished"
     assert read_run(run, status="running")["status"] == "running"
+    for step, status in ((39, "failed"), (41, "finished")):  # after 39 the run went on and failed
+        (run / ".finished_after").write_text(json.dumps(step))
+        assert read_run(run)["status"] == status
+
+
+def test_samples_are_those_of_the_newest_step(tmp_path: Path) -> None:
+    run = make_sft_run(tmp_path / "run")
+    for step in (9, 10, 2):
+        (run / "samples").mkdir(exist_ok=True)
+        (run / "samples" / f"step_{step}.jsonl").write_text(json.dumps({"prompt": f"of {step}"}) + "\n")
+    assert read_run(run)["samples"] == [{"step": 10, "prompt": "of 10"}]
 
 
 def test_config_versions_and_length_are_there(tmp_path: Path) -> None:

@@ -56,6 +56,9 @@ def taken(*jobs: Job, pass_tokens: int = 20) -> list[list[int]]:
         ([forward("a", tokens=99), forward("b", 2)], [[0], [1]]),
         ([sample("x"), forward("a"), sample("y"), sample("x"), forward("b", 2)], [[0, 3], [1, 4], [2]]),
         ([sample("x", 1000), sample("x", 30), sample("x", 24)], [[0, 2], [1]]),
+        ([sample("x", 1000), sample("x", 20), sample("x", 20), sample("x", 4)], [[0, 1, 3], [2]]),
+        ([forward("a", tokens=8), forward("b", 2, tokens=8), forward("c", 4, tokens=8)], [[0, 1], [2]]),
+        ([forward("a"), forward("b", 2), forward("c", 2), forward("d", 4)], [[0, 1, 3], [2]]),
     ],
 )
 def test_jobs_meet_without_coming_before_another_of_their_run(jobs: list[Job], groups: list[list[int]]) -> None:

@@ -3,36 +3,36 @@
 import pytest
 import torch
 
-from automodel_rl.weight_sync.checksum import checksum
+from automodel_rl.weight_sync import checksum as sums
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8])
 def test_it_notices_every_bit_and_every_exchange(dtype: torch.dtype) -> None:
     bits = torch.randint(0, 255, (64 * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     tensor = bits.view(dtype)
-    whole = checksum(tensor)
+    whole = sums.checksum(tensor)
     for place in range(len(bits)):
         changed = bits.clone()
         changed[place] ^= 1 << (place % 8)
-        assert checksum(changed.view(dtype)) != whole
+        assert sums.checksum(changed.view(dtype)) != whole
     for place in range(63):
         order = torch.arange(64)
         order[[place, place + 1]] = order[[place + 1, place]]
         exchanged = tensor[order]
         same = torch.equal(exchanged.view(torch.uint8), bits)
-        assert (checksum(exchanged) == whole) == same
+        assert (sums.checksum(exchanged) == whole) == same
 
 
 def test_stretches_add_up_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(101, dtype=torch.float64)
-    whole = checksum(tensor)
+    whole = sums.checksum(tensor)
     monkeypatch.setattr("automodel_rl.weight_sync.checksum.BLOCK", 7)
-    assert checksum(tensor) == whole
-    assert checksum(tensor[:40]) + checksum(tensor[40:], start=40) == whole
-    assert checksum(tensor[:0]) == 0
-    assert checksum(torch.tensor(3.0)) == checksum(torch.tensor([3.0]))
+    assert sums.checksum(tensor) == whole
+    assert sums.checksum(tensor[:40]) + sums.checksum(tensor[40:], start=40) == whole
+    assert sums.checksum(tensor[:0]) == 0
+    assert sums.checksum(torch.tensor(3.0)) == sums.checksum(torch.tensor([3.0]))
 
 
 def test_nan_and_minus_zero_are_bits_as_others() -> None:
-    assert checksum(torch.tensor([float("nan")])) == checksum(torch.tensor([float("nan")]))
-    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    assert sums.checksum(torch.tensor([float("nan")])) == sums.checksum(torch.tensor([float("nan")]))
+    assert sums.checksum(torch.tensor([0.0])) != sums.checksum(torch.tensor([-0.0]))

@@ -1,0 +1,66 @@
+"""Which checkpoints of a run are kept."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from automodel_rl.observe.run_directory import RunDirectory
+from automodel_rl.trainers.run_checkpoints import RunCheckpoints
+from tests.unit.observe.test_observe import make_config
+
+
+def checkpoints_of(folder: Path, higher_is_better: bool, **settings: Any) -> RunCheckpoints:
+    """Those of a run without ranks."""
+    config = make_config(folder, checkpoint=settings)
+    checkpoints = object.__new__(RunCheckpoints)
+    checkpoints.config, checkpoints.directory = config.checkpoint, RunDirectory(config, str(folder), resume="never")
+    checkpoints.sign, checkpoints.best, checkpoints._export = 1 if higher_is_better else -1, None, None
+    checkpoints._best_to_be = None
+    return checkpoints
+
+
+@pytest.mark.parametrize(
+    ("settings", "best", "kept"),
+    [
+        ({"keep_last": 2, "keep_best": False}, 3, [9, 10]),
+        ({"keep_last": 2, "keep_best": True}, 3, [3, 9, 10]),
+        ({"keep_last": 2, "keep_best": True}, 10, [9, 10]),
+        ({"keep_last": 1, "keep_best": True}, None, [10]),
+        ({"keep_last": 9, "keep_best": True}, 8, [3, 8, 9, 10]),
+    ],
+)
+def test_the_last_and_the_best_are_kept(tmp_path: Path, settings: dict, best: int | None, kept: list[int]) -> None:
+    checkpoints = checkpoints_of(tmp_path, True, **settings)
+    for step in (3, 8, 9, 10, 11):  # the next one may be begun
+        (checkpoints.directory.checkpoints / f"step_{step}").mkdir(parents=True)
+    known: Any = None if best is None else {"step": best, "metric": 0.5}
+    assert checkpoints._keep_chosen(10, known)(checkpoints.directory.checkpoints / "step_10") is None
+    found = {path.name for path in checkpoints.directory.checkpoints.iterdir()}
+    assert found == {f"step_{step}" for step in (*kept, 11)}
+    assert [path.name for path in checkpoints.directory.list_checkpoints()] == [f"step_{s}" for s in (*kept, 11)]
+
+
+@pytest.mark.parametrize(("higher_is_better", "better"), [(True, 0.75), (False, 0.25)])
+def test_the_best_is_by_the_trainers_own_direction(tmp_path: Path, higher_is_better: bool, better: float) -> None:
+    checkpoints = checkpoints_of(tmp_path, higher_is_better)
+    assert checkpoints._is_better(0.5)
+    checkpoints.best = {"step": 1, "metric": 0.5}
+    assert [value for value in (0.25, 0.5, 0.75) if checkpoints._is_better(value)] == [better]
+
+
+def test_a_metric_that_is_no_number_or_was_not_measured_is_not_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    saved: list[dict] = []
+    checkpoints: Any = checkpoints_of(tmp_path, False)
+    checkpoints.began_with = ""
+    checkpoints.saver = SimpleNamespace(
+        wait=lambda: None, save=lambda folder, progress, *rest: saved.append(progress), warning=None
+    )
+    checkpoints.directory.checkpoints.mkdir(parents=True)
+    for step, metric in enumerate((None, 0.5, float("nan"), 0.75, 0.25, None), start=1):
+        checkpoints.save(step, {}, metric)
+    assert [None if one["best"] is None else one["best"]["step"] for one in saved] == [None, 2, 2, 2, 5, 5]
