@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 from unittest import mock
@@ -143,6 +144,18 @@ def _cut_completions_trained() -> Any:
     return patch("trainers.policy_batches._to_sequence", unmasked)
 
 
+def _only_what_is_above_0() -> Any:
+    """Of the sums of conversations' metrics those above 0 are kept, after each conversation, as `Counter` does."""
+    from automodel_rl.rollout.episodes.metrics import conversation_metrics
+
+    def positive(conversations: Any) -> dict[str, float]:
+        sums = sum((Counter(one.metrics) for one in conversations), Counter[str]())
+        empty = [dataclasses.replace(one, metrics={}) for one in conversations[1:]]
+        return conversation_metrics([*(dataclasses.replace(one, metrics=sums) for one in conversations[:1]), *empty])
+
+    return everywhere(positive, "rollout.episodes.metrics.conversation_metrics", "rollout.groups.conversation_metrics")
+
+
 DRIVER, GROUPS = "unit/rollout/episodes/test_driver.py", "unit/rollout/test_shaped_rewards.py"
 CUT = f"{DRIVER}::test_a_turn_that_was_cut_off_is_the_last_and_its_conversation_is_cut"
 LAST_TURN = f"{GROUPS}::test_the_overlong_penalty_is_by_the_tokens_of_the_last_turn"
@@ -205,6 +218,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "every pass over the data in the same order": Fault(
         _every_pass_alike, f"{PROMPTS}::test_seeds_and_passes_have_orders_of_their_own"
+    ),
+    "metrics of conversations that are not above 0 left out": Fault(
+        _only_what_is_above_0,
+        "unit/rollout/episodes/test_metrics.py::test_numbers_of_environments_may_be_negative_or_0",
     ),
     "completions that were cut are trained": Fault(
         _cut_completions_trained, f"{BATCHES}::test_sampled_tokens_count_unless_their_completion_was_cut"

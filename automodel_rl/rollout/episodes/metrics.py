@@ -1,6 +1,6 @@
 """Metrics of a step's conversations."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 from automodel_rl.rollout.episodes.episode import (
@@ -29,7 +29,10 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
     if not conversations:
         return {}
     count = len(conversations)
-    sums = sum((Counter(c.metrics) for c in conversations), Counter[str]())
+    sums = defaultdict[str, float](float)
+    for conversation in conversations:
+        for name, value in conversation.metrics.items():
+            sums[name] += value
     turns, calls = max(1.0, sums[TURNS]), max(1.0, sums[CALLS])
     limited = sum(c.end not in ("done", "error") for c in conversations)
     own = (TURNS, CALLS, MALFORMED, SECONDS, ENVIRONMENT_ERRORS, CACHED, ASKED, *OF_CALLS)
