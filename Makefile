@@ -7,7 +7,7 @@
 # make chaos   kill runs at 50 random moments and go on with them (about 20 minutes on 2 cores)
 # make exits   start and end 200 jobs of two ranks (about 5 minutes on 2 cores)
 # make fuzz    2,000 broken configs and data files (about 15 minutes on 2 cores)
-# make faults  plant bugs one after the other, and see that verify or a test notices each (about 8 minutes on 2 cores)
+# make faults  plant bugs one after the other, and see that verify or a test notices each (about 10 minutes on 2 cores)
 # make parity  every layout that four ranks reach against one process (about 25 minutes on 2 cores)
 
 SHELL := /bin/sh

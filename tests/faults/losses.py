@@ -5,7 +5,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from tests.faults.fault import Fault, patch, rank_by_rank
+from tests.faults.fault import Fault, patch
 
 
 def _pairs_turned() -> Any:
@@ -28,6 +28,18 @@ def _temperature_ignored() -> Any:
     )
 
 
+def _rewards_of_neighbours() -> Any:
+    from automodel_rl.rollout.rewards.scorer import Scorer
+
+    take = Scorer.take
+
+    def turned(scorer: Scorer, scorings: Any) -> Any:
+        scores = take(scorer, scorings)
+        return [*scores[-1:], *scores[:-1]]
+
+    return mock.patch.object(Scorer, "take", turned)
+
+
 LOSSES = "unit/losses/test_losses.py"
 GRPO = "distributed/trainers/test_grpo.py"
 
@@ -44,9 +56,9 @@ FAULTS: dict[str, Fault] = {
     "standard deviation of the population": Fault(
         _deviation_of_population, f"{LOSSES}::test_advantages_equal_their_formulas"
     ),
-    "rewards of another rank's completions": Fault(
-        lambda: rank_by_rank("rollout.collect.interleave"),
-        f"{GRPO}::test_sequences_are_trained_with_the_advantages_of_their_rewards",
+    "rewards of the completions before": Fault(
+        _rewards_of_neighbours,
+        "distributed/trainers/test_collect.py::test_completions_are_scored_while_others_are_written",
     ),
     "old log-probabilities at temperature 1": Fault(
         _temperature_ignored, f"{GRPO}::test_sequences_are_trained_with_the_advantages_of_their_rewards[temperature]"
