@@ -10,16 +10,20 @@ from tests.faults.fault import Verified
 from tests.faults.table import PLANTED, planted
 from tests.processes import run_command
 
+IMPORTED_BEFORE = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
+"""Pytest's warning of plugins that are imported before it, as in a fork of a process with libraries."""
+
 
 def noticed_by_test(name: str, test: str) -> str:
     """The test, if it fails with the fault; empty if it passes."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", f"tests/{test}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *IMPORTED_BEFORE, f"tests/{test}"]
     done = run_command(command, env={**os.environ, PLANTED: name})
-    # pytest's codes of tests that pass and that fail; a crash is noticed, too. A test that could not begin is an error,
-    # and has found nothing.
-    if done.returncode > 1 or "\nERROR " in done.stdout:
+    # A crash is noticed, too. A test that could not begin has found nothing, whatever the exit code says.
+    if (done.returncode == 1 and "\nFAILED " in done.stdout) or done.returncode < 0:
+        return test
+    if done.returncode:
         raise RuntimeError(f"{test} does not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return test if done.returncode else ""
+    return ""
 
 
 def noticed_by_verify(name: str, layout: Verified, pool: Any) -> str:
