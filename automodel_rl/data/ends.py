@@ -4,17 +4,17 @@ A checkpoint names them in up to four places that often differ: config.json, gen
 the chat template, which ends the assistant's turns with a token of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.data.messages import Chat, Message
+from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import PROBE, ChatTemplate
 from automodel_rl.data.tool_formats import PROBE_TOOL
-from automodel_rl.data.turn_suffix import ANSWER, QUESTION, probe_turn
+from automodel_rl.data.turn_suffix import QUESTION, probe_turn, turn_ends
 from automodel_rl.hf.generation import GENERATION, config_ends, generation_ends
 
 OPEN = (
@@ -22,8 +22,6 @@ OPEN = (
     "may not end: give data.chat_template another, or add the token to the tokenizer"
 )
 """The line about a template without an end."""
-
-TOOL = str(PROBE_TOOL["function"]["name"])
 
 
 def completion_ends(
@@ -101,53 +99,15 @@ def _taught(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | N
 def template_ends(template: ChatTemplate) -> list[int]:
     """Ids of the tokens with which a chat template ends the assistant's turns; empty if it ends them with no token.
 
-    A turn ends with the special token after its text; if the chat ends there and several stand together, with their
-    last. Some templates write none; there the mark of the next role ends the turn (GLM). A turn that calls tools may
-    end with a token of its own: the last special token of a chat that ends with the turn, unless the token also stands
-    between two calls of a turn.
+    Some tokenizers do not call the token of a turn's end special. It counts if it is a token of its own.
     """
-    ends = _end_of_turn(template)
-    calling = _tail(template, [QUESTION, probe_turn([TOOL])])
-    of_calls = _marks(calling, template.special_tokens)
-    if not {*ends} & {*of_calls}:
-        answered = _tail(template, [QUESTION, probe_turn([TOOL]), {**ANSWER, "name": TOOL}])
-        found = of_calls[-1:] or _marks(answered, template.special_tokens)[:1]
-        ends += [mark for mark in found if mark not in _between_calls(template)]
-    return [template.tokenizer.convert_tokens_to_ids(mark) for mark in ends]
+    plain, calling = turn_ends(template, [PROBE_TOOL])
+    ends = [plain or _end_among(template, template.tokenizer.get_added_vocab()), calling]
+    return [template.tokenizer.convert_tokens_to_ids(end) for end in dict.fromkeys(ends) if end]
 
 
-def _end_of_turn(template: ChatTemplate) -> list[str]:
-    """The token that ends a turn without calls; empty if there is none."""
-    kinds = (template.special_tokens, tuple(template.tokenizer.get_added_vocab()))  # others if none is special
-    closed = _tail(template, [QUESTION, probe_turn(())])
-    for tokens in kinds:
-        marks = _marks(closed, tokens)
-        while marks[1:] and marks[0] + marks[1] in closed:
-            marks = marks[1:]
-        if marks:
-            return marks[:1]
-    followed = _tail(template, [QUESTION, probe_turn(()), QUESTION])
-    marks = [mark for tokens in kinds for mark in _marks(followed, tokens) if followed.lstrip().startswith(mark)]
-    return marks[:1]
-
-
-def _text(template: ChatTemplate, messages: list[Message]) -> str:
-    calls = any("tool_calls" in message for message in messages)
-    return template.text(Chat(messages, (PROBE_TOOL,) if calls else ())) or ""
-
-
-def _tail(template: ChatTemplate, messages: list[Message]) -> str:
-    """What the template writes after the last text of the assistant; empty if it refuses the chat."""
-    _, probe, tail = _text(template, messages).rpartition(PROBE)
-    return tail if probe else ""
-
-
-def _between_calls(template: ChatTemplate) -> str:
-    """What the template writes between the arguments of two calls of a turn."""
-    pieces = _text(template, [QUESTION, probe_turn([TOOL, TOOL])]).split(PROBE)
-    return PROBE.join(pieces[1:-1])
-
-
-def _marks(text: str, tokens: Sequence[str]) -> list[str]:
-    """The tokens that stand in a text, in their order there."""
-    return sorted((token for token in tokens if token and token in text), key=text.index)
+def _end_among(template: ChatTemplate, tokens: Iterable[str]) -> str:
+    """The token that follows the text of a turn, white space aside; empty if none does."""
+    text = template.text(Chat([QUESTION, probe_turn(())])) or ""
+    tail = text.rpartition(PROBE)[2].lstrip()
+    return max((token for token in tokens if tail.startswith(token)), key=len, default="")

@@ -207,6 +207,13 @@ class ChatTemplate:
         return text[len(asking) :].lstrip().startswith(PROBE)
 
     @functools.cached_property
+    def leaves_end_to_others(self) -> bool:
+        """Whether the template writes nothing behind an answer, so that only the mark of who goes on ends it."""
+        form = _in_parts if self.reads_parts_only else _in_one
+        messages = [form(QUESTION), form({"role": "assistant", "content": PROBE})]
+        return not (self._text({"messages": messages, "tools": []}) or PROBE).rpartition(PROBE)[2].strip()
+
+    @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """The tokenizer's special tokens."""
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]

@@ -53,34 +53,44 @@ class TurnSuffix:
                 "the chat template leaves out calls of tools: give one that writes them in data.chat_template"
             )
         tail = text[text.rindex(PROBE) + len(PROBE) :]
+        if mark not in tail and mark in turn_ends(self.template, self.tools):
+            mark = end_token(self.template, chat, 1) or mark  # another one stands there once messages follow
         if mark not in tail:
             raise InputError(
                 f"the turn ended with {mark!r}, which the chat template does not write between this turn and a message "
                 f"of {messages[0]['role']}"
             )
         first, *suffix = self.tokenizer(tail[tail.index(mark) :], add_special_tokens=False)["input_ids"]
-        if first != stop:
+        if first != self.tokenizer.convert_tokens_to_ids(mark):
             raise InputError(f"the tokenizer reads {mark!r}, which ends turns, as several tokens")
         return suffix
 
     def stop_ids(self) -> set[int]:
-        """The tokens with which the template ends turns: those that an answer follows, and those that a message of the
-        user follows. The generator has to stop at them.
+        """The tokens with which the template ends turns. The generator has to stop at them.
 
         Raises:
-            InputError: the template leaves out calls of tools, or ends turns with no special token.
+            InputError: the template leaves out calls of tools, or ends turns that call tools with no special token.
         """
-        calls = [str(tool["function"]["name"]) for tool in self.tools[:1]]
-        found = set()
-        for messages, called in (([QUESTION], []), *([([{**ANSWER, "name": calls[0]}], calls)] if calls else [])):
-            end = end_token(self.template, Chat([QUESTION, probe_turn(called), *messages], self.tools), 1)
-            if not end and called:
-                raise InputError(
-                    "the chat template does not end turns that call tools with a special token: give another one in "
-                    "data.chat_template"
-                )
-            found |= {self.tokenizer.convert_tokens_to_ids(end)} if end else set()
-        return found
+        ends = turn_ends(self.template, self.tools)
+        if self.tools and not ends[-1]:
+            raise InputError(
+                "the chat template does not end turns that call tools with a special token: give another one in "
+                "data.chat_template"
+            )
+        return {self.tokenizer.convert_tokens_to_ids(end) for end in ends if end}
+
+
+def turn_ends(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> list[str]:
+    """The special tokens with which a template ends the assistant's turns: a turn without calls, and one that calls a
+    tool if there are some. One is empty if the template ends such turns with no special token.
+
+    Args:
+        template: the chat template.
+        tools: JSON schemas of the tools that the assistant may call.
+    """
+    calls = [str(tool["function"]["name"]) for tool in tools[:1]]
+    turns = [((), ()), *([(calls, tuple(tools))] if calls else [])]
+    return [end_token(template, Chat([QUESTION, probe_turn(called)], given), 1) for called, given in turns]
 
 
 def probe_turn(called: Sequence[str]) -> Message:

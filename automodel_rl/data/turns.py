@@ -271,7 +271,7 @@ class _Finder:
 
     def _mark_of_next(self, alone: str, rest: str) -> str:
         """The special token that follows the end of a turn that has none of its own; empty if none does at once."""
-        if not rest.startswith(alone.rstrip()):
+        if not self.template.leaves_end_to_others or not rest.startswith(alone.rstrip()):
             return ""
         after = rest[len(alone.rstrip()) :].lstrip()
         marks = [mark for mark in self.template.special_tokens if after.startswith(mark)]

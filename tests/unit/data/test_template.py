@@ -419,3 +419,9 @@ def test_where_only_the_next_mark_ends_a_turn_it_is_trained_at_the_end_of_the_ch
     assert trained(ROLES_ONLY, QUESTION, ANSWER, THANKS, {**ANSWER, "content": "no"}) == "yes<|im_start|>no<|im_start|>"
     # A second turn of the assistant is no one else's.
     assert trained(ROLES_ONLY, QUESTION, ANSWER, {**ANSWER, "content": "no"}) == "yesno<|im_start|>"
+
+
+def test_a_template_that_ends_turns_with_a_text_trains_no_mark_of_the_next() -> None:
+    """Some tokenizers do not call the token of an end special."""
+    plain = templates.CHATML.replace("<|im_end|>", "<end>")
+    assert trained(plain, QUESTION, ANSWER, THANKS, {**ANSWER, "content": "no"}) == "yes<end>\nno<end>\n"
