@@ -18,6 +18,9 @@ from automodel_rl.manifest import MANIFEST, check_exported
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
 """Patterns of a checkpoint's files besides its weights."""
 
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Patterns of a tokenizer's files. Where there are none, transformers opens an empty tokenizer without a word."""
+
 
 @dataclass(frozen=True)
 class ModelFiles:
@@ -41,6 +44,11 @@ class ModelFiles:
         if self.adapters is not None and (self.adapters.folder / "tokenizer_config.json").is_file():
             return self.adapters.folder
         return self.folder
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model has files of a tokenizer. A folder with config.json alone, to plan with, has none."""
+        return any(path for pattern in TOKENIZERS for path in self.tokenizer_folder.glob(pattern))
 
     def described(self, model: ModelConfig) -> ModelConfig:
         """A model's config with its local folder, and with the config of the adapters that are trained."""

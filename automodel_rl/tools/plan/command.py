@@ -155,7 +155,7 @@ def _encoders_table(encoders: dict[str, EncoderMemory], components: ComponentsCo
         parts = {key: value for key, value in asdict(encoder).items() if key != "parameters"}
         sizes = ", ".join(f"{key} {value / GIB:.2f}" for key, value in parts.items())
         known = packing.positions.get(name)
-        media = "media not known: no data to look at" if known is None else f"{known:,} positions a step"
+        media = f"media not known: {packing.lacks}" if known is None else f"{known:,} positions a step"
         lines.append(
             f"{name} {encoder.parameters / 1e9:.3f}B, {media}; GiB on a rank: {sizes}, together "
             f"{encoder.peak / GIB:.2f}"
@@ -205,7 +205,7 @@ def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: 
             (memory.activations, 11), (memory.buffers, 7), (memory.head, 4), (memory.backward, 8), (memory.peak, 5),
         )  # fmt: skip
         lines.append(f"{rank:4}  " + "  ".join(f"{value / GIB:{width}.2f}" for value, width in parts))
-    efficiency = "not known: no data to look at" if packing.efficiency is None else f"{packing.efficiency:.3f}"
+    efficiency = f"not known: {packing.lacks}" if packing.efficiency is None else f"{packing.efficiency:.3f}"
     lines += [
         "",
         f"largest all-gather {step.largest_gather / GIB:.2f} GiB",

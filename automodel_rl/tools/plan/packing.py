@@ -17,43 +17,51 @@ SAMPLE = 512
 """Number of examples that are tokenised and packed."""
 
 
+NO_DATA = "no data to look at"
+
+
 @dataclass(frozen=True)
 class Packing:
     """The packing of the user's data into microbatches.
 
     Attributes:
         microbatches: number of microbatches of a step, over all data ranks.
-        efficiency: tokens / (microbatches x capacity); None if there is no data to look at.
+        efficiency: tokens / (microbatches x capacity); None if there is nothing to measure.
         positions: number of positions that the media of a step take in the layers of each encoder, by its name; none if
-            there is no data to look at.
+            there is nothing to measure.
         lengths: tokens of some sequences, for the work of attention; without data, of one that fills a microbatch.
+        lacks: why lengths are not measured; empty if they are.
     """
 
     microbatches: int
     efficiency: float | None
     positions: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()
+    lacks: str = ""
 
 
 def measure_packing(config: AnyConfig) -> Packing:
-    """Packs a sample of the training data. Without data, assumes that every sequence fills a microbatch.
+    """Packs a sample of the training data. Without data or a tokenizer, assumes that every sequence fills a microbatch.
 
     For GRPO, assumes that every prompt and completion is as long as it may get.
     """
     capacity, count = config.batch.capacity, config.sequences_per_step
     if isinstance(config, GRPOConfig):
         longest = config.longest_sequence
-        return Packing(math.ceil(count / (capacity // longest)), None, lengths=(longest,))
+        return Packing(math.ceil(count / (capacity // longest)), None, lengths=(longest,), lacks=NO_DATA)
     from automodel_rl.data.sources import is_local
 
     if not all(map(is_local, config.data.train)):
-        return Packing(count, None, lengths=(capacity,))
+        return Packing(count, None, lengths=(capacity,), lacks=NO_DATA)
+    files = find_model(config.model, with_weights=False)
+    if not files.has_tokenizer:
+        return Packing(count, None, lengths=(capacity,), lacks="model.path has no tokenizer to measure the data with")
     from automodel_rl.data.chat import open_chat_tokenizer
     from automodel_rl.data.examples import ChatDataset, PairDataset, checked
     from automodel_rl.data.sampler import BatchSampler, Order
 
     kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
-    whole = read_config(find_model(config.model, with_weights=False).folder)
+    whole = read_config(files.folder)
     model = describe_model(whole)
     dataset = kind(config.data.train, open_chat_tokenizer(config), config.batch, model.context, config.data)
     size = min(count // kind.together, SAMPLE)

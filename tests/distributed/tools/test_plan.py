@@ -249,6 +249,20 @@ def test_other_layouts_are_shown_fastest_first_and_in_seconds(tmp_path: Path) ->
     assert "verdict: fits" in again.stdout
 
 
+def test_a_folder_with_its_config_alone_is_planned_beside_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoConfig.for_model("qwen3", hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    assert [file.name for file in (tmp_path / "model").iterdir()] == ["config.json"]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    command = plan_command(tmp_path, tmp_path / "model", {}, "--data.train", str(tmp_path / "chats.jsonl"))
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "packing efficiency not known: model.path has no tokenizer to measure the data with" in said
+    assert "1024 microbatches a step" in said
+
+
 def test_more_gpus_are_proposed_where_none_of_the_layouts_fits(tmp_path: Path) -> None:
     done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4}, "--device-gib", "60")
     assert done.returncode == 1
