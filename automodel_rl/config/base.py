@@ -18,6 +18,16 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _empty_sections(cls, values: Any) -> Any:
+        """A section's name with nothing below it, or with comments alone, has the defaults of all its keys."""
+        if not isinstance(values, dict):
+            return values
+        kinds = {info.alias or name: info.annotation for name, info in cls.model_fields.items()}
+        sections = {name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+        return {name: {} if value is None and name in sections else value for name, value in values.items()}
+
+    @model_validator(mode="before")
+    @classmethod
     def _lists_of_one(cls, values: Any) -> Any:
         """One value where a list of any length is meant makes a list of one."""
         if not isinstance(values, dict):

@@ -38,7 +38,7 @@ class GRPOConfig(RunConfig):
     """Reinforcement learning on prompts with rewards: GRPO and its relatives."""
 
     data: PromptDataConfig
-    batch: PolicyBatchConfig
+    batch: PolicyBatchConfig = PolicyBatchConfig()
     rollout: RolloutConfig
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)]
     """Functions whose weighted sum is a completion's reward."""

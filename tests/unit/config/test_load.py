@@ -1,12 +1,24 @@
 """Configs: every shipped one is read, every mistake is named with its key."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel, ValidationError
 
-from automodel_rl.config import GRPOConfig, describe_keys, dump_config, load_config, load_serve_config
+from automodel_rl.config import (
+    ALGORITHMS,
+    GRPOConfig,
+    MemoryConfig,
+    ParallelConfig,
+    ServeConfig,
+    describe_keys,
+    dump_config,
+    load_config,
+    load_serve_config,
+)
 from automodel_rl.config.load import RENAMED
 from automodel_rl.errors import InputError
 
@@ -110,6 +122,36 @@ def test_all_required_keys_that_are_missing_are_named_at_once(tmp_path: Path) ->
         match=r"^output, model.path, data .with train., batch .with.*length .with steps.*: these keys are required$",
     ):
         load_config(tmp_path / "c.yaml")
+
+
+def sections_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], bool]]:
+    """(dotted key, class, whether it must be given) of every section that is not switched on by being there."""
+    for name, info in kind.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield f"{prefix}{name}", info.annotation, info.is_required()
+            yield from sections_of(info.annotation, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("kind", [*ALGORITHMS.values(), ServeConfig])
+def test_a_section_must_be_given_only_if_one_of_its_keys_must(kind: type[BaseModel]) -> None:
+    must_be_given = {name: section for name, section, is_required in sections_of(kind) if is_required}
+    assert must_be_given
+    for section in must_be_given.values():
+        with pytest.raises(ValidationError):
+            section()
+
+
+def test_grpo_needs_no_batch(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({key: GRPO[key] for key in GRPO.keys() - {"batch"}}))
+    assert load_config(tmp_path / "c.yaml").batch.microbatch_tokens == "auto"
+
+
+def test_a_section_with_nothing_below_has_its_defaults(minimal: Path) -> None:
+    minimal.write_text(MINIMAL + "memory:\n  # compile: false\nparallel:\n")
+    config = load_config(minimal)
+    assert (config.memory, config.parallel) == (MemoryConfig(), ParallelConfig())
+    with pytest.raises(InputError, match=r"^model.path: this key is required$"):
+        load_config(minimal, ["--model", "null"])
 
 
 def test_one_value_makes_a_list_of_one_where_a_list_is_meant(minimal: Path) -> None:
