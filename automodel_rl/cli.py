@@ -19,6 +19,7 @@ from automodel_rl.config import (
     load_serve_config,
 )
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
+from automodel_rl.files import written
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.lifeline import hold_lifeline
 from automodel_rl.launch.local import is_rank, run_local_ranks
@@ -38,7 +39,37 @@ TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code: 0 done, 2 bad input, 1 anything else."""
-    command, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    try:
+        code = _run([*(sys.argv[1:] if arguments is None else arguments)] or ["--help"])
+        sys.stdout.flush()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except OSError as error:
+        if not _has_lost_output():
+            raise
+        if isinstance(error, BrokenPipeError):  # who reads has seen enough, as head has
+            return EXIT_FAILURE
+        print(
+            f"error: standard output cannot be written ({error.strerror}): make room, or choose another place",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_INPUT
+    return code
+
+
+def _has_lost_output() -> bool:
+    """Whether standard output takes no more. Python then need not say so once more at its end."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _run(arguments: list[str]) -> int:
+    command, *rest = arguments
     if command == "--version":
         print(version("automodel-rl"))
         return EXIT_OK
@@ -58,20 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "quickstart": _quickstart,
         "completion": _completion,
     }
-    try:
-        if command not in commands:
-            near = closest(command, commands)
-            hint = f"did you mean {near}?" if near else f"use one of {', '.join(commands)}"
-            raise InputError(f"unknown command {command!r}: {hint}")
-        asked = next((place for place, argument in enumerate(rest) if argument in HELP), None)
-        if asked is not None:
-            print(help_of(command, " ".join(rest[asked + 1 :])), end="")
-            return EXIT_OK
-        quiet_libraries()
-        return commands[command](rest)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    if command not in commands:
+        near = closest(command, commands)
+        hint = f"did you mean {near}?" if near else f"use one of {', '.join(commands)}"
+        raise InputError(f"unknown command {command!r}: {hint}")
+    asked = next((place for place, argument in enumerate(rest) if argument in HELP), None)
+    if asked is not None:
+        print(help_of(command, " ".join(rest[asked + 1 :])), end="")
+        return EXIT_OK
+    quiet_libraries()
+    return commands[command](rest)
 
 
 def _train(algorithm: str, arguments: list[str]) -> int:
@@ -210,10 +237,9 @@ def _report(arguments: list[str]) -> int:
     from automodel_rl.report.page import write_report
 
     path = Path(out or Path(folders[0]) / "report.html")
-    try:
+    with written(f"--out {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_report(path, [Path(folder) for folder in folders])
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}): choose another --out") from None
     print(path)
     return EXIT_OK
 

@@ -2,13 +2,79 @@
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel_rl.errors import InputError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+IN_RUST = re.compile(r"\(os error \d+\)")
+"""What errors of files say in libraries that are written in Rust, such as tokenizers and safetensors."""
+
+
+def is_of_files(error: Exception) -> bool:
+    """Whether an error says that a file cannot be written or read. Some libraries raise a plain `Exception` for it."""
+    return isinstance(error, OSError) or IN_RUST.search(str(error)) is not None
+
+
+def check_place(folder: Path, named: str) -> None:
+    """Finds out before long work whether a folder can be written to, or be made.
+
+    Args:
+        folder: the folder, which need not be there.
+        named: what the user gave, for the message.
+
+    Raises:
+        InputError: the folder, or what is above it, is a file, or may not be written to.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"{named}: {existing} is not a folder one can write to: choose another")
+
+
+@contextlib.contextmanager
+def written(named: str) -> Iterator[None]:
+    """Around the writing of what the user has named.
+
+    Args:
+        named: what the user gave, for the message.
+
+    Raises:
+        InputError: it cannot be written: the disk is full, say, or the path is too long.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_of_files(error):
+            raise
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InputError(f"{named}: cannot be written ({reason}): make room, or choose another place") from None
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder for one process to fill. It gets its name when the block ends well, else nothing is left of it.
+
+    Raises:
+        InputError: the folder exists, or cannot be written.
+    """
+    if os.path.lexists(folder):
+        raise InputError(f"{folder}: exists already; the command makes its own folder, so name a new one")
+    check_place(folder, str(folder))
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
+    try:
+        with written(str(folder)):
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            publish_folder(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_complete(path: Path, text: str) -> None:

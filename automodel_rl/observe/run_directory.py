@@ -15,7 +15,7 @@ import yaml
 from automodel_rl.checkpoint.folder import is_complete, read_marker
 from automodel_rl.config import RunConfig, completed, differing_keys, dump_config
 from automodel_rl.errors import InputError
-from automodel_rl.files import write_complete
+from automodel_rl.files import check_place, write_complete
 from automodel_rl.observe.metrics import read_lines
 from automodel_rl.observe.run_files import RunFiles
 from automodel_rl.observe.run_lock import JOB_VARIABLE, RunLock, check_free
@@ -99,9 +99,7 @@ class RunDirectory(RunFiles):
             self.check_length(config.length.steps)
 
     def _check_place(self) -> None:
-        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise InputError(f"output={self.folder}: {existing} is not a folder one can write to: choose another")
+        check_place(self.folder, f"output={self.folder}")
 
     def _check_free(self) -> None:
         deadline = time.monotonic() + (ENDING if self.is_started_again else 0)

@@ -25,7 +25,8 @@ from automodel_rl.config import (
     SourceConfig,
     dump_config,
 )
-from automodel_rl.errors import EXIT_OK, InputError
+from automodel_rl.errors import EXIT_OK
+from automodel_rl.files import new_folder
 from automodel_rl.launch.local import run_local_ranks
 from automodel_rl.observe.metrics import read_lines
 from automodel_rl.quickstart.calculator import guessing, make_products
@@ -103,8 +104,6 @@ names."""
 def run_demo(output: str, seed: int = 0, task: str = "problems") -> int:
     """Runs the demo in a new folder and returns the exit code."""
     folder = Path(output)
-    if folder.exists():
-        raise InputError(f"{output}: exists already; the demo makes its own folder, so name a new one")
     prepare(folder, seed, TASKS[task])
     for algorithm, what in (("sft", "warm-up: supervised fine-tuning"), ("grpo", "reinforcement learning: GRPO")):
         print(f"--- {what}, {folder / algorithm}.yaml", flush=True)
@@ -119,23 +118,28 @@ def run_demo(output: str, seed: int = 0, task: str = "problems") -> int:
 
 
 def prepare(folder: Path, seed: int, task: Task) -> None:
-    """Writes model, data and configs, with absolute paths, so that they run from anywhere.
+    """Writes model, data and configs into a new folder, with absolute paths, so that they run from anywhere.
 
     The chats of the warm-up show right answers, but few of them. So the model learns to answer right and rarely does;
     rewards then make it do so.
+
+    Raises:
+        InputError: the folder exists, or cannot be written.
     """
     folder = folder.absolute()
     train, held_out = task.make(task.num_train, NUM_HELD_OUT, seed)
-    chats, data = task.spoil(train, seed), folder / "data"
-    write_jsonl(data / "chats.jsonl", chats)
-    write_jsonl(data / "prompts.jsonl", [as_prompt(problem) for problem in train])
-    write_jsonl(data / "held_out.jsonl", [as_prompt(problem) for problem in held_out])
-    if task.has_pictures:
-        draw_pictures(train + held_out, data)
-    write = write_vision_model if task.has_pictures else write_model
-    write(folder / "model", train_tokenizer(_texts(chats), vocab_size=512, digits=task.digits), seed)
-    for config in (_warm_up(folder, seed, task), _grpo(folder, seed, task)):
-        (folder / f"{config.algorithm}.yaml").write_text(dump_config(config))
+    chats = task.spoil(train, seed)
+    with new_folder(folder) as unfinished:
+        data = unfinished / "data"
+        write_jsonl(data / "chats.jsonl", chats)
+        write_jsonl(data / "prompts.jsonl", [as_prompt(problem) for problem in train])
+        write_jsonl(data / "held_out.jsonl", [as_prompt(problem) for problem in held_out])
+        if task.has_pictures:
+            draw_pictures(train + held_out, data)
+        write = write_vision_model if task.has_pictures else write_model
+        write(unfinished / "model", train_tokenizer(_texts(chats), vocab_size=512, digits=task.digits), seed)
+        for config in (_warm_up(folder, seed, task), _grpo(folder, seed, task)):
+            (unfinished / f"{config.algorithm}.yaml").write_text(dump_config(config))
 
 
 def _texts(chats: list[dict]) -> list[str]:

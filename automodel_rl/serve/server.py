@@ -14,6 +14,7 @@ import uvicorn
 
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import EXIT_OK, InputError, innermost
+from automodel_rl.files import check_place, written
 from automodel_rl.launch.local import run_local_ranks
 from automodel_rl.serve.app import make_app
 from automodel_rl.serve.ranks import Ranks
@@ -38,9 +39,10 @@ def serve(config: ServeConfig, command: Sequence[str]) -> int:
     Raises:
         InputError: the address cannot be used, or the folder not be written.
     """
-    listener = _listen(config)
     folder = Path(config.output)
+    check_place(folder, f"output={folder}")
     key = config.key or _own_key(folder)
+    listener = _listen(config)
     server = Server(config, key)
     thread = threading.Thread(target=server.run, args=(listener,), daemon=True, name="http")
     thread.start()
@@ -152,7 +154,7 @@ def _listen(config: ServeConfig) -> socket.socket:
 def _own_key(folder: Path) -> str:
     """The key in the service's folder, which is made at its first start. Only the user can read it."""
     file = folder / "key"
-    try:
+    with written(f"output={folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         key = file.read_text().strip() if file.is_file() else ""
         if not key.startswith("tml-"):
@@ -162,6 +164,4 @@ def _own_key(folder: Path) -> str:
             unfinished.touch(mode=0o600)
             unfinished.write_text(f"{key}\n")
             unfinished.rename(file)
-        return key
-    except OSError as error:
-        raise InputError(f"output={folder}: cannot be written ({error.strerror}): choose another folder") from None
+    return key

@@ -1,13 +1,11 @@
 """`automodel-rl export`: a Hugging Face folder from any checkpoint of a run, by one process, tensor by tensor."""
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -20,7 +18,7 @@ from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.ends import new_ends
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
-from automodel_rl.files import publish_folder
+from automodel_rl.files import check_place, new_folder
 from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
 from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.names import to_hf
@@ -57,8 +55,9 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     Raises:
         InputError: the checkpoint is not whole, its model is not found, or `out` exists or cannot be written.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise InputError(f"{out}: exists already; export makes its own folder, so name a new one")
+    check_place(out, str(out))
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _export_adapters(checkpoint, out, overrides, adapters)
         return
@@ -194,15 +193,8 @@ def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: A
 def _publish(out: Path, write: Callable[[Path], dict[str, StoredFile]], *lines: str) -> None:
     """Makes a folder that is complete, or not there at all, with its manifest, and prints lines about it that are not
     empty. What writes the folder returns the files that it has hashed."""
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.mkdir(parents=True)
+    with new_folder(out) as unfinished:
         write_manifest(unfinished, write(unfinished))
-        publish_folder(unfinished, out)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{out}: cannot be written ({error}): make room, or choose another place") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     for line in filter(None, lines):
         print(f"{out}: {line}")
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from automodel_rl.data.records import Text, chats_of, read_chat, read_pair, read
 from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.microbatch_size import GIB, choose_microbatch_size
-from automodel_rl.files import write_complete
+from automodel_rl.files import check_place, write_complete, written
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.read import read_config
 from automodel_rl.support.description import describe_model, language_config
@@ -68,8 +69,9 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     Raises:
         InputError: the model or the data cannot be read, or the file exists.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise InputError(f"{out}: exists already: give another file in --out")
+    check_place(out.parent, f"--out {out}")
     full = read_config(find_model(ModelConfig(path=model), with_weights=False).folder)
     source = SourceConfig(path=data)
     opened = open_source(source)
@@ -95,7 +97,9 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     notes = _add_layout(values, full, devices, longest)
     config: RunConfig = check_config(ALGORITHMS[algorithm], values)
     check_chats(config, check_data(config))
-    write_complete(out, _text(values, [f"{len(opened):,} records, the longest of some {longest:,} tokens", *notes]))
+    with written(f"--out {out}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_complete(out, _text(values, [f"{len(opened):,} records, the longest of some {longest:,} tokens", *notes]))
     print(f"{out}: a config for {algorithm} of {model} on {data}")
     for note in notes:
         print(note)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RunConfig
@@ -19,6 +18,7 @@ from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.show import ShownExample
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError, JobEndedError, StoppedError
+from automodel_rl.files import is_of_files
 from automodel_rl.launch.flight import flight, flight_file
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.observe.console import Progress
@@ -324,7 +324,9 @@ class Run:
             self.say(f"saving the model to {self.directory.final}")
             try:
                 handle.save_pretrained(self.directory.final, tokenizer, ends.ids)
-            except (OSError, SafetensorError) as error:
+            except Exception as error:
+                if not is_of_files(error):
+                    raise
                 raise JobEndedError(
                     f"error: {self.directory.final} could not be written ({error}): make room or change its rights; "
                     "--resume auto then writes it"

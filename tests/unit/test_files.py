@@ -1,11 +1,14 @@
 """Files and folders are complete or not there."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from automodel_rl.files import complete_folder, write_complete
+from automodel_rl.errors import InputError
+from automodel_rl.files import check_place, complete_folder, new_folder, write_complete, written
 from automodel_rl.launch.process_group import join_process_group, leave_process_group
 
 
@@ -38,3 +41,43 @@ def test_a_folder_keeps_what_it_had_until_the_new_one_is_complete(tmp_path: Path
         assert [path.name for path in tmp_path.iterdir()] == ["final"]
     finally:
         leave_process_group()
+
+
+def test_a_new_folder_is_complete_or_leaves_nothing(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "above" / "new") as unfinished:
+        (unfinished / "a").write_text("a")
+        assert not (tmp_path / "above" / "new").exists()
+    assert (tmp_path / "above" / "new" / "a").read_text() == "a"
+    with pytest.raises(InputError, match="new: exists already"), new_folder(tmp_path / "above" / "new"):
+        pass
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other") as unfinished:
+        (unfinished / "a").write_text(str(1 / 0))
+    assert [path.name for path in tmp_path.iterdir()] == ["above"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x/a"), Exception("No space left on device (os error 28)")],
+    ids=["python", "rust"],
+)
+def test_what_the_disk_refuses_is_one_line(tmp_path: Path, error: Exception) -> None:
+    def fill() -> None:
+        with new_folder(tmp_path / "new") as unfinished:
+            (unfinished / "a").write_text("half")
+            raise error
+
+    with pytest.raises(InputError, match=r"new: cannot be written \(No space left on device.*: make room, or choose"):
+        fill()
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(KeyError), written("x"):
+        raise KeyError("a bug")
+
+
+@pytest.mark.parametrize("place", ["file/below", "file", "/proc/version/below"])
+def test_a_place_below_a_file_is_no_folder(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        InputError, match="^--out x: .*(file|version) is not a folder one can write to: choose another$"
+    ):
+        check_place(tmp_path / place, "--out x")
+    check_place(tmp_path / "not" / "there", "--out x")
