@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.microbatch_size import GIB, choose_microbatch_size
 from automodel_rl.files import check_place, write_complete, written
-from automodel_rl.hf.find import find_model
+from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.read import read_config
 from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.tools.plan.devices import find_device
 
 MOST_LOOKED_AT = 200
 """Number of records whose lengths are measured."""
+
+LEAST_ON_CPU = 2048
+"""Fewest tokens of a microbatch on a CPU."""
 
 READERS = {"sft": read_chat, "dpo": read_pair, "grpo": read_prompt}
 
@@ -54,6 +58,14 @@ COLUMNS: dict[str, list[Columns]] = {
 ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "final_answer")
 
 LEARNING_RATES = {"sft": 1e-5, "dpo": 1e-6, "grpo": 1e-6}
+"""Of all weights of a model as wide as `WIDTH`."""
+
+OF_ADAPTERS = 10
+"""Factor of the learning rate of adapters (Schulman et al., "LoRA without regret", thinkingmachines.ai/blog/lora)."""
+
+WIDTH = 2048
+"""Hidden size to which `LEARNING_RATES` belong. Narrower models take larger ones, in proportion (Yang et al.,
+arXiv:2203.03466, table 3); those of wider models are tuned to the same rates as a rule, so they are left."""
 
 
 def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | None, str | None]) -> None:
@@ -72,7 +84,8 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     if os.path.lexists(out):
         raise InputError(f"{out}: exists already: give another file in --out")
     check_place(out.parent, f"--out {out}")
-    full = read_config(find_model(ModelConfig(path=model), with_weights=False).folder)
+    files = find_model(ModelConfig(path=model), with_weights=False)
+    full = read_config(files.folder)
     source = SourceConfig(path=data)
     opened = open_source(source)
     columns = guess_columns(algorithm, opened[0], opened.where(0))
@@ -81,7 +94,7 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
         "output": f"runs/{out.stem}",
         "model": {"path": model},
         "data": {"train": [{"path": data, **({"columns": columns} if columns else {})}]},
-        "optimizer": {"lr": LEARNING_RATES[algorithm], "warmup_ratio": 0.03},
+        "optimizer": {"lr": 1.0, "warmup_ratio": 0.03},
         "checkpoint": {"every_steps": 100},
     }
     if algorithm == "grpo":
@@ -93,17 +106,31 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
         size = {"sft": "sequences", "dpo": "pairs"}[algorithm]
         values["batch"] = {size: max(1, min(64, len(opened) // 4))}
         values["length"] = {"epochs": 3 if len(opened) < 5000 else 1}
-    longest = _add_lengths(algorithm, values, full)
-    notes = _add_layout(values, full, devices, longest)
+    lengths = _add_lengths(algorithm, values, full)
+    notes = [*lengths.notes, *_add_layout(values, files, devices, lengths.needed)]
+    has_adapters = files.lora is not None or "lora" in values["model"]
+    values["optimizer"]["lr"] = peak_learning_rate(algorithm, language_config(full).hidden_size, has_adapters)
     config: RunConfig = check_config(ALGORITHMS[algorithm], values)
     check_chats(config, check_data(config))
     with written(f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_complete(out, _text(values, [f"{len(opened):,} records, the longest of some {longest:,} tokens", *notes]))
+        write_complete(out, _text(values, [f"{len(opened):,} records, {lengths.said}", *notes]))
     print(f"{out}: a config for {algorithm} of {model} on {data}")
     for note in notes:
         print(note)
     print(f"next: automodel-rl plan {out}; automodel-rl {algorithm} {out}")
+
+
+def peak_learning_rate(algorithm: str, width: int, has_adapters: bool) -> float:
+    """The learning rate to begin with, to one digit.
+
+    Args:
+        algorithm: sft, dpo or grpo.
+        width: the model's hidden size.
+        has_adapters: whether adapters are trained, not all weights.
+    """
+    rate = LEARNING_RATES[algorithm] * (OF_ADAPTERS if has_adapters else 1) * max(1.0, WIDTH / width)
+    return float(f"{rate:.0e}")
 
 
 def guess_columns(algorithm: str, record: dict[str, Any], where: str) -> dict[str, Any]:
@@ -138,31 +165,63 @@ def _are_messages(value: Any) -> bool:
     return {"role", "content"} <= keys or {"from", "value"} <= keys
 
 
-def _add_lengths(algorithm: str, values: dict[str, Any], full: PretrainedConfig) -> int:
-    """Adds what depends on the lengths of the data to a config; the longest sequence in tokens."""
+@dataclass(frozen=True)
+class Lengths:
+    """What the lengths of the data ask for.
+
+    Attributes:
+        needed: tokens that a microbatch must hold.
+        said: the longest record, as a text.
+        notes: lines about records that are too long.
+    """
+
+    needed: int
+    said: str
+    notes: tuple[str, ...] = ()
+
+
+def _add_lengths(algorithm: str, values: dict[str, Any], full: PretrainedConfig) -> Lengths:
+    """Adds what depends on the lengths of the data to a config."""
+    records = _lengths_of_records(algorithm, values)
+    longest, limit = max(itertools.chain.from_iterable(records)), describe_model(full).context or 32_768
+    if algorithm != "grpo":
+        needed = max(sum(min(length, limit) for length in record) for record in records)
+        too_long = sum(max(record) > limit for record in records)
+        remedy = f"are longer than the model's context of {limit:,} tokens and are cut; data.overlong: drop leaves out"
+        said = f"the longest {'completion with its prompt' if algorithm == 'dpo' else 'one'} of some {longest:,} tokens"
+        return Lengths(needed, said, _of_records(too_long, len(records), remedy))
+    prompt = _rounded(longest, limit // 2)
+    completion = min(1024, limit - prompt)
+    values["rollout"] |= {"max_prompt_tokens": prompt, "max_new_tokens": completion}
+    too_long = sum(max(record) > prompt for record in records)
+    remedy = f"are longer than {prompt:,} tokens, half of the model's context, and are left out"
+    said = f"the longest prompt of some {longest:,} tokens"
+    return Lengths(prompt + completion, said, _of_records(too_long, len(records), remedy))
+
+
+def _of_records(count: int, seen: int, remedy: str) -> tuple[str, ...]:
+    """A line about some of the records that were looked at, if there are any."""
+    return (f"{count} of the {seen} records looked at {remedy}",) if count else ()
+
+
+def _lengths_of_records(algorithm: str, values: dict[str, Any]) -> list[list[int]]:
+    """The tokens of each sequence of the first records; of grpo's those of the prompts."""
     trial = {**values, "length": {"steps": 1}}
     if algorithm == "grpo":
         trial["rollout"] = {**values["rollout"], "max_prompt_tokens": 1, "max_new_tokens": 1}
     config = check_config(ALGORITHMS[algorithm], trial)
     (source,) = config.data.train
     chat, opened = open_chat_tokenizer(config), open_source(source)
-    lengths = [0]
+    write = chat.opening if algorithm == "grpo" else chat
+    records = []
     for number in range(min(MOST_LOOKED_AT, len(opened))):
         where = opened.where(number)
         held = READERS[algorithm](opened[number], source, where)
         if isinstance(held, Text):
-            lengths.append(len(chat.text_sequence(held.text)))
-        elif algorithm == "grpo":
-            lengths += [len(chat.opening(one, place)) for one, place in chats_of(held, where)]
+            records.append([len(chat.text_sequence(held.text))])
         else:
-            lengths += [len(chat(one, place)) for one, place in chats_of(held, where)]
-    longest = max(lengths)
-    if algorithm == "grpo":
-        context = describe_model(full).context or 32_768
-        prompt = _rounded(longest, context // 2)
-        values["rollout"] |= {"max_prompt_tokens": prompt, "max_new_tokens": min(1024, context - prompt)}
-        return prompt + min(1024, context - prompt)
-    return longest
+            records.append([len(write(one, place)) for one, place in chats_of(held, where)])
+    return records
 
 
 def _rounded(length: int, most: int) -> int:
@@ -171,13 +230,13 @@ def _rounded(length: int, most: int) -> int:
 
 
 def _add_layout(
-    values: dict[str, Any], full: PretrainedConfig, devices: tuple[int | None, str | None], longest: int
+    values: dict[str, Any], files: ModelFiles, devices: tuple[int | None, str | None], needed: int
 ) -> list[str]:
     """Adds a layout that fits to a config; lines that say why."""
     count, name = devices
     if count is None and name is None and not torch.cuda.is_available():
         values["model"]["dtype"] = "float32"
-        values["batch"]["microbatch_tokens"] = max(2048, longest)
+        values["batch"]["microbatch_tokens"] = max(LEAST_ON_CPU, needed)
         return ["no GPU here: one rank on the CPU, in float32; --gpus and --device plan for another machine"]
     count = count or torch.cuda.device_count() or 1
     examples = {"sft": "sequences", "dpo": "pairs"}.get(values["algorithm"])
@@ -188,18 +247,20 @@ def _add_layout(
     else:
         card = find_device(name)
         device, memory = card.name, card.num_bytes
+    full = read_config(files.folder)
     language, encoders = language_config(full), describe_model(full).encoders
     for parallel, mode in itertools.product(_layouts(count, full), ("none", "selective", "full")):
         trial = {**values, "parallel": parallel, "memory": {"activation_checkpointing": mode}}
         try:
-            config = check_config(ALGORITHMS[values["algorithm"]], trial)
+            config: RunConfig = check_config(ALGORITHMS[values["algorithm"]], trial)
+            config = config.model_copy(update={"model": files.described(config.model)})
             size = choose_microbatch_size(config, language, memory)
         except InputError:
             continue
-        if size.num_tokens >= max(size.needed, longest, 4096):
+        if size.num_tokens >= max(size.needed, needed, 4096):
             values["parallel"] = parallel
             if encoders:  # beside whose images or clips the largest microbatch is not known
-                values["batch"]["microbatch_tokens"] = max(size.needed, longest, 4096)
+                values["batch"]["microbatch_tokens"] = max(size.needed, needed, 4096)
             if mode != "none":
                 values["memory"] = {"activation_checkpointing": mode}
             layout = ", ".join(f"{axis} {number}" for axis, number in parallel.items())
@@ -210,6 +271,11 @@ def _add_layout(
         raise InputError(
             f"{count} x {device}: training all weights does not fit: write the config by hand, with components, frozen "
             "parts or model.lora, and ask automodel-rl plan"
+        )
+    if files.lora is not None:
+        raise InputError(
+            f"{count} x {device}: training the adapters of {values['model']['path']} does not fit: name more GPUs in "
+            "--gpus, or larger ones in --device"
         )
     values["model"]["lora"] = {"rank": 16, "targets": "all-linear"}
     return [f"{count} x {device}: training all weights does not fit, so adapters are trained (model.lora)"]
@@ -230,7 +296,7 @@ COMMENTS = {
     "rewards": "math, last_number, exact_match, format, length, or package.module:function of your own",
     "batch": "examples of an optimizer step, over all data ranks; microbatch_tokens: auto takes what the GPU holds",
     "length": "steps or epochs; validate_every: 50 validates between",
-    "optimizer": "lr is the peak; decay: cosine is the default",
+    "optimizer": "lr is the peak, ten times as large for adapters as for all weights; decay: cosine is the default",
     "checkpoint": "--resume auto goes on from the newest one",
     "parallel": "pp: pipeline stages, tp: tensor parallel, cp: context parallel, dp_shard: FSDP2",
     "memory": "activation_checkpointing trades time for memory",

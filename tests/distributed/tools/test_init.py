@@ -1,6 +1,7 @@
 """A first config from a model and a data file."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from automodel_rl.cli import main
 from automodel_rl.config import load_config
 from automodel_rl.errors import InputError
-from automodel_rl.tools.init import guess_columns
+from automodel_rl.tools.init import guess_columns, peak_learning_rate
 from tests.audio import make_hearing_workspace
 from tests.distributed.trainers.runs import metrics_of
 from tests.tiny import save_tiny_model
@@ -72,6 +73,92 @@ def test_a_layout_that_fits_is_chosen(workspace: Path, tmp_path: Path) -> None:
         written = load_config(out)
         chosen[count, device] = (written.parallel.world_size, written.model.lora is not None)
     assert chosen == {(1, "H200"): (1, False), (1, "4090"): (1, True), (8, "4090"): (8, False)}
+
+
+def write_records(file: Path, records: list[dict]) -> Path:
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return file
+
+
+LONG, SHORT = "how many apples? " * 200, "how many?"
+"""Texts of more tokens than the small model's context of 512, and of few."""
+
+RECORDS = {
+    "sft": ({"prompt": SHORT, "completion": LONG}, {"prompt": SHORT, "completion": SHORT}),
+    "dpo": (
+        {"prompt": SHORT, "chosen": LONG, "rejected": LONG},
+        {"prompt": SHORT, "chosen": SHORT, "rejected": SHORT},
+    ),
+    "grpo": ({"prompt": LONG, "answer": "1"}, {"prompt": SHORT, "answer": "1"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "largest", "note"),
+    [
+        ("sft", 512, "1 of the 2 records looked at are longer than the model's context of 512 tokens and are cut"),
+        ("dpo", 1024, "1 of the 2 records looked at are longer than the model's context of 512 tokens and are cut"),
+        ("grpo", 512, "1 of the 2 records looked at are longer than 256 tokens, half of the model's context, and are"),
+    ],
+)
+def test_records_that_the_context_cannot_hold_ask_for_no_room(
+    workspace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    algorithm: str,
+    largest: int,
+    note: str,
+) -> None:
+    monkeypatch.setattr("automodel_rl.tools.init.LEAST_ON_CPU", 16)
+    out, data = tmp_path / "my.yaml", write_records(tmp_path / "data.jsonl", [*RECORDS[algorithm]])
+    assert main(["init", algorithm, str(workspace / "model"), str(data), "--out", str(out)]) == 0
+    assert load_config(out).batch.microbatch_tokens == largest
+    assert note in capsys.readouterr().out
+    assert note in out.read_text()
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "grpo"])
+def test_the_longest_record_is_told_as_the_data_have_it(workspace: Path, tmp_path: Path, algorithm: str) -> None:
+    """Without the tokens of a completion to come."""
+    records = [*RECORDS[algorithm]][1:]
+    out, data = tmp_path / "my.yaml", write_records(tmp_path / "data.jsonl", records)
+    assert main(["init", algorithm, str(workspace / "model"), str(data), "--out", str(out)]) == 0
+    (said,) = re.findall(r"^# 1 records, the longest \D+ (\d+) tokens$", out.read_text(), re.MULTILINE)
+    assert 10 < int(said) < 40
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "width", "has_adapters", "rate"),
+    [
+        ("sft", 4096, False, 1e-5),
+        ("grpo", 2048, False, 1e-6),
+        ("grpo", 2048, True, 1e-5),
+        ("sft", 1024, True, 2e-4),
+        ("dpo", 128, False, 2e-5),
+    ],
+)
+def test_adapters_and_narrow_models_get_larger_learning_rates(
+    algorithm: str, width: int, has_adapters: bool, rate: float
+) -> None:
+    assert peak_learning_rate(algorithm, width, has_adapters) == rate
+
+
+def test_a_folder_of_adapters_goes_on_with_their_learning_rate_and_their_memory(
+    workspace: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "adapters").mkdir()
+    about = {"peft_type": "LORA", "base_model_name_or_path": str(workspace / "model"), "r": 2, "lora_alpha": 4}
+    about |= {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(about))
+    written = {}
+    for model in (workspace / "model", tmp_path / "adapters"):
+        out = tmp_path / f"{model.name}.yaml"
+        target = ["--out", str(out), "--gpus", "1", "--device", "H200"]
+        assert main(["init", "grpo", str(model), str(workspace / "train_prompts.jsonl"), *target]) == 0
+        written[model.name] = load_config(out)
+    assert written["adapters"].optimizer.lr == pytest.approx(10 * written["model"].optimizer.lr, rel=0.3)
+    assert written["adapters"].model.lora is None
 
 
 def test_a_model_that_hears_gets_a_number_of_tokens(tmp_path: Path) -> None:
