@@ -111,7 +111,7 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     has_adapters = files.lora is not None or "lora" in values["model"]
     values["optimizer"]["lr"] = peak_learning_rate(algorithm, language_config(full).hidden_size, has_adapters)
     config: RunConfig = check_config(ALGORITHMS[algorithm], values)
-    check_chats(config, check_data(config))
+    notes += [f"warning: {warning}" for warning in check_chats(config, check_data(config))]
     with written(f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_complete(out, _text(values, [f"{len(opened):,} records, {lengths.said}", *notes]))
