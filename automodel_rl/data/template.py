@@ -211,7 +211,8 @@ class ChatTemplate:
         """Whether the template writes nothing behind an answer, so that only the mark of who goes on ends it."""
         form = _in_parts if self.reads_parts_only else _in_one
         messages = [form(QUESTION), form({"role": "assistant", "content": PROBE})]
-        return not (self._text({"messages": messages, "tools": []}) or PROBE).rpartition(PROBE)[2].strip()
+        text = self._text({"messages": messages, "tools": []})
+        return text is not None and PROBE in text and not text.rpartition(PROBE)[2].strip()
 
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
