@@ -11,9 +11,11 @@ from typing import cast, get_args
 import automodel_rl
 from automodel_rl.config import (
     ALGORITHMS,
+    DPOConfig,
     GRPOConfig,
     RayConfig,
     RunConfig,
+    SFTConfig,
     config_of_model,
     load_config,
     load_serve_config,
@@ -197,7 +199,7 @@ def _take_shown(arguments: list[str]) -> tuple[int, list[str]]:
     return int(text or 0), rest
 
 
-def _show_examples(config: RunConfig, count: int) -> int:
+def _show_examples(config: SFTConfig | DPOConfig | GRPOConfig, count: int) -> int:
     """Prints which tokens of a run's first records are trained; nothing starts."""
     from automodel_rl.data.show import first_examples
 

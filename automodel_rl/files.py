@@ -40,7 +40,7 @@ def check_place(folder: Path, named: str) -> None:
 
 @contextlib.contextmanager
 def written(named: str) -> Iterator[None]:
-    """Around the writing of what the user has named.
+    """Answers what keeps a block from writing what the user has named.
 
     Args:
         named: what the user gave, for the message.

@@ -51,6 +51,7 @@ GROUPS = {
         "token_loss",
     ),
     "Whole runs": ("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "SFTConfig", "DPOConfig", "GRPOConfig"),
+    "Looking at data": ("first_examples", "ShownExample"),
     "Configs of a model": (
         *("ModelConfig", "LoraConfig", "MoEConfig", "MemoryConfig", "ParallelConfig"),
         *("ComponentsConfig", "EncoderComponent", "LanguageComponent"),

@@ -55,7 +55,7 @@ class Input:
 
 
 Inputs = Mapping[str, Input]
-"""By the config key that names it."""
+"""What a run reads, by the config keys that name it."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ def kind_of(chat: Chat) -> frozenset[Any]:
     tools."""
     facts = {(m["role"], fact) for turn, m in enumerate(chat.messages) for fact in facts_of(chat, turn)}
     # Templates refuse some orders. They look at what precedes a message, and some at the number of messages before it.
-    speakers = [(m["role"], bool(m.get("tool_calls"))) for m in chat.messages]
-    order = {*itertools.pairwise([None, *speakers, None])}
+    roles = [(m["role"], bool(m.get("tool_calls"))) for m in chat.messages]
+    order = {*itertools.pairwise([None, *roles, None])}
     return frozenset([*facts, *order, *("function" in tool for tool in chat.tools)])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
+from automodel_rl.config import DPOConfig, GRPOConfig, RunConfig, SFTConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.data.records import Reader, Text, chats_of, read_chat, read_pair, read_prompt
 from automodel_rl.data.turn_split import open_examples
@@ -27,6 +27,11 @@ class ShownExample:
         where: its place in the data.
         num_tokens: its length in tokens.
         stretches: its text in order, in pieces that are trained or not.
+
+    Example:
+        >>> print(ShownExample("chats.jsonl:1", 4, (("2+2? ", False), ("4", True))))
+        --- chats.jsonl:1: 4 tokens, between ⟦ and ⟧
+        2+2? ⟦4⟧
     """
 
     where: str
@@ -68,13 +73,12 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return "".join(texts)
 
 
-def first_examples(config: RunConfig, count: int, chat: ChatTokenizer | None = None) -> list[ShownExample]:
+def first_examples(config: SFTConfig | DPOConfig | GRPOConfig, count: int) -> list[ShownExample]:
     """The first sequences of a run's training data, in the order of the files, before any is cut.
 
     Args:
         config: the run's config.
         count: number of records.
-        chat: makes token sequences of chats; opened by default.
 
     Raises:
         InputError: a record is wrong, or the chat template cannot write it.
@@ -83,12 +87,17 @@ def first_examples(config: RunConfig, count: int, chat: ChatTokenizer | None = N
         >>> for example in first_examples(load_config("my.yaml", algorithm="sft"), 3):
         ...     print(example)
     """
-    records = itertools.islice(_sequences(config, chat or open_chat_tokenizer(config)), count)
+    return examples_of(config, count, open_chat_tokenizer(config))
+
+
+def examples_of(config: RunConfig, count: int, chat: ChatTokenizer) -> list[ShownExample]:
+    """`first_examples` by an open chat tokenizer."""
+    records = itertools.islice(_sequences(config, chat), count)
     return [example for examples in records for example in examples]
 
 
 def _sequences(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExample]]:
-    """For each record, its sequences."""
+    """The sequences of one record after the other."""
     is_prompt = isinstance(config, GRPOConfig)
     read: Reader = read_prompt if is_prompt else read_chat if isinstance(config, SFTConfig) else read_pair
     for source_config in config.data.train:

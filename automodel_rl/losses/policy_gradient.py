@@ -64,11 +64,7 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
     values = {name: value.double() for name, value in microbatch.values.items()}
     logprobs = outputs.logprobs.double()
     old = logprobs.detach() if config.on_policy is True else values["old_logprobs"]
-    # Masked before exp: an overflow outside of the mask would still spoil gradients.
-    log_ratio = torch.where(microbatch.loss_mask, logprobs - old, 0.0)
-    if config.ratio == "sequence":
-        of_sequence = spread_over_tokens(mean_by_sequence(log_ratio.detach(), microbatch), microbatch)
-        log_ratio = of_sequence + log_ratio - log_ratio.detach()
+    log_ratio = _log_ratio(logprobs - old, microbatch, config)
     weight = None
     if config.correction.kind != "none":
         weight = correction_weights(old, values["rollout_logprobs"], microbatch, config.correction)
@@ -81,16 +77,39 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
     if weight is not None:
         per_token |= {WEIGHT: weight, SQUARE_OF_WEIGHT: weight.square()}
         metrics = {OUT_OF_BOUNDS: out_of_bounds(old, values["rollout_logprobs"], microbatch, config.correction)}
-    if outputs.entropy is not None:
-        loss = loss - config.entropy * outputs.entropy.double()
-        per_token["train/entropy"] = outputs.entropy
-    if "ref_logprobs" in values:
-        ours, ref = (torch.where(microbatch.loss_mask, t, 0.0) for t in (logprobs, values["ref_logprobs"]))
-        per_token["train/kl_ref"] = kl_estimate(ours, ref, config.kl.estimator)
-        if config.kl.where == "loss":
-            loss = loss + config.kl.coefficient * kl_loss(ours, ref, config.kl.estimator)
+    penalties, of_penalties = _penalties(outputs, values, microbatch, config)
+    loss, per_token = loss + penalties, per_token | of_penalties
     metrics |= _means(per_token, microbatch)
     return LossOutput(_normalise(loss, microbatch, config), metrics, **_extremes(ratio, old, values, microbatch))
+
+
+def _penalties(
+    outputs: TokenOutputs, values: dict[str, Tensor], microbatch: Microbatch, config: PolicyLossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What entropy and the divergence from the reference add to each token's loss, [T], and their metrics."""
+    penalties, per_token = torch.zeros_like(values["advantages"]), {}
+    if outputs.entropy is not None:
+        penalties = penalties - config.entropy * outputs.entropy.double()
+        per_token["train/entropy"] = outputs.entropy
+    if "ref_logprobs" in values:
+        counted = microbatch.loss_mask
+        ours = torch.where(counted, outputs.logprobs.double(), 0.0)
+        reference = torch.where(counted, values["ref_logprobs"], 0.0)
+        per_token["train/kl_ref"] = kl_estimate(ours, reference, config.kl.estimator)
+        if config.kl.where == "loss":
+            penalties = penalties + config.kl.coefficient * kl_loss(ours, reference, config.kl.estimator)
+    return penalties, per_token
+
+
+def _log_ratio(differences: Tensor, microbatch: Microbatch, config: PolicyLossConfig) -> Tensor:
+    """The logarithm of each token's ratio, [T], from differences of log-probabilities."""
+    # Masked before exp: an overflow outside of the mask would still spoil gradients.
+    log_ratio = torch.where(microbatch.loss_mask, differences, 0.0)
+    if config.ratio == "token":
+        return log_ratio
+    # GSPO-token: the value is the sequence's, the gradient each token's own (arXiv 2507.18071, equation 14).
+    of_sequence = spread_over_tokens(mean_by_sequence(log_ratio.detach(), microbatch), microbatch)
+    return of_sequence + log_ratio - log_ratio.detach()
 
 
 def _without_lost_tokens(microbatch: Microbatch) -> Microbatch:

@@ -39,6 +39,9 @@ Adapters = Literal["peft", "merged", "per-expert"]
 FLAGS: dict[Adapters, str] = {"merged": "--merge", "per-expert": "--per-expert"}
 """The command line's words for it."""
 
+HOW: dict[Adapters, str] = {"merged": ", with its adapters merged in"}
+"""What became of adapters, for the console."""
+
 
 def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters: Adapters = "peft") -> None:
     """Writes the folder that a run would write as `final/` after the checkpoint's step, or a model with plain weights.
@@ -99,8 +102,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         write_description(folder, _in_dtype(exported, dtypes_of(model)[0]), tokenizer, files.folder, ends.ids)
         return written
 
-    how = ", with its adapters merged in" if adapters == "merged" else ""
-    _publish(out, write, f"the model after step {marker.step}{how}", ends.note)
+    _publish(out, write, f"the model after step {marker.step}{HOW.get(adapters, '')}", ends.note)
 
 
 def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[str] = ()) -> Checkpoint:

@@ -58,7 +58,7 @@ COLUMNS: dict[str, list[Columns]] = {
 ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "final_answer")
 
 LEARNING_RATES = {"sft": 1e-5, "dpo": 1e-6, "grpo": 1e-6}
-"""Of all weights of a model as wide as `WIDTH`."""
+"""Learning rates of all weights of a model as wide as `WIDTH`."""
 
 OF_ADAPTERS = 10
 """Factor of the learning rate of adapters (Schulman et al., "LoRA without regret", thinkingmachines.ai/blog/lora)."""

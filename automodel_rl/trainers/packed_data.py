@@ -11,7 +11,7 @@ from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.examples import ExampleDataset
 from automodel_rl.data.loader import PackedLoader, PackedStep
 from automodel_rl.data.sampler import Order
-from automodel_rl.data.show import ShownExample, first_examples
+from automodel_rl.data.show import ShownExample, examples_of
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.model.handle import ModelHandle
@@ -58,7 +58,7 @@ class PackedData:
 
     def examples(self) -> list[ShownExample]:
         """The first records of the training data, as they are before any is cut."""
-        return first_examples(self.config, self.config.observe.samples, self.chat)
+        return examples_of(self.config, self.config.observe.samples, self.chat)
 
     def samples(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> list[Sample]:
         """Greedy completions for the first prompts of the validation data, else of the training data. A collective.

@@ -280,7 +280,7 @@ def _higher_is_better() -> Any:
     return mock.patch.object(
         RunCheckpoints,
         "_is_better",
-        lambda checkpoints, metric: checkpoints.best is None or metric > checkpoints.best["metric"],
+        lambda checkpoints, metric, best: best is None or metric > best["metric"],
     )
 
 

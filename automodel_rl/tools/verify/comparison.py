@@ -285,7 +285,7 @@ def _storage(tensor: Tensor) -> int:
 def _treatments(
     optimizers: Sequence[torch.optim.Optimizer], key: Callable[[Tensor], int]
 ) -> dict[int, tuple[bool, float]]:
-    """By a parameter's key whether AdamW trains it, and its weight decay."""
+    """Whether AdamW trains a parameter, and its weight decay, by the parameter's key."""
     return {
         key(parameter): (isinstance(optimizer, torch.optim.AdamW), group["weight_decay"])
         for optimizer in optimizers

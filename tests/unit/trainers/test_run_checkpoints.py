@@ -45,9 +45,9 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path, settings: dict, best: in
 @pytest.mark.parametrize(("higher_is_better", "better"), [(True, 0.75), (False, 0.25)])
 def test_the_best_is_by_the_trainers_own_direction(tmp_path: Path, higher_is_better: bool, better: float) -> None:
     checkpoints = checkpoints_of(tmp_path, higher_is_better)
-    assert checkpoints._is_better(0.5)
+    assert checkpoints._is_better(0.5, checkpoints.best)
     checkpoints.best = {"step": 1, "metric": 0.5}
-    assert [value for value in (0.25, 0.5, 0.75) if checkpoints._is_better(value)] == [better]
+    assert [value for value in (0.25, 0.5, 0.75) if checkpoints._is_better(value, checkpoints.best)] == [better]
 
 
 def test_a_metric_that_is_no_number_or_was_not_measured_is_not_the_best(

@@ -22,7 +22,7 @@ def test_samples_that_take_long_say_how_many_tokens_are_written(monkeypatch: pyt
     prompt = TokenSequence(torch.tensor([1, 2]), torch.zeros(2, dtype=torch.bool))
     said: list[str] = []
     samples = greedy_samples(
-        cast(Any, engine), cast(Any, tokenizer), [(prompt, "a"), (prompt, "b")], 9, say=said.append
+        cast(Any, engine), cast(Any, tokenizer), [(prompt, "a"), (prompt, "b")], 9, {0}, said.append
     )
     assert [sample.completion for sample in samples] == ["5 7", "6"]
     assert said == [f"writing 2 samples for the report: {done} of at most 9 tokens" for done in (1, 2, 3)]
