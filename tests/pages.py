@@ -1,5 +1,5 @@
 """The pages: a README.md in every folder that has something to tell, and API.md. Parts of them are made from code: the
-tree, the import order and the table of what works together.
+tree, the import order, the table of what works together and the keys of other trainers.
 
 python -m tests.pages writes these parts; tests/unit/test_pages.py says when they are out of date.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import automodel_rl
-from automodel_rl.config import RunConfig, describe_keys
+from automodel_rl.config import RunConfig, describe_keys, elsewhere
 from automodel_rl.support.table import table
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +66,12 @@ GROUPS = {
 
 def generated_parts() -> dict[str, str]:
     """What some page has between `<!-- NAME -->` and `<!-- end of NAME -->`."""
-    return {"tree": f"```\n{tree()}\n```", "import order": import_order(), "table": table()}
+    return {
+        "tree": f"```\n{tree()}\n```",
+        "import order": import_order(),
+        "table": table(),
+        "keys of other trainers": elsewhere.tables(),
+    }
 
 
 def with_generated_parts(texts: Sequence[str]) -> list[str]:

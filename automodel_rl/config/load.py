@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from automodel_rl.config.base import Section
 from automodel_rl.config.dpo import DPOConfig
+from automodel_rl.config.elsewhere import answer, answers
 from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.keys import describe_keys, inner_section
 from automodel_rl.config.run import RunConfig
@@ -21,14 +22,6 @@ from automodel_rl.errors import InputError, closest
 Checked = typing.TypeVar("Checked", bound=Section)
 
 ALGORITHMS: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
-
-ALIASES = {
-    "learning_rate": "lr",
-    "max_length": "microbatch_tokens",
-    "max_seq_length": "microbatch_tokens",
-    "batch_size": "sequences",
-}
-"""Names of keys in other trainers, with our names. They only serve for suggestions in error messages."""
 
 TELLING = {"grpo": {"rollout", "rewards", "weight_sync"}}
 """Sections by which a config without the key `algorithm` is known."""
@@ -66,6 +59,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
     values = _read(path, overrides)
     likely = next((name for name, keys in TELLING.items() if keys & values.keys()), algorithm or "sft")
     given = values.get("algorithm", likely)
+    if isinstance(given, dict):  # a section of that name, of another trainer
+        raise InputError("; ".join(answers("algorithm", given, ALGORITHMS[likely])) or f"{path}: algorithm: is a text")
     if not isinstance(given, str) or given not in ALGORITHMS:
         raise InputError(f"{path}: algorithm: {given!r} is not one of {', '.join(ALGORITHMS)}")
     if algorithm not in (None, given):
@@ -81,8 +76,9 @@ def load_serve_config(path: str | Path, overrides: typing.Sequence[str] = ()) ->
 def _read(path: str | Path, overrides: typing.Sequence[str]) -> dict[str, Any]:
     """The values of a YAML file, with overrides."""
     values = _read_yaml(Path(path))
-    for key, text in parse_overrides(overrides):
-        _assign(values, key, _parse_value(key, text))
+    likely = ALGORITHMS.get(str(values.get("algorithm")), SFTConfig)
+    for key, text in parse_overrides(overrides, likely):
+        _assign(values, key, _parse_value(key, text), likely)
     return values
 
 
@@ -120,8 +116,16 @@ def dump_config(config: Section) -> str:
     return yaml.safe_dump(values, sort_keys=False)
 
 
-def parse_overrides(arguments: typing.Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of key and value: `["--a.b", "1", "--c=2"]` becomes `[("a.b", "1"), ("c", "2")]`."""
+def parse_overrides(arguments: typing.Sequence[str], kind: type[BaseModel] = SFTConfig) -> list[tuple[str, str]]:
+    """Pairs of key and value: `["--a.b", "1", "--c=2"]` becomes `[("a.b", "1"), ("c", "2")]`.
+
+    Args:
+        arguments: of the command line.
+        kind: the config that they belong to, for messages.
+
+    Raises:
+        InputError: a key has no value.
+    """
     pairs, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -129,8 +133,9 @@ def parse_overrides(arguments: typing.Sequence[str]) -> list[tuple[str, str]]:
             raise InputError(f"unexpected argument {argument!r}: overrides look like --optimizer.lr 1e-5")
         key, equals, text = argument[2:].partition("=")
         if not equals:
-            if not rest:
-                raise InputError(f"--{key} has no value: overrides look like --optimizer.lr 1e-5")
+            if not rest or rest[0].startswith("--"):
+                hint = answer(key, kind) or "overrides look like --optimizer.lr 1e-5, with = before a value in --"
+                raise InputError(f"--{key} has no value: {hint}")
             text = rest.pop(0)
         pairs.append((key.replace("-", "_"), text))
     return pairs
@@ -184,7 +189,7 @@ def _parse_value(key: str, text: str) -> Any:
         raise InputError(f"--{key}: {text!r} is not a YAML value; quote it") from None
 
 
-def _assign(values: Any, key: str, value: Any) -> None:
+def _assign(values: Any, key: str, value: Any, kind: type[BaseModel] = SFTConfig) -> None:
     *path, last = key.split(".")
     for name in path:
         if isinstance(values, list):
@@ -194,7 +199,7 @@ def _assign(values: Any, key: str, value: Any) -> None:
                 values[name] = {}
             values = values[name]
         if not isinstance(values, dict | list):
-            raise InputError(f"--{key}: {name} is a value, not a section")
+            raise InputError(f"--{key}: {answer(key, kind) or f'{name} is a value, not a section'}")
     if isinstance(values, list):
         values[_list_place(key, last, values)] = value
     else:
@@ -269,14 +274,14 @@ def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> st
     if detail["type"] == "extra_forbidden":
         if where in RENAMED:
             return f"{where} is now called {RENAMED[where]}: rename it"
-        section = _section_at(kind, detail["loc"][:-1])
-        return f"{where}: unknown key{_suggest(str(detail['loc'][-1]), section)}"
+        return _unknown(where, detail, kind)
     prefix = f"{where}: " if where else ""
     if detail["type"] == "value_error":
         return f"{prefix}{detail['msg'].removeprefix('Value error, ')}"
     first, *others = dict.fromkeys(map(_rule, details))
     rule = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
-    return f"{prefix}{rule}, not {detail['input']!r}"
+    hint = answer(where, kind) if detail["type"].startswith("model_") else None
+    return f"{prefix}{rule}, not {detail['input']!r}{f'; {hint}' if hint else ''}"
 
 
 def _rule(detail: Detail) -> str:
@@ -285,17 +290,20 @@ def _rule(detail: Detail) -> str:
     return str(detail["msg"]) if name is None else KINDS[name].format_map(detail.get("ctx", {}))
 
 
-def _suggest(key: str, section: type[BaseModel] | None) -> str:
+def _unknown(where: str, detail: Detail, kind: type[BaseModel]) -> str:
+    """The message for an unknown key: the key of another trainer, or a slip."""
+    section = _section_at(kind, detail["loc"][:-1])
     if section is None:
-        return ""
+        return f"{where}: unknown key"
     known = [info.alias or name for name, info in section.model_fields.items()]
-    close = closest(key, known)
-    if ALIASES.get(key) in known:
-        close = ALIASES[key]
+    close = closest(str(detail["loc"][-1]), known)
+    foreign = answers(where, detail["input"], kind)
+    if foreign:
+        return "; ".join(foreign)
     if not close and issubclass(section, RunConfig):  # perhaps the name of a key inside a section
         names = [found.name for found in describe_keys(section)]
-        close = next((name for name in names if name.split(".")[-1] == ALIASES.get(key, key)), None)
-    return f"; did you mean {close}?" if close else f"; known keys are {', '.join(known)}"
+        close = next((name for name in names if name.split(".")[-1] == where), None)
+    return f"{where}: unknown key; " + (f"did you mean {close}?" if close else f"known keys are {', '.join(known)}")
 
 
 def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import automodel_rl
-from automodel_rl.config import ALGORITHMS, describe_keys
+from automodel_rl.config import ALGORITHMS, describe_keys, elsewhere
 from automodel_rl.config.load import check_config
 from automodel_rl.tools.help import COMMANDS
 from tests import pages
@@ -29,8 +29,8 @@ KEYS = {re.sub(r"\.0(?=\.)", "", key) for kind in ALGORITHMS.values() for key, *
 SECTIONS = {key[:end] for key in KEYS for end in range(len(key)) if key[end] == "."}
 
 
-PLAIN = {"batch.values"}
-"""What looks like a key and is none."""
+PLAIN = {"batch.values"} | {name for row in elsewhere.rows() for name in row.names}
+"""What looks like a key and is none, or is one of another trainer."""
 
 
 def blocks(text: str, *languages: str) -> list[str]:

@@ -69,7 +69,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--optimizer.learning_rate", "1"], "optimizer.learning_rate: unknown key; did you mean lr?"),
+        (["--optimizer.learning_rate", "1"], "optimizer.learning_rate: unknown key; did you mean optimizer.lr?"),
         (["--paralel.pp", "2"], "paralel: unknown key; did you mean parallel?"),
         (["--data.train.0.ignore", "[id, role]"], "ignore names role, and a message needs its role and content"),
         (["--learning_rate", "1"], "learning_rate: unknown key; did you mean optimizer.lr?"),
