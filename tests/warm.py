@@ -309,6 +309,7 @@ def _run(request: _Request, descriptors: list[int]) -> None:
     for descriptor in {*descriptors} - {0, 1, 2, *request.descriptors}:
         os.close(descriptor)
     os.chdir(request.folder)
+    sys.path.insert(0, request.folder)  # as Python does for -m
     asks = os.environ[REQUESTS]
     os.environ.clear()
     os.environ.update(request.environment, **{REQUESTS: asks}, **ONE_THREAD)
