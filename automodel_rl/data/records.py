@@ -115,6 +115,9 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
     """
     columns: tuple[Column, Column] = ("chosen", "rejected")
     completions = [_messages(record, config, name, where, role="assistant") for name in columns]
+    for name, messages in zip(columns, completions, strict=True):
+        if not messages or messages[-1]["role"] != "assistant":
+            raise InputError(f"{where}: {name} must end with a turn of the assistant: add one or remove the record")
     if value_of(record, config, "prompt", where) is MISSING:
         prompt = _common_start(*completions)
         if not prompt:
@@ -135,8 +138,6 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
     tools = _tools(record, config, where)
     chats = []
     for name, messages in zip(columns, (chosen, rejected), strict=True):
-        if not messages or messages[-1]["role"] != "assistant":
-            raise InputError(f"{where}: {name} must end with a turn of the assistant: add one or remove the record")
         whole = with_media_files([*prompt, *messages], record, config, where)
         chats.append(_with_trained(Chat(whole, tools, start=len(prompt)), f"{where}, {name}"))
     return Pair(*chats)
