@@ -84,8 +84,9 @@ def first_examples(config: SFTConfig | DPOConfig | GRPOConfig, count: int) -> li
         InputError: a record is wrong, or the chat template cannot write it.
 
     Example:
-        >>> for example in first_examples(load_config("my.yaml", algorithm="sft"), 3):
-        ...     print(example)
+        >>> examples = first_examples(load_config("my_sft.yaml", algorithm="sft"), 3)
+        >>> len(examples)
+        3
     """
     return examples_of(config, count, open_chat_tokenizer(config))
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from automodel_rl.compat.operations import CAST, OperationWatch
 
 _ATEN = torch.ops.aten
 PRODUCTS = {_ATEN.mm: (0, 1), _ATEN.addmm: (1, 2), _ATEN.bmm: (0, 1), _ATEN.baddbmm: (1, 2)}
@@ -23,7 +23,7 @@ OTHER_WEIGHTS = {_ATEN.embedding: 0, _ATEN.convolution: 1}
 """Operations with a weight that is no factor of a matrix product, and its place."""
 
 CHOICES = (_ATEN.topk, _ATEN.sort)
-COPIES = (_ATEN._to_copy, _ATEN.clone)
+COPIES = (CAST, _ATEN.clone)
 
 
 @dataclass
@@ -72,7 +72,7 @@ def observed_uses(model: nn.Module, run: Callable[[], list[Tensor]]) -> Uses:
     return watch.uses
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperationWatch):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.uses = Uses()
@@ -84,17 +84,13 @@ class _Watch(TorchDispatchMode):
         """Parameters whose products' results a tensor is made of."""
         return self._makers.get(_place(tensor), set())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        operation = func.overloadpacket
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    def see(self, operation: Any, arguments: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
         self._kept += made
         if operation in OTHER_WEIGHTS:
-            self.uses.looked_up |= self._parameters(args[OTHER_WEIGHTS[operation]])
+            self.uses.looked_up |= self._parameters(arguments[OTHER_WEIGHTS[operation]])
             makers: set[nn.Parameter] = set()
         elif operation in PRODUCTS:
-            makers = set().union(*(self._as_factor(args[place], made[0]) for place in PRODUCTS[operation]))
+            makers = set().union(*(self._as_factor(arguments[place], made[0]) for place in PRODUCTS[operation]))
         else:
             makers = set().union(*map(self.makers_of, given))
         if operation in CHOICES:
@@ -103,7 +99,6 @@ class _Watch(TorchDispatchMode):
             self._parameter_at[_place(made[0])] = self._parameter_at[_place(given[0])]
         for tensor in made:
             self._makers[_place(tensor)] = self.makers_of(tensor) | makers
-        return result
 
     def _parameters(self, tensor: Tensor) -> set[nn.Parameter]:
         parameter = self._parameter_at.get(_place(tensor))

@@ -8,7 +8,6 @@ from enum import Enum
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from automodel_rl.lora.experts import EXPERTS, STACKED, Stack
 from automodel_rl.support.description import language_config
@@ -16,6 +15,7 @@ from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 from automodel_rl.support.families import FAMILIES
 
 HEAD = "lm_head"
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 BARE_MATRICES = tuple(
     name
@@ -56,7 +56,7 @@ def _own_roles(path: str, module: Any) -> dict[str, Role]:
     """The roles of a module's own parameters, by what the module is. A matrix of one row is a vector."""
     if isinstance(module, nn.Linear):
         return {"weight": Role.MATRIX if len(module.weight) > 1 else Role.ROWS}
-    if isinstance(module, nn.Embedding | _ConvNd):
+    if isinstance(module, (nn.Embedding, *CONVOLUTIONS)):
         return {"weight": Role.ROWS}
     if isinstance(module, Stack):
         return {"weight": Role.MATRIX}

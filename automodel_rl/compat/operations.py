@@ -1,0 +1,37 @@
+"""Every operation on tensors, seen as it is computed."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CAST = torch.ops.aten._to_copy
+"""The operation that changes a tensor's dtype or device."""
+
+
+class OperationWatch(TorchDispatchMode):
+    """A context in which `see` is called after every operation, views and casts included."""
+
+    @abstractmethod
+    def see(self, operation: Any, arguments: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
+        """Notes an operation.
+
+        Args:
+            operation: such as `torch.ops.aten.mm`, without its overload.
+            arguments: its positional arguments.
+            given: the tensors among all arguments.
+            made: the tensors of its result.
+        """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = _tensors((args, kwargs)), _tensors(result)
+        self.see(func.overloadpacket, args, given, made)
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
