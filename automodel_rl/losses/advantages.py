@@ -24,18 +24,27 @@ def advantages(rewards: Tensor, config: AdvantageConfig, counts: Tensor | None =
     """
     counts = torch.ones_like(rewards, dtype=torch.bool) if counts is None else counts
     sizes = counts.sum(1, keepdim=True)
-    degrees = (sizes - 1).clamp_min(1)
     mean = torch.where(counts, rewards, 0.0).sum(1, keepdim=True) / sizes.clamp_min(1)
     centred = torch.where(counts, rewards - mean, 0.0)
     if config.kind == "grpo":
-        result = centred / ((centred.square().sum(1, keepdim=True) / degrees).sqrt() + EPSILON)
+        result = centred / (sample_deviation(centred.square().sum(1, keepdim=True), sizes) + EPSILON)
     elif config.kind == "dr_grpo":
         result = centred
     elif config.kind == "rloo":
-        result = centred * (sizes / degrees)
+        result = centred * (sizes / (sizes - 1).clamp_min(1))
     else:
-        result = centred / ((centred.square().sum() / (sizes.sum() - 1).clamp_min(1)).sqrt() + EPSILON)
+        result = centred / (sample_deviation(centred.square().sum(), sizes.sum()) + EPSILON)
     return result if config.clip is None else result.clamp(-config.clip, config.clip)
+
+
+def sample_deviation(squares: Tensor, count: Tensor) -> Tensor:
+    """The standard deviation of a sample, 0 for a sample of one.
+
+    Args:
+        squares: sum of the squared distances from the mean, any shape.
+        count: number of values, of the same shape.
+    """
+    return (squares / (count - 1).clamp_min(1)).sqrt()
 
 
 def has_signal(rewards: Tensor) -> Tensor:
