@@ -69,6 +69,18 @@ class _Buffers(dict[int, Any]):
         return self[index]
 
 
+class _Plain(nn.Module):
+    """A part that torch's stages do not take for an FSDP module: they would gather all of its layers at once, and
+    reduce gradients at the end of a step only."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.part = part
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.part(*args, **kwargs)
+
+
 class PackedStage(PipelineStage):
     """A stage with receive buffers for each microbatch in flight, as large as the microbatch has tokens.
 
@@ -76,11 +88,21 @@ class PackedStage(PipelineStage):
         part: the stage's layers.
         index, num_stages: number of the stage, from 0, and number of all stages.
         groups: device and process groups of the pipeline.
+        begin_backward: called before each backward, with whether it is the step's last, if the part gathers weights and
+            reduces gradients by itself; None if torch's schedule tells it when.
     """
 
-    def __init__(self, part: nn.Module, index: int, num_stages: int, groups: StageGroups):
-        super().__init__(part, index, num_stages, groups.device, group=groups.pipeline)
-        self.message_groups = groups.messages
+    def __init__(
+        self,
+        part: nn.Module,
+        index: int,
+        num_stages: int,
+        groups: StageGroups,
+        begin_backward: Callable[[bool], None] | None = None,
+    ):
+        submodule = part if begin_backward is None else _Plain(part)
+        super().__init__(submodule, index, num_stages, groups.device, group=groups.pipeline)
+        self.message_groups, self.begin_backward = groups.messages, begin_backward
 
     def bind(self, shapes: Sequence[Boundaries], dtype: torch.dtype, train: bool) -> None:
         """Prepares one step.
@@ -153,6 +175,8 @@ class PackedStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **keywords: Any) -> Any:
+        if self.begin_backward is not None:
+            self.begin_backward(keywords["last_backward"])
         with in_microbatch("backward", self.stage_index, bwd_chunk_id):
             result = super().backward_one_chunk(bwd_chunk_id, *args, **keywords)
         self.grad_recv_info.pop(bwd_chunk_id, None)

@@ -4,6 +4,8 @@ from typing import Literal
 
 from automodel_rl.config.base import Positive, Section
 
+Fsdp = Literal["keep", "reshard"]
+
 Schedule = Literal[
     "1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
@@ -35,6 +37,12 @@ class ParallelConfig(Section):
     dp_shard: Positive = 1
     """Data parallel: number of data ranks that share weights, gradients and optimizer state (FSDP2)."""
 
+    fsdp: Literal["auto"] | Fsdp = "auto"
+    """Weights and gradients within a step. keep: weights are gathered once a step, and gradients summed whole until its
+    end, which is fastest. reshard: each layer is gathered when it computes and let go of after it, and gradients are
+    summed in shards, which takes the least memory. Encoders always keep theirs. auto: keep if a step then fits into the
+    device's memory by the plan, else reshard; a `ModelHandle` without a trainer keeps."""
+
     dp_replicate: Positive = 1
     """Data parallel: number of copies of the sharded group (HSDP)."""
 
@@ -60,6 +68,11 @@ class ParallelConfig(Section):
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items()) or "one rank"
+
+    @property
+    def reshards(self) -> bool:
+        """Whether weights are gathered layer by layer, and gradients summed in shards."""
+        return self.fsdp == "reshard"
 
     @property
     def num_data_ranks(self) -> int:

@@ -21,9 +21,9 @@ from automodel_rl.lora.layers import install_adapters
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.encoder_stages import OtherLayer, StageLink, split_encoder
 from automodel_rl.model.fused_norm import install_fused_norms
-from automodel_rl.model.parallelise import dtypes_of, mixed_precision
+from automodel_rl.model.parallelise import dtypes_of, mixed_precision, store_frozen
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.parallel.sharding import wrap_fsdp
+from automodel_rl.parallel.sharding import Unit, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_linears
 from automodel_rl.support.encoders import MULTIMODAL_FAMILIES, EncoderNames
 
@@ -135,18 +135,21 @@ def parallelise_encoder(
     Returns:
         Parameters, as (module, name), for which each tp rank's gradient is only a summand.
     """
-    split_part(part, dtypes_of(model)[0], layout.pp_rank, layout.parallel.pp)
+    compute, _ = dtypes_of(model)
+    store_frozen(part, compute)
+    split_part(part, compute, layout.pp_rank, layout.parallel.pp)
     partial: list[tuple[nn.Module, str]] = []
     if layout.parallel.tp > 1:
         how = TensorParallel(layout.tp_group, sequence_parallel=False)
         partial = split_linears(part, part.names.tp_style, layout.mesh["tp"], how)
-    compute, _ = dtypes_of(model)
     install_adapters(part)
     part.choose_attention(layout.device, compute)
     install_fused_norms(part, [], layout.device, compute)
     layers = encoder_layers(part)
     checkpoint_layers(layers, memory.activation_checkpointing)
-    wrap_fsdp(part, layers, [], layout.fsdp_mesh, mixed_precision(model))
+    # Ranks may have different numbers of images, so they cannot gather or reduce for each.
+    policy = mixed_precision(model)
+    wrap_fsdp([Unit(module, layout.fsdp_mesh, policy) for module in (*layers, part)], reshards=False)
     return partial
 
 

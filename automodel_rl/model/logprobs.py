@@ -29,8 +29,9 @@ class Head:
         weight: this rank's part, [V, H]; detached if its gradient goes to `gradient`.
         softcap: turns logits into softcap * tanh(logits / softcap), if not None.
         tp_group: the ranks that hold the parts of the vocabulary, in order; None if this rank holds all of it.
-        gradient: sum of the weight's gradients over microbatches, [V, H] in fp32 or wider, to which the head adds;
-            None: autograd gets the gradient.
+        gradient: gives the sum of the weight's gradients over microbatches, [V, H] in fp32 or wider, to which the head
+            adds. It is asked for right before an addition, for the sum may have been reduced since the forward. None:
+            autograd gets the gradient.
         compiled: whether what is not a matrix product is compiled.
         factor: multiplies the logits, after a soft cap.
     """
@@ -38,7 +39,7 @@ class Head:
     weight: Tensor
     softcap: float | None = None
     tp_group: dist.ProcessGroup | None = None
-    gradient: Tensor | None = None
+    gradient: Callable[[], Tensor] | None = None
     compiled: bool = False
     factor: float = 1.0
 
@@ -124,11 +125,14 @@ class _TargetsOfLinearLoss(torch.autograd.Function):
                 del products  # before the next chunk's
             sums.add(tokens)
         ctx.save_for_backward(sums.d_hidden, sums.for_autograd())
+        ctx.head = head
         return scores.columns(targets)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
+        if ctx.head.gradient is not None:
+            ctx.head.gradient()  # a sum to reduce, also if the backward of another microbatch has reduced this one's
         return d_hidden, d_weight, None, None, None
 
 
@@ -192,7 +196,7 @@ class _GradientSums:
         self.d_hidden = torch.empty_like(work.hidden)
         longest = max((tokens.stop - tokens.start for tokens, _ in work.groups), default=0)
         self._d_products = torch.empty(longest, len(weight), dtype=weight.dtype, device=weight.device)
-        self._d_weight = work.head.gradient  # None if only adapters are trained
+        self._d_weight = None if work.head.gradient is None else work.head.gradient()  # None for a frozen head
         if for_autograd:
             self._d_weight = torch.zeros(weight.shape, dtype=_accurate(weight.dtype), device=weight.device)
 

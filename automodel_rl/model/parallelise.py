@@ -10,8 +10,11 @@
    in the backward (model/activation_checkpointing.py); they are compiled (model/compiled_layers.py) with their
    recomputation, those of a mixture without it
 7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
+
+Before all that, frozen weights get the dtype in which they are used: nothing changes a master copy of them.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +42,14 @@ from automodel_rl.model.linear_attention import (
 )
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.parallel.sharding import shard_parameter, wrap_fsdp
+from automodel_rl.parallel.sharding import Unit, shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
 from automodel_rl.support.families import FAMILIES, Family
 
 
 def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype in which weights are gathered and used, and the one in which they are kept and gradients reduced."""
+    """The dtype in which weights are gathered and used, and the one in which trained weights are kept and gradients
+    reduced."""
     compute = getattr(torch, model.dtype)
     return compute, torch.promote_types(compute, torch.float32)
 
@@ -92,6 +96,8 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     family = FAMILIES[part.config.model_type]
     compute, _ = dtypes_of(model)
     compiled = memory.compile is True  # `auto` has been decided by ModelHandle.from_pretrained
+    accurate_modules = _fp32_modules(part, family)
+    store_frozen(part, compute, accurate_modules)
     how = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
     partial: list[tuple[nn.Module, str]] = []
     experts = experts_of(part)
@@ -128,10 +134,11 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         scope.follow(mixtures)  # a recomputation must note the microbatch, too
         checkpoint_layers(layers_of(part), memory.activation_checkpointing)
     policy, accurate = mixed_precision(model), mixed_precision(model, least=torch.float32)
-    units = [(module, layout.fsdp_mesh, accurate) for module in _fp32_modules(part, family)]
+    units = [Unit(module, layout.fsdp_mesh, accurate) for module in accurate_modules]
     if layout.parallel.ep > 1:
-        units += [(module, layout.expert_fsdp_mesh, policy) for module in experts]
-    wrap_fsdp(part, layers_of(part), units, layout.fsdp_mesh, policy)
+        units += [Unit(module, layout.expert_fsdp_mesh, policy) for module in experts]
+    units += [Unit(module, layout.fsdp_mesh, policy) for module in (*layers_of(part), *_ends(part), part)]
+    wrap_fsdp(units, reshards=layout.parallel.reshards)
     return Extras(scope, replay, watch, partial)
 
 
@@ -155,6 +162,27 @@ def _context(
         logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
         num_deepstack=num_deepstack,
     )
+
+
+def store_frozen(part: nn.Module, dtype: torch.dtype, accurate: Collection[nn.Module] = ()) -> None:
+    """Gives frozen weights the dtype in which they are used, if it is narrower than theirs.
+
+    Args:
+        part: the part, on the meta device.
+        dtype: the dtype in which the part computes.
+        accurate: modules that compute in fp32 or wider.
+    """
+    kept = {parameter for module in accurate for parameter in module.parameters()}
+    for parameter in part.parameters():
+        if not parameter.requires_grad and parameter not in kept:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _ends(part: Any) -> list[nn.Module]:
+    """Embedding and head, the largest matrices, if they are units of their own. Tied ones belong to the part."""
+    embedding, head = part.model.embed_tokens, part.lm_head
+    ends = [module for module in (embedding, head) if module is not None]
+    return [] if len(ends) == 2 and embedding.weight is head.weight else ends
 
 
 def _fp32_modules(part: Any, family: Family) -> list[nn.Module]:

@@ -4,6 +4,7 @@ It replaces the model's own forward, which would build masks and not hand the mi
 every model whose layers have transformers' signature. AutoPipeline has set the modules of other stages to None.
 """
 
+import functools
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.compat.fsdp import gradient_sum
@@ -57,7 +59,7 @@ def install_part_forward(part: Any, context: ForwardContext) -> None:
         def head(self: Any, hidden: Tensor, microbatch: LocalMicrobatch, output_fn: OutputFn) -> Tensor:
             sums = None
             if torch.is_grad_enabled() and self.weight.requires_grad:
-                sums = local_tensor(gradient_sum(part, self.weight))
+                sums = functools.partial(_gradient_sum, self if isinstance(self, FSDPModule) else part, self.weight)
             weight = local_tensor(self.weight.detach())
             return output_fn(
                 hidden,
@@ -67,6 +69,11 @@ def install_part_forward(part: Any, context: ForwardContext) -> None:
 
         # Called as `lm_head(...)`, so that FSDP's hooks gather the weight before and reduce its gradient after.
         part.lm_head.forward = MethodType(head, part.lm_head)
+
+
+def _gradient_sum(unit: FSDPModule, weight: Tensor) -> Tensor:
+    """What `Head.gradient` gives, of a weight of an FSDP unit."""
+    return local_tensor(gradient_sum(unit, weight))
 
 
 def part_forward(

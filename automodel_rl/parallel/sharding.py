@@ -182,31 +182,44 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) ->
     module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
-def wrap_fsdp(
-    part: nn.Module,
-    layers: Iterable[nn.Module],
-    units: Iterable[tuple[nn.Module, DeviceMesh, MixedPrecisionPolicy]],
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-) -> None:
-    """Makes FSDP units of modules inside of layers, of layers, and of the rest of a part.
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose weights FSDP gathers together.
 
-    Weights stay gathered over the microbatches of a step: one all-gather a step instead of one for each microbatch.
-    Gradients are summed, not averaged: losses are divided by global counts before the backward.
+    Attributes:
+        module: the module; units inside of it come first.
+        mesh: the mesh over which its weights are sharded and, with replicas, copied.
+        policy: their precision.
+    """
+
+    module: nn.Module
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+
+
+def wrap_fsdp(units: Iterable[Unit], *, reshards: bool) -> None:
+    """Makes FSDP units of modules. The last one is the part, with what no other unit holds.
+
+    Frozen weights that a single rank holds stay as they are: FSDP would gather a copy of them. Gradients are summed,
+    not averaged: losses are divided by global counts before the backward.
 
     Args:
-        part: the part.
-        layers: its layers.
-        units: modules inside of layers that have a mesh or a precision of their own.
-        mesh: the mesh of all else.
-        policy: the precision of all else.
+        units: the units, inner ones first; at least one.
+        reshards: whether a unit lets go of its gathered weights after its forward. Else they stay gathered over the
+            microbatches of a step: one all-gather a step instead of two for each microbatch.
     """
-    for module, own_mesh, own_policy in units:
-        fully_shard(module, mesh=own_mesh, mp_policy=own_policy, reshard_after_forward=False)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    sum_fsdp_gradients(part)
+    for unit in units:
+        whole: set[nn.Parameter] = set()
+        if unit.mesh.size(unit.mesh.ndim - 1) == 1:
+            whole = {parameter for parameter in unit.module.parameters() if not parameter.requires_grad}
+        fully_shard(
+            unit.module,
+            mesh=unit.mesh,
+            mp_policy=unit.policy,
+            reshard_after_forward=reshards,
+            ignored_params=whole,
+        )
+    sum_fsdp_gradients(unit.module)
 
 
 def sum_fsdp_gradients(part: nn.Module) -> None:
@@ -217,16 +230,21 @@ def sum_fsdp_gradients(part: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
 
 
-def reduce_gradients(part: Any, now: bool) -> None:
-    """Sets whether the next backward of a part reduces gradients over ranks, or adds to them on each rank.
+def begin_backward(part: Any, is_last: bool, *, reshards: bool) -> None:
+    """Prepares the next backward of a part.
+
+    Without resharding, gradients are added up on each rank and reduced over ranks in the last backward of a step. With
+    it, each backward reduces them and adds to the sum that is sharded; only copies of shards are added in the last one.
 
     Args:
         part: a part that FSDP wraps.
-        now: True for the last backward of a step.
+        is_last: whether it is the last backward of a step.
+        reshards: as given to `wrap_fsdp`.
     """
-    part.set_requires_gradient_sync(now)
-    part.set_is_last_backward(now)
-    part.set_reshard_after_backward(now)
+    part.set_requires_gradient_sync(is_last or reshards)
+    part.set_requires_all_reduce(is_last)
+    part.set_reshard_after_backward(is_last or reshards)
+    part.set_is_last_backward(is_last)
 
 
 def release_gathered(part: nn.Module) -> None:
@@ -248,7 +266,7 @@ def abandon_step(part: Any) -> None:
     Args:
         part: a part that FSDP wraps.
     """
-    reduce_gradients(part, now=True)
+    begin_backward(part, is_last=True, reshards=True)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             drop_unsharded_gradients(module)

@@ -1,6 +1,7 @@
 """Drivers run a list of microbatches: one after the other, or through a pipeline schedule."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from automodel_rl.model.part_forward import num_carried
 from automodel_rl.model.split import Stage
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
-from automodel_rl.parallel.sharding import reduce_gradients
+from automodel_rl.parallel.sharding import begin_backward
 from automodel_rl.step.outputs import LogitsCapturer, PPLossAdapter
 
 
@@ -40,14 +41,15 @@ class Driver(Protocol):
 
 
 class SequentialDriver:
-    """Runs a model in one part: microbatches one after the other; gradients are reduced once, with the last one.
+    """Runs a model in one part: microbatches one after the other.
 
     Args:
         part: the part, wrapped by FSDP as on every layout.
+        reshards: as given to `wrap_fsdp`.
     """
 
-    def __init__(self, part: Any):
-        self.part = part
+    def __init__(self, part: Any, reshards: bool):
+        self.part, self.reshards = part, reshards
 
     def fill_up_to(self, num_microbatches: int) -> int:
         return num_microbatches
@@ -56,7 +58,7 @@ class SequentialDriver:
         self, microbatches: Sequence[LocalMicrobatch], adapter: PPLossAdapter, output_fn: OutputFn
     ) -> None:
         for index, microbatch in enumerate(microbatches):
-            reduce_gradients(self.part, index == len(microbatches) - 1)
+            begin_backward(self.part, index == len(microbatches) - 1, reshards=self.reshards)
             loss = adapter(self._forward(microbatch, output_fn, index), index)
             with in_microbatch("backward", 0, index):
                 loss.backward()
@@ -97,7 +99,9 @@ class PipelineDriver:
         self.boundary_ranks = layout.parallel.tp if layout.parallel.sequence_parallel else 1
         groups = StageGroups(layout.device, layout.pp_group, layout.message_groups)
         num_stages = layout.parallel.num_stages
-        self.stages = [PackedStage(stage.part, stage.index, num_stages, groups) for stage in stages]
+        self.stages = [
+            PackedStage(stage.part, stage.index, num_stages, groups, self._begin_backward(stage)) for stage in stages
+        ]
 
     def fill_up_to(self, num_microbatches: int) -> int:
         return fill_up_to(num_microbatches, self.parallel)
@@ -109,6 +113,10 @@ class PipelineDriver:
 
     def forward(self, microbatches: Sequence[LocalMicrobatch], capturer: LogitsCapturer) -> None:
         self._run(microbatches, capturer, None)
+
+    def _begin_backward(self, stage: Stage) -> Callable[[bool], None] | None:
+        """What a stage that reshards does before each backward; None if torch's schedule gathers and reduces."""
+        return functools.partial(begin_backward, stage.part, reshards=True) if self.parallel.reshards else None
 
     def _run(self, microbatches: Sequence[LocalMicrobatch], output_fn: OutputFn, targets: Any) -> None:
         run_schedule(

@@ -11,7 +11,7 @@ from automodel_rl.batch.media import Media
 from automodel_rl.errors import InputError
 from automodel_rl.model.encoder import EncoderPart
 from automodel_rl.parallel.gradients import sum_partial_gradients
-from automodel_rl.parallel.sharding import reduce_gradients, release_gathered
+from automodel_rl.parallel.sharding import begin_backward, release_gathered
 from automodel_rl.step.encoder_messages import StageMessages
 
 READING_THREADS = 8
@@ -90,7 +90,7 @@ class Encoding:
         outputs = self._outputs.pop(0)
         for number, output in enumerate(outputs):
             own, gradient = gradient.split([len(output), len(gradient) - len(output)])
-            reduce_gradients(self.part, is_last and number == len(outputs) - 1)
+            begin_backward(self.part, is_last and number == len(outputs) - 1, reshards=False)
             if self.messages is None:
                 output.backward(own)
             else:

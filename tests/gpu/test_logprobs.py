@@ -29,7 +29,7 @@ def test_bf16_inputs_give_fp32_logprobs_close_to_float64(compiled: bool, known: 
         ones = torch.ones(1500, dtype=torch.float64, device="cuda")
         microbatch = dataclasses.replace(microbatch, logprob_gradient=ones)
     total = torch.zeros(weight.shape, device="cuda")
-    head = Head(weight.detach(), gradient=total, compiled=compiled)
+    head = Head(weight.detach(), gradient=lambda: total, compiled=compiled)
     logprobs = target_readout(states, head, microbatch, Readout())[:, 0]
     logprobs.sum().backward()
     exact_states, exact_weight = (t.detach().double().requires_grad_() for t in (states, weight))

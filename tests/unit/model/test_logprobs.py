@@ -91,7 +91,7 @@ def test_a_gradient_known_before_the_forward_equals_that_of_autograd(
     else:
         before = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         total = before.clone()
-        head = Head(weight.detach(), 1.5, gradient=total)
+        head = Head(weight.detach(), 1.5, gradient=lambda: total)
         values = target_readout(states, head, informed, Readout())[:, 0]
         actual = [values, *torch.autograd.grad((values * known).sum(), (states,)), total - before]
     for ours, theirs in zip(actual, expected, strict=True):

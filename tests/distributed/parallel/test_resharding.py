@@ -1,0 +1,59 @@
+"""Weights that are gathered layer by layer, and gradients that are summed in shards, give the numbers of one process."""
+
+from pathlib import Path
+
+import pytest
+
+from automodel_rl.config import ParallelConfig
+from automodel_rl.config.model import MemoryConfig
+from automodel_rl.support.families import FAMILIES
+from automodel_rl.tools.verify.command import FLOAT32, FLOAT64
+from automodel_rl.tools.verify.comparison import Case
+from tests.distributed.parallel.test_parity import SP, assert_equal, differences
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_model
+
+INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "sizes"),
+    [
+        ("qwen3", False, {}),
+        ("qwen3", True, {"dp_shard": 2}),
+        pytest.param("llama", False, {"dp_shard": 2}, marks=pytest.mark.quick),
+        ("qwen3", False, {"dp_shard": 2, "dp_replicate": 2}),
+        ("qwen2", False, {"cp": 2}),
+        ("qwen3", False, {"tp": 2, "dp_shard": 2, **SP}),
+        ("qwen3", True, {"pp": 2, "dp_shard": 2}),
+        ("qwen3", False, {"pp": 2, "dp_shard": 2, "dp_replicate": 2}),
+        ("llama", False, {"pp": 2, "schedule": "GPipe", "cp": 2}),
+        ("qwen3", True, {**INTERLEAVED, "dp_shard": 2}),
+        ("llama", False, {"pp": 2, "schedule": "LoopedBFS", "virtual_stages": 2, "cp": 2}),
+        ("qwen3_moe", False, {"dp_shard": 2, "ep": 2}),
+        ("qwen3_moe", False, {"dp_shard": 2, "cp": 2, "ep": 2}),
+        ("deepseek_v3", False, {**INTERLEAVED, "cp": 2, "ep": 2}),
+        ("qwen3_next", False, {"dp_shard": 2}),
+        ("gemma3_text", True, {"cp": 2}),
+        ("gpt_oss", False, {"dp_shard": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_layouts_equal_one_process(ranks: RankPool, tmp_path: Path, family: str, tied: bool, sizes: dict) -> None:
+    save_tiny_model(tmp_path, family, tied=tied)
+    parallel = ParallelConfig(fsdp="reshard", **sizes)
+    tolerances = FLOAT64 if FAMILIES[family].is_exact(parallel.tp) else FLOAT32
+    assert_equal(differences(ranks, tmp_path, Case(parallel, (3, 2))), tolerances)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen3_moe", {"dp_shard": 2, "ep": 2}), ("qwen3_next", {"pp": 2, "dp_shard": 2})], ids=str
+)
+def test_recomputed_layers_equal_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict, mode: str
+) -> None:
+    save_tiny_model(tmp_path, family)
+    memory = MemoryConfig(activation_checkpointing=mode)
+    case = Case(ParallelConfig(fsdp="reshard", **sizes), (3, 2), memory=memory)
+    assert_equal(differences(ranks, tmp_path, case), FLOAT64 if FAMILIES[family].is_exact(1) else FLOAT32)
