@@ -275,7 +275,6 @@ class _OutputTo:
 def _serve(pipe: Connection, seed: int, workspace: Path) -> None:
     # As one rank that somebody has launched: a layout of several ranks is then refused, and starts none.
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-    os.environ.update(HF_HUB_OFFLINE="1")
     from automodel_rl.launch.local import free_port
 
     while True:
@@ -296,6 +295,7 @@ def _serve(pipe: Connection, seed: int, workspace: Path) -> None:
 
 def fuzz(cases: Iterable[int], seed: int, workspace: Path, num_workers: int) -> tuple[Counter[str], list[str]]:
     """Runs cases; how many ended how, and what is to be said of those that failed."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # libraries read it as soon as a worker imports them
     context = multiprocessing.get_context("spawn")
     left = iter(cases)
     counts: Counter[str] = Counter()

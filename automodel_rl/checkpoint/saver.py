@@ -126,7 +126,7 @@ class CheckpointSaver:
     def _begin_copies(self, job: _Job) -> None:
         job.shards = self._copies.begin(job.shards)
         self.engine.handle.let_read(self._copies.hold)
-        if self.engine.handle.memory.offload_optimizer:  # moments are about to leave the device
+        if self.engine.handle.memory.offloads_optimizer:  # moments are about to leave the device
             self._copies.wait()
 
     def _texts(self, progress: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, str]:

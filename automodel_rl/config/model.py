@@ -11,6 +11,7 @@ Implementation = Literal["transformers", "nemo_automodel"]
 Attention = Literal["auto", "fa3", "te", "varlen", "sdpa", "eager"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 Float8 = Literal["rowwise", "tensorwise"]
+Recomputed = Literal["none", "selective", "full"]
 
 
 class LoraConfig(Section):
@@ -146,17 +147,19 @@ class MemoryConfig(Section):
     """Ways to save memory or time.
 
     Example:
-        >>> MemoryConfig(activation_checkpointing="full").offload_optimizer
+        >>> MemoryConfig(activation_checkpointing="full").offloads_optimizer
         False
     """
 
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Literal["auto"] | Recomputed = "auto"
     """Activations that each layer keeps for the backward; others are computed again. none: all are kept. selective:
     only results of matrix products and of attention are kept. full: only the layer's input is kept and, if dense layers
-    are compiled, attention's result."""
+    are compiled, attention's result. auto: the fastest that fits into the device's memory by the plan, decided with
+    parallel.fsdp, offload_optimizer and batch.microbatch_tokens; none on a CPU and without a trainer."""
 
-    offload_optimizer: bool = False
-    """Keep the optimizer's moments in host memory, and copy them to the device only for each optimizer step."""
+    offload_optimizer: Literal["auto"] | bool = "auto"
+    """Keep the optimizer's moments in host memory, and copy them to the device only for each optimizer step. auto: only
+    if a step does not fit otherwise."""
 
     offload: OffloadConfig | None = None
     """Lend the trainer's memory to generators on the same device; null: it stays where it is."""
@@ -170,3 +173,13 @@ class MemoryConfig(Section):
     compile: Literal["auto"] | bool = "auto"
     """Compile every layer with torch.compile, which takes half a minute in the first step. auto: on CUDA in bfloat16,
     wherever compiled layers are supported."""
+
+    @property
+    def recomputed(self) -> Recomputed:
+        """What is computed again; nothing as long as it is not decided."""
+        return "none" if self.activation_checkpointing == "auto" else self.activation_checkpointing
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether moments are kept in host memory; not as long as it is not decided."""
+        return self.offload_optimizer is True

@@ -115,7 +115,7 @@ class ServeConfig(Section):
         lora = self.model.lora
         if lora is not None and (lora.dropout or lora.modules_to_save):
             raise ValueError("model.lora: dropout and modules_to_save are not served: leave them out")
-        if self.memory.offload_optimizer or self.memory.offload is not None:
+        if self.memory.offloads_optimizer or self.memory.offload is not None:
             raise ValueError(
                 "memory: offload_optimizer and offload are not served, runs wait on the host: leave them out"
             )

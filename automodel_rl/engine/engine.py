@@ -359,7 +359,7 @@ class Engine:
         try:
             yield
         finally:
-            if self.handle.memory.offload_optimizer:
+            if self.handle.memory.offloads_optimizer:
                 self._moments.to_host()
 
     def _shared(self, totals: LossTotals, counts: dict[Denominator, int]) -> tuple[float, dict[str, float]]:

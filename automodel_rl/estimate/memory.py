@@ -1,11 +1,13 @@
 """Memory of every pipeline rank in one training step, from the sizes of tensors and the order of the schedule.
 
 Counted in bytes, for the first rank of each FSDP group (no rank has more):
-  weights        master copies of this rank's shards
+  weights        this rank's shards: master copies of what is trained, and what is frozen in the compute dtype
   moments        the optimizer's moments of the trained shards
-  gathered       whole weights in the compute dtype, from the first forward to the end of the step
-  gradients      sums over microbatches in the master dtype, not yet sharded; with a single microbatch they are reduced
-                 at once, and only shards are kept
+  gathered       whole weights in the compute dtype. parallel.fsdp=keep: all, from the first forward to the end of the
+                 step, which saves all-gathers. reshard: those of the layer that computes and of the next one, twice,
+                 as messages and as weights, and the head. Frozen weights that are not sharded are gathered nowhere
+  gradients      sums over microbatches in the master dtype. keep: whole, for they are reduced over ranks once a step;
+                 with a single microbatch they are reduced at once, and only shards are kept. reshard: shards
   activations    activations of microbatches between forward and backward, at the worst moment of the schedule
   buffers        messages between stages that this rank waits for; received activations count as activations
   head           logits of one chunk, gradients of a group of chunks, and the sum of the gradients of head and embedding
@@ -34,13 +36,15 @@ from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_o
 from automodel_rl.support.description import LINEAR_ATTENTION, describe_model, experts_per_token, language_config
 from automodel_rl.support.rule import Combination
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes on one pipeline rank, by the parts that the text of this file describes.
 
     Attributes:
-        shards_at_once: whether each layer's gradients are reduced at once, as with a single microbatch.
+        shards_at_once: whether gradients come while activations go, layer by layer, as with a single microbatch.
         optimizer: weights, moments and reduced gradients in the optimizer step, if moments come from the host for it.
     """
 
@@ -134,11 +138,14 @@ class MemoryModel:
 
     def least(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
         """Bytes that a rank needs at least for weights, moments and sums of gradients of several microbatches."""
-        gathered = self.parameters / (parallel.pp * parallel.tp * parallel.ep)
-        trained = self._trained_share * gathered
-        moments = 0.0 if memory.offload_optimizer else trained * max(self._num_moments.values(), default=0)
-        shards = (gathered + moments) / parallel.expert_ranks * parallel.ep
-        return gathered * self.compute + shards * self.master + trained * self.master
+        whole = self.parameters / (parallel.pp * parallel.tp * parallel.ep)
+        trained, sharded = self._trained_share * whole, parallel.expert_ranks / parallel.ep
+        moments = 0.0 if memory.offloads_optimizer else trained * max(self._num_moments.values(), default=0)
+        shards = ((trained + moments) * self.master + (whole - trained) * self.compute) / sharded
+        if parallel.reshards:
+            return shards + trained * self.master / sharded
+        gathered = whole if sharded > 1 else trained
+        return gathered * self.compute + shards + trained * self.master
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
         """The plan of a step on one layout, with so many microbatches on each data rank."""
@@ -163,7 +170,7 @@ class MemoryModel:
             layers=layers,
             stage_weights=tuple(sum(size.gathered for size in stage) for stage in whole),
             ranks=ranks,
-            largest_gather=max(max(_units(stage).values()) for stage in stages) * self.compute,
+            largest_gather=max(_largest(_units(stage)) for stage in stages) * self.compute,
             timeline=timeline,
         )
 
@@ -179,26 +186,40 @@ class MemoryModel:
         indices = stages_of_ranks(parallel)[rank]
         stages = [all_stages[index] for index in indices]
         sizes = [size for stage in stages for size in stage]
-        shards = sum(size.largest_shard for size in sizes)
-        trained_shards = sum(size.largest_shard for size in sizes if size.is_trained)
-        moments = sum(size.largest_shard * self._num_moments.get(size.name, 0) for size in sizes)
-        gathered = sum(size.gathered for size in sizes)
-        trained = sum(size.gathered for size in sizes if size.is_trained)
+        trained = [size for size in sizes if size.is_trained]
+        trained_shards = sum(size.largest_shard for size in trained)
+        frozen_shards = sum(size.largest_shard for size in sizes if not size.is_trained)
+        weights = trained_shards * self.master + frozen_shards * self.compute
+        moments = self.master * sum(size.largest_shard * self._num_moments.get(size.name, 0) for size in trained)
+        largest = max(_largest(_units(stage, lambda size: size.is_trained)) for stage in stages)
+        reduction = 2 * largest * self.master
         adds_up = timeline.num_microbatches > 1 or parallel.pp > 1
-        reduction = 2 * max(max(_units(stage, trained_only=True).values()) for stage in stages) * self.master
+        sums_whole = adds_up and not parallel.reshards
+        offloads = memory.offloads_optimizer
         return RankMemory(
-            weights=shards * self.master,
-            moments=0 if memory.offload_optimizer else moments * self.master,
-            gathered=gathered * self.compute,
-            gradients=(trained if adds_up else trained_shards) * self.master,
+            weights=weights,
+            moments=0 if offloads else moments,
+            gathered=self._gathered(stages, parallel),
+            gradients=sum(size.gathered for size in trained) * self.master
+            if sums_whole
+            else trained_shards * self.master,
             activations=round(timeline.most_held[rank]),
             buffers=self._buffers(indices, parallel),
             head=self._head(parallel) if parallel.num_stages - 1 in indices else 0,
-            backward=max(most_backward, reduction if parallel.pp == 1 else 0),
+            backward=max(most_backward, reduction if parallel.pp == 1 or parallel.reshards else 0),
             shards_at_once=not adds_up,
-            optimizer=(shards + moments + trained_shards) * self.master if memory.offload_optimizer else 0,
+            optimizer=weights + moments + trained_shards * self.master if offloads else 0,
             reference=trained_shards * self.compute if memory.reference == "device" else 0,
         )
+
+    def _gathered(self, stages: list[list[ParameterSize]], parallel: ParallelConfig) -> int:
+        """Bytes of gathered weights."""
+        if not parallel.reshards:
+            return self.compute * sum(size.gathered for stage in stages for size in stage if size.is_gathered)
+        units = [_units(stage, lambda size: size.is_gathered) for stage in stages]
+        layers = max(_largest({unit: n for unit, n in of.items() if unit[0] is not None}) for of in units)
+        head = units[-1].get((None, HEAD), 0)
+        return self.compute * (4 * layers + head)
 
     def _message(self, parallel: ParallelConfig) -> int:
         """Bytes of a message between stages."""
@@ -215,7 +236,7 @@ class MemoryModel:
         vocab, hidden, tokens = self.config.vocab_size // parallel.tp, self.config.hidden_size, self._tokens(parallel)
         logits = min(block_sizes.head_bytes, tokens * vocab * self.master)
         of_logits = min(block_sizes.head_group * logits, tokens * vocab * self.master) * self.compute // self.master
-        # Frozen heads have no sum of gradients; others have it from the first microbatch on, and the embedding with it.
+        # A trained head has a sum of gradients, which is copied when it is reduced; a tied embedding adds none.
         gradient = 2 * vocab * hidden * self.master if self.trains_head and parallel.pp == 1 else 0
         states = 4 * tokens * hidden * self.compute  # the final norm's inputs and outputs, and their gradients
         return logits + of_logits + gradient + states
@@ -243,17 +264,26 @@ class MemoryModel:
         """How layers compute on CUDA."""
         asked = Combination(self._description, self._model_config, parallel, memory)
         compiled = are_compiled(asked, torch.device("cuda"), self._dtype)
-        return LayerForward(self._dtype, memory.activation_checkpointing, compiled)
+        return LayerForward(self._dtype, memory.recomputed, compiled)
 
 
-def _units(stage: list[ParameterSize], trained_only: bool = False) -> dict[object, int]:
-    """Gathered elements of every FSDP unit: each layer, its experts if they are a unit of their own, and the rest."""
-    units: dict[object, int] = {}
+def _units(
+    stage: list[ParameterSize], counts: Callable[[ParameterSize], bool] = lambda _: True
+) -> dict[tuple[int | None, str], int]:
+    """Gathered elements of every FSDP unit: each layer, its experts if they are a unit of their own, embedding and head
+    if they are not tied, and the rest."""
+    units: dict[tuple[int | None, str], int] = {}
     layer_fsdp = max(size.fsdp_size for size in stage)
+    is_untied = HEAD in (size.name for size in stage)
     for size in stage:
-        unit = (size.layer, size.fsdp_size != layer_fsdp)
-        units[unit] = units.get(unit, 0) + (size.gathered if size.is_trained or not trained_only else 0)
+        own = size.name if is_untied and size.name in (HEAD, EMBEDDING) else ""
+        unit = (size.layer, "experts" if size.fsdp_size != layer_fsdp else own)
+        units[unit] = units.get(unit, 0) + (size.gathered if counts(size) else 0)
     return units
+
+
+def _largest(units: dict[tuple[int | None, str], int]) -> int:
+    return max(units.values(), default=0)
 
 
 def _active(size: ParameterSize, config: PretrainedConfig) -> float:

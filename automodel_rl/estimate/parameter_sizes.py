@@ -49,6 +49,11 @@ class ParameterSize:
         return prod(self.shape)
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether a step needs a copy of it. Frozen weights that one rank has whole are used as they are."""
+        return self.is_trained or self.fsdp_size > 1
+
+    @property
     def largest_shard(self) -> int:
         """Elements that the first rank of an FSDP group keeps; no rank keeps more."""
         return -(-self.shape[0] // self.fsdp_size) * prod(self.shape[1:])

@@ -146,7 +146,7 @@ def parallelise_encoder(
     part.choose_attention(layout.device, compute)
     install_fused_norms(part, [], layout.device, compute)
     layers = encoder_layers(part)
-    checkpoint_layers(layers, memory.activation_checkpointing)
+    checkpoint_layers(layers, memory.recomputed)
     # Ranks may have different numbers of images, so they cannot gather or reduce for each.
     policy = mixed_precision(model)
     wrap_fsdp([Unit(module, layout.fsdp_mesh, policy) for module in (*layers, part)], reshards=False)

@@ -126,13 +126,13 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         gate.follow(layers_of(part))
     mixtures = {number: layer for number, layer in numbered_layers(part).items() if number in routers}
     if compiled and not mixtures:  # graphs hold their recomputation, which sees what is to be kept
-        checkpoint_layers(layers_of(part), memory.activation_checkpointing)
+        checkpoint_layers(layers_of(part), memory.recomputed)
         compile_layers(layers_of(part))
     else:
         if compiled:
             compile_layers(layers_of(part))
         scope.follow(mixtures)  # a recomputation must note the microbatch, too
-        checkpoint_layers(layers_of(part), memory.activation_checkpointing)
+        checkpoint_layers(layers_of(part), memory.recomputed)
     policy, accurate = mixed_precision(model), mixed_precision(model, least=torch.float32)
     units = [Unit(module, layout.fsdp_mesh, accurate) for module in accurate_modules]
     if layout.parallel.ep > 1:

@@ -72,6 +72,23 @@ OPTIMIZERS = Rule("optimizers", "adamw, muon: with every axis, with LoRA and wit
 FSDP = Rule("FSDP2 (dp_shard)", "with every other axis")
 
 
+def _resharding(asked: Combination) -> str | None:
+    if not asked.parallel.reshards or not asked.splits_backward:
+        return None
+    return (
+        f"parallel.fsdp=reshard: {asked.parallel.schedule} goes through the backward twice, and would gather every "
+        "layer three times: use keep, or Interleaved1F1B"
+    )
+
+
+RESHARDING = Rule(
+    "weights gathered layer by layer (fsdp=reshard)",
+    "with every other axis; schedules that split the backward keep weights gathered",
+    _resharding,
+    (Example("parallel.fsdp=reshard: ZBVZeroBubble goes through", {"parallel.fsdp": "reshard"}, _SPLIT_BACKWARD),),
+)
+
+
 def _replicas(asked: Combination) -> str | None:
     replicas = asked.parallel.dp_replicate
     if replicas == 1 or asked.parallel.fsdp_size > 1:
@@ -166,7 +183,7 @@ CONTEXT_PARALLEL = Rule(
 
 
 def _recomputation(asked: Combination) -> str | None:
-    if asked.memory.activation_checkpointing != "selective" or not asked.splits_backward:
+    if asked.memory.recomputed != "selective" or not asked.splits_backward:
         return None
     return (
         f"memory.activation_checkpointing=selective: {asked.parallel.schedule} goes through the backward twice, which "
@@ -201,7 +218,7 @@ def why_not_compiled(asked: Combination) -> str | None:
             f"layers of {asked.model.implementation}'s mixtures do not compile: set it to auto, or use "
             "model.implementation=transformers"
         )
-    elif asked.family.is_moe and asked.memory.activation_checkpointing == "selective":
+    elif asked.family.is_moe and asked.memory.recomputed == "selective":
         reason = (
             "compiled layers of a mixture do not show memory.activation_checkpointing=selective what to keep: set it "
             "to auto, or use full or none"

@@ -23,6 +23,7 @@ RULES = (
     layout_rules.STAGES,
     layout_rules.OPTIMIZERS,
     layout_rules.FSDP,
+    layout_rules.RESHARDING,
     layout_rules.HSDP,
     model_rules.TIED,
     layout_rules.TENSOR_PARALLEL,

@@ -19,7 +19,7 @@ from automodel_rl.data.columns import MISSING, look_up
 from automodel_rl.data.records import Text, chats_of, read_chat, read_pair, read_prompt
 from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
-from automodel_rl.estimate.microbatch_size import GIB, choose_microbatch_size
+from automodel_rl.estimate.fit import GIB, fit_to_device
 from automodel_rl.files import check_place, write_complete, written
 from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.read import read_config
@@ -248,25 +248,22 @@ def _add_layout(
         card = find_device(name)
         device, memory = card.name, card.num_bytes
     full = read_config(files.folder)
-    language, encoders = language_config(full), describe_model(full).encoders
-    for parallel, mode in itertools.product(_layouts(count, full), ("none", "selective", "full")):
-        trial = {**values, "parallel": parallel, "memory": {"activation_checkpointing": mode}}
+    encoders = describe_model(full).encoders
+    for parallel in _layouts(count, full):
+        trial = {**values, "parallel": parallel}
         try:
             config: RunConfig = check_config(ALGORITHMS[values["algorithm"]], trial)
             config = config.model_copy(update={"model": files.described(config.model)})
-            size = choose_microbatch_size(config, language, memory)
+            fit = fit_to_device(config, full, memory)
         except InputError:
             continue
-        if size.num_tokens >= max(size.needed, needed, 4096):
+        if fit.num_tokens >= max(fit.needed, needed, 4096):
             values["parallel"] = parallel
             if encoders:  # beside whose images or clips the largest microbatch is not known
-                values["batch"]["microbatch_tokens"] = max(size.needed, needed, 4096)
-            if mode != "none":
-                values["memory"] = {"activation_checkpointing": mode}
+                values["batch"]["microbatch_tokens"] = max(fit.needed, needed, 4096)
             layout = ", ".join(f"{axis} {number}" for axis, number in parallel.items())
-            return [f"{count} x {device}: {layout or 'one rank'}, {size.planned / GIB:.0f} of {memory / GIB:.0f} GiB"]
+            return [f"{count} x {device}: {layout or 'one rank'}, {fit.planned / GIB:.0f} of {memory / GIB:.0f} GiB"]
     values["parallel"] = {"dp_shard": count} if count > 1 else {}
-    values["memory"] = {"activation_checkpointing": "full"}
     if encoders:
         raise InputError(
             f"{count} x {device}: training all weights does not fit: write the config by hand, with components, frozen "

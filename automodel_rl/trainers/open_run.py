@@ -9,6 +9,7 @@ import torch.distributed as dist
 from automodel_rl.config import RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.errors import InputError
+from automodel_rl.estimate.fit import AnyRun
 from automodel_rl.hf.read import read_supported_config, read_whole_config
 from automodel_rl.import_path import import_function
 from automodel_rl.launch.watchdog import set_hang_limit
@@ -18,14 +19,14 @@ from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import check_trackers
 from automodel_rl.rollout.seeds import mixed_seed
 from automodel_rl.support.families import COMPOSITES
-from automodel_rl.trainers.microbatch_size import AnyRun, with_microbatch_size
+from automodel_rl.trainers.device_memory import with_memory_decided
 
 
 def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTokenizer, ModelHandle]:
     """Opens what every trainer starts with: the run directory, which is only checked, the tokenizer, and the model.
 
     Returns:
-        The config with the size of microbatches decided, run directory, tokenizer, and model.
+        The config with every `auto` of a step's memory decided, run directory, tokenizer, and model.
 
     Raises:
         InputError: the config or the checkpoint is wrong. Most errors are found before weights are loaded.
@@ -35,8 +36,11 @@ def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTok
     directory.take_nccl_traces()
     check_trackers(config.observe)
     _say_phase(f"loading {config.model.path} ...")
-    read_supported_config(config)
+    whole = read_supported_config(config)
     chat = open_chat_tokenizer(config)
+    config, decided = with_memory_decided(config, whole)
+    if decided:
+        _say_phase(decided)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
     if handle.unused_tensors:
         is_kept = read_whole_config(handle.source).model_type in COMPOSITES
@@ -46,9 +50,6 @@ def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTok
             f"{'as they are' if is_kept else 'out'}"
         )
     torch.manual_seed(mixed_seed(config.seed, dist.get_rank()))
-    config, reason = with_microbatch_size(config, handle)
-    if reason is not None:
-        _say_phase(f"batch.microbatch_tokens=auto: {reason}")
     return config, directory, chat, handle
 
 

@@ -10,8 +10,8 @@ from automodel_rl.config.keys import as_yaml
 from automodel_rl.config.load import check_config
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
+from automodel_rl.estimate.fit import GIB, RECOMPUTED
 from automodel_rl.estimate.memory import MemoryModel
-from automodel_rl.estimate.microbatch_size import GIB
 from automodel_rl.model.flops import AttentionFlops
 from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.rule import Combination
@@ -154,9 +154,9 @@ def _candidates(
             changed |= {"layers_per_stage": None}
         if pp == 1:
             changed |= {"virtual_stages": 1}
-        for mode, offload in itertools.product(("none", "selective", "full"), (False, True)):
+        for mode, offload, fsdp in itertools.product(RECOMPUTED, (False, True), ("keep", "reshard")):
             saved = {"activation_checkpointing": mode, "offload_optimizer": offload}
-            yield parallel.model_copy(update=changed), memory.model_copy(update=saved)
+            yield parallel.model_copy(update={**changed, "fsdp": fsdp}), memory.model_copy(update=saved)
 
 
 def _changes(old: ParallelConfig, new: ParallelConfig, old_memory: MemoryConfig, new_memory: MemoryConfig) -> list[str]:

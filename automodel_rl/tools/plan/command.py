@@ -3,13 +3,13 @@
 import json
 from dataclasses import asdict
 
-from transformers import PretrainedConfig
-
 from automodel_rl.config import ComponentsConfig, ParallelConfig
 from automodel_rl.config.components import one_layout
+from automodel_rl.config.keys import as_yaml
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import DoesNotFitError, InputError
+from automodel_rl.estimate.fit import GIB, fit_to_device
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
-from automodel_rl.estimate.microbatch_size import GIB, choose_microbatch_size
 from automodel_rl.estimate.rollout_phases import USABLE_IN_ROLLOUTS, RolloutPhases, rollout_phases
 from automodel_rl.hf.read import read_supported_config, with_local_model
 from automodel_rl.model.parallelise import dtypes_of
@@ -44,9 +44,9 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
         DoesNotFitError: the layout needs more memory than the device has.
     """
     config = _on_gpus(with_local_model(config), num_gpus)
-    parallel = config.parallel
     description = describe_model(full := read_supported_config(config))
-    config = _with_microbatch_size(config, full, device)
+    config = fit_to_device(config, full, device.num_bytes).of(config)
+    parallel = config.parallel
     model = MemoryModel(full, config.model, config.batch.capacity, config.optimizer)
     packing = measure_packing(config)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
@@ -79,7 +79,7 @@ def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool)
         of_encoders = {name: {**asdict(encoder), "peak": encoder.peak} for name, encoder in encoders.items()}
         print(json.dumps(record | ({"encoders": of_encoders} if encoders else {})))
     else:
-        print(_tables(parallel, step, packing, device.name, config.batch.capacity))
+        print(_tables(parallel, config.memory, step, packing, device.name, config.batch.capacity))
         if components is not None:
             print(_encoders_table(encoders, components, packing))
         if phases.rollout:
@@ -131,16 +131,6 @@ def _others(search: Search, parallel: ParallelConfig, fits: bool, seconds: float
     return [("nothing found", f"no layout that was tried fits on up to {most} GPUs; adapters (model.lora) need less")]
 
 
-def _with_microbatch_size(config: AnyConfig, full: PretrainedConfig, device: Device) -> AnyConfig:
-    """The config with the capacity of microbatches that a run on the device would take, if it gives none. If none fits,
-    the least one is planned."""
-    if config.batch.microbatch_tokens != "auto":
-        return config
-    size = choose_microbatch_size(config, language_config(full), device.num_bytes)
-    batch = config.batch.model_copy(update={"microbatch_tokens": max(size.num_tokens, size.needed)})
-    return config.model_copy(update={"batch": batch})
-
-
 def _peak(step: StepPlan, encoders: dict[str, EncoderMemory], components: ComponentsConfig | None) -> int:
     """Bytes on the fullest rank. A rank that has several components needs the sum of them."""
     if components is None:
@@ -179,7 +169,15 @@ def _spread(parallel: ParallelConfig, num_gpus: int) -> ParallelConfig:
     return parallel.model_copy(update={"dp_shard": num_gpus // rest})
 
 
-def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: str, capacity: int) -> str:
+_FSDP = {
+    False: "weights stay gathered, and gradients are summed whole, until the end of a step",
+    True: "each layer is gathered when it computes, and gradients are summed in shards",
+}
+
+
+def _tables(
+    parallel: ParallelConfig, memory: MemoryConfig, step: StepPlan, packing: Packing, device: str, capacity: int
+) -> str:
     lines = [
         f"{parallel.world_size} ranks of {device}: {parallel}",
         "mesh (pp, dp_replicate, fsdp, tp) = "
@@ -196,13 +194,17 @@ def _tables(parallel: ParallelConfig, step: StepPlan, packing: Packing, device: 
             for stage, (layers, weights) in enumerate(zip(step.layers, step.stage_weights, strict=True))
         ),
         "",
+        f"parallel.fsdp={parallel.fsdp}: {_FSDP[parallel.reshards]}",
+        f"memory.activation_checkpointing={memory.recomputed}, offload_optimizer={as_yaml(memory.offloads_optimizer)}",
+        "",
         "GiB on the first rank of each pipeline rank",
         "rank  weights  moments  gathered  gradients  activations  buffers  head  backward   peak",
     ]
-    for rank, memory in enumerate(step.ranks):
+    for rank, of_rank in enumerate(step.ranks):
         parts = (
-            (memory.weights, 7), (memory.moments, 7), (memory.gathered, 8), (memory.gradients, 9),
-            (memory.activations, 11), (memory.buffers, 7), (memory.head, 4), (memory.backward, 8), (memory.peak, 5),
+            (of_rank.weights, 7), (of_rank.moments, 7), (of_rank.gathered, 8), (of_rank.gradients, 9),
+            (of_rank.activations, 11), (of_rank.buffers, 7), (of_rank.head, 4), (of_rank.backward, 8),
+            (of_rank.peak, 5),
         )  # fmt: skip
         lines.append(f"{rank:4}  " + "  ".join(f"{value / GIB:{width}.2f}" for value, width in parts))
     efficiency = f"not known: {packing.lacks}" if packing.efficiency is None else f"{packing.efficiency:.3f}"

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from automodel_rl.errors import InputError, closest
-from automodel_rl.estimate.microbatch_size import GIB
+from automodel_rl.estimate.fit import GIB
 
 
 @dataclass(frozen=True)

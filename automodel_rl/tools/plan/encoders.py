@@ -128,7 +128,7 @@ def _of_stage(
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),
         weights=sum(size.largest_shard for size in sizes) * master.itemsize,
-        moments=0 if memory.offload_optimizer else moments * master.itemsize,
+        moments=0 if memory.offloads_optimizer else moments * master.itemsize,
         gathered=sum(size.gathered for size in sizes) * compute.itemsize,
         gradients=sum(size.gathered for size in trained) * master.itemsize,
         activations=0 if not positions or not _is_kept(part) else _kept(part, positions, memory, compute),
@@ -159,7 +159,7 @@ def _kept(part: EncoderPart, positions: int, memory: MemoryConfig, dtype: torch.
     values = config.to_dict()
     width = values.get("hidden_size") or values["d_model"]
     stand_in_norms(layer)
-    checkpoint_layers([layer], memory.activation_checkpointing)
+    checkpoint_layers([layer], memory.recomputed)
     hidden = torch.empty(positions, width, dtype=dtype, device=META, requires_grad=True)
     with LiveBytes() as live:
         of_kind = _clip_layer if part.name == "audio" else _image_layer

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.estimate.fit import RECOMPUTED, RESHARDED
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.support.description import experts_per_token
 from automodel_rl.tools.plan.devices import Device
@@ -21,9 +22,6 @@ PRODUCTS = {"dense": 1.25, "mixture": 1.8}
 
 TRAFFIC = {"dense": 0.0032, "mixture": 0.0063}
 """Time of its memory traffic in the same units, for each FLOP/s of the peak per byte/s of the memory's bandwidth."""
-
-RECOMPUTED = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
-"""Work of a step with recomputation, in units of a forward and a backward without it. Attention does not count."""
 
 WAIT = {"tp": 3e-3, "cp": 3e-3, "ep": 8e-3}
 """Seconds for which the messages inside of a layer hold it up in the forward and backward of a microbatch, however
@@ -66,7 +64,7 @@ def step_seconds(
     """
     kind = "mixture" if model.active_parameters < 0.9 * model.parameters else "dense"
     attention = work.attention * (RECOMPUTED["full"] if model.recomputes_attention(parallel, memory) else 1.0)
-    flops = (6 * model.active_parameters * RECOMPUTED[memory.activation_checkpointing] + attention) * work.num_tokens
+    flops = (6 * model.active_parameters * RECOMPUTED[memory.recomputed] + attention) * work.num_tokens
     peak = device.bf16_tflops * 1e12
     of_peak = PRODUCTS[kind] + TRAFFIC[kind] * peak / (device.memory_gb_per_s * 1e9)
     compute = flops / (parallel.world_size * peak) * of_peak
@@ -74,9 +72,16 @@ def step_seconds(
     busy = compute + _of_layers(model, parallel, memory, own_tokens, device)
     share = model.parameters / (parallel.pp * parallel.tp)
     ranks = parallel.fsdp_size * parallel.dp_replicate
-    # Weights are gathered once in a step, in the compute dtype, and gradients reduced once, in fp32.
-    sharded = share * (model.compute + model.master) * (ranks - 1) / ranks / _link(parallel, "dp", device)
-    moments = 2 * 2 * model.master * share / parallel.fsdp_size if memory.offload_optimizer else 0.0
+    # Weights are gathered in the compute dtype, and gradients reduced in fp32.
+    gathers = 1
+    if parallel.reshards:  # all but a small part of it hides behind layers that compute
+        gathers, busy = 2, RESHARDED * busy
+    of_all = share * (ranks - 1) / ranks / _link(parallel, "dp", device)
+    sharded = of_all * (gathers * model.compute + model.master)
+    moments = 2 * 2 * model.master * share / parallel.fsdp_size if memory.offloads_optimizer else 0.0
+    if parallel.reshards:
+        messages = sharded * own_tokens / model.microbatch_tokens
+        return max(busy / (1 - bubble), messages) + moments / (PCIE_GB_PER_S * 1e9)
     return busy / (1 - bubble) + 0.5 * sharded + moments / (PCIE_GB_PER_S * 1e9)
 
 
@@ -85,7 +90,7 @@ def _of_layers(
 ) -> float:
     """Seconds for the messages inside of layers, of all layers of a rank."""
     config = model.config
-    layers, passes = config.num_hidden_layers / parallel.pp, 3 if memory.activation_checkpointing == "full" else 2
+    layers, passes = config.num_hidden_layers / parallel.pp, 3 if memory.recomputed == "full" else 2
     hidden = own_tokens / parallel.cp * config.hidden_size * model.compute
     seconds = 0.0
     if parallel.tp > 1:  # two all-reduces a layer and pass

@@ -1,4 +1,4 @@
-"""Weights that are gathered layer by layer, and gradients that are summed in shards, give the numbers of one process."""
+"""Weights gathered layer by layer, and gradients summed in shards, give the numbers of one process."""
 
 from pathlib import Path
 

@@ -5,8 +5,8 @@ from transformers import Qwen3Config
 
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.estimate.fit import MOST_TOKENS, STEP, largest_microbatch
 from automodel_rl.estimate.memory import MemoryModel
-from automodel_rl.estimate.microbatch_size import MOST_TOKENS, STEP, largest_microbatch
 from tests.tiny_families import DENSE
 
 LAYOUTS = [{}, {"pp": 2}, {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}, {"cp": 2}]

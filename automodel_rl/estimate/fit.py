@@ -1,0 +1,168 @@
+"""What a config leaves open of a step's memory, decided together: the fastest that fits into a device."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from transformers import PretrainedConfig
+
+from automodel_rl.config import GRPOConfig, ParallelConfig, RunConfig
+from automodel_rl.config.model import MemoryConfig, Recomputed
+from automodel_rl.errors import InputError
+from automodel_rl.estimate.memory import MemoryModel
+from automodel_rl.estimate.rollout_phases import rollout_phases
+from automodel_rl.model.parallelise import dtypes_of
+from automodel_rl.parallel.pipeline.schedules import fill_up_to
+from automodel_rl.support.description import describe_model, language_config
+from automodel_rl.support.rule import Combination
+from automodel_rl.support.table import check_supported
+
+STEP = 1024
+"""Capacities are multiples of this many tokens."""
+
+MOST_TOKENS = 2**17
+"""Largest capacity. Matrix products of so many tokens are as fast as they get."""
+
+ENOUGH_TOKENS = 2**13
+"""Capacity with which matrix products are nearly as fast as they get. Less memory for other things comes first."""
+
+USED = 0.85
+"""Share of a device's memory that a step may fill if it is left open how. The rest is for libraries, gaps, and what the
+estimate leaves out."""
+
+MOST_IN_A_PIPELINE = 8192
+"""Largest capacity in a pipeline, which needs several microbatches for each of its ranks."""
+
+RECOMPUTED: dict[Recomputed, float] = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
+"""Work of a step with recomputation, in units of a forward and a backward without it. Attention does not count."""
+
+RESHARDED = 1.05
+"""Time of a step with `parallel.fsdp=reshard`, in units of one that keeps weights gathered."""
+
+OFFLOADED = 1.15
+"""Time of a step with `memory.offload_optimizer`, in units of one without. It depends on the tokens of a step."""
+
+GIB = 2**30
+
+AnyRun = TypeVar("AnyRun", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A way to run a step on a device.
+
+    Attributes:
+        parallel, memory: the config's sections, with everything decided.
+        num_tokens: capacity of a microbatch; 0 if not even `STEP` fit.
+        needed: tokens that a microbatch must hold.
+        room: bytes that a step may fill.
+        planned: bytes of a step on the fullest rank.
+    """
+
+    parallel: ParallelConfig
+    memory: MemoryConfig
+    num_tokens: int
+    needed: int
+    room: float
+    planned: int
+
+    @property
+    def fits(self) -> bool:
+        return self.num_tokens >= self.needed and self.planned <= self.room
+
+    def of(self, config: AnyRun) -> AnyRun:
+        """The config with what has been decided. If no microbatch fits, it has the smallest that is needed."""
+        tokens = max(self.num_tokens, self.needed)
+        batch = config.batch.model_copy(update={"microbatch_tokens": tokens})
+        return config.model_copy(update={"parallel": self.parallel, "memory": self.memory, "batch": batch})
+
+
+def fit_to_device(config: RunConfig, whole: PretrainedConfig, device_bytes: float) -> Fit:
+    """Decides `parallel.fsdp`, `memory.activation_checkpointing`, `memory.offload_optimizer` and
+    `batch.microbatch_tokens`, where they are `auto`.
+
+    The fastest way with which microbatches of a given capacity fit, or those of `ENOUGH_TOKENS`. If none allows that,
+    the one that allows the largest microbatches. Memory of encoders does not count.
+
+    Args:
+        config: the run's config.
+        whole: the Hugging Face config of the whole model.
+        device_bytes: memory of the device.
+    """
+    tries: list[Fit] = []
+    for parallel, memory in _ways(config, whole):
+        tries.append(_try(config, whole, device_bytes, parallel, memory))
+        is_enough = config.batch.microbatch_tokens != "auto" or tries[-1].num_tokens >= ENOUGH_TOKENS
+        if tries[-1].fits and is_enough:
+            return tries[-1]
+    return max(tries, key=lambda found: (found.num_tokens, -found.planned))
+
+
+def _ways(config: RunConfig, whole: PretrainedConfig) -> Iterator[tuple[ParallelConfig, MemoryConfig]]:
+    """Ways to run a step that the config allows and the table supports, the fastest first."""
+    fsdp, mode, offload = config.parallel.fsdp, config.memory.activation_checkpointing, config.memory.offload_optimizer
+    ways = itertools.product(
+        ("keep", "reshard") if fsdp == "auto" else (fsdp,),
+        tuple(RECOMPUTED) if mode == "auto" else (mode,),
+        (False, True) if offload == "auto" else (offload,),
+    )
+
+    def cost(way: tuple[str, Recomputed, bool]) -> float:
+        resharded, recomputed, offloaded = way
+        return (
+            RECOMPUTED[recomputed] * (RESHARDED if resharded == "reshard" else 1.0) * (OFFLOADED if offloaded else 1.0)
+        )
+
+    description = describe_model(whole)
+    for resharded, recomputed, offloaded in sorted(ways, key=cost):
+        parallel = config.parallel.model_copy(update={"fsdp": resharded})
+        memory = config.memory.model_copy(
+            update={"activation_checkpointing": recomputed, "offload_optimizer": offloaded}
+        )
+        try:
+            check_supported(Combination(description, config.model, parallel, memory, config.components))
+        except InputError:
+            continue
+        yield parallel, memory
+
+
+def _try(
+    config: RunConfig, whole: PretrainedConfig, device_bytes: float, parallel: ParallelConfig, memory: MemoryConfig
+) -> Fit:
+    """A way with the capacity that the config gives, or the largest one that fits."""
+    language = language_config(whole)
+    given = config.batch.microbatch_tokens
+    model = MemoryModel(language, config.model, STEP, config.optimizer)
+    longest = config.longest_sequence if isinstance(config, GRPOConfig) else 0
+    step = model.plan(parallel, memory, parallel.pp)
+    weights = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
+    room = USED * device_bytes - rollout_phases(config, language, weights, step.ranks[0], device_bytes).beside_training
+    num_tokens = largest_microbatch(model, parallel, memory, room) if given == "auto" else given
+    if parallel.pp > 1 and given == "auto":
+        num_tokens = min(num_tokens, max(MOST_IN_A_PIPELINE, -(-longest // STEP) * STEP))
+    count = fill_up_to(2 * parallel.pp, parallel) if parallel.pp > 1 else 2
+    planned = model.with_microbatches_of(max(num_tokens, STEP)).plan(parallel, memory, count).peak
+    return Fit(parallel, memory, num_tokens, max(longest, STEP) if given == "auto" else given, room, planned)
+
+
+def largest_microbatch(model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, num_bytes: float) -> int:
+    """The most tokens, a multiple of `STEP`, with which a step stays within `num_bytes` on every rank; 0 if none do.
+
+    Args:
+        model: the memory model; its own capacity does not count.
+        parallel: the layout.
+        memory: what is recomputed and offloaded.
+        num_bytes: bytes that a step may take.
+    """
+
+    def fits(steps: int) -> bool:
+        # Gradients of several microbatches are summed, which takes more memory than those of one.
+        count = fill_up_to(2 * parallel.pp, parallel) if parallel.pp > 1 else 2
+        return model.with_microbatches_of(steps * STEP).plan(parallel, memory, count).peak <= num_bytes
+
+    least, most = 0, MOST_TOKENS // STEP
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least * STEP

@@ -1,0 +1,73 @@
+"""Decides what the config leaves open of a step's memory, before the model is loaded."""
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from automodel_rl.config import GRPOConfig, RunConfig
+from automodel_rl.config.keys import as_yaml
+from automodel_rl.errors import InputError
+from automodel_rl.estimate.fit import GIB, AnyRun, Fit, fit_to_device
+from automodel_rl.hf.find import find_model
+from automodel_rl.launch.process_group import join_process_group
+
+ON_CPU = 8192
+"""Capacity of microbatches on a CPU, where larger ones are no faster."""
+
+
+def with_memory_decided(config: AnyRun, whole: PretrainedConfig) -> tuple[AnyRun, str]:
+    """The config with every `auto` of a step's memory decided, and a line about it; empty if nothing was open. A
+    collective.
+
+    Args:
+        config: the run's config.
+        whole: the Hugging Face config of the whole model.
+
+    Raises:
+        InputError: no microbatch fits, or none with the longest completion.
+    """
+    device = join_process_group(config.world_size)
+    if device.type != "cuda":
+        return _on_cpu(config)
+    # The smallest device decides, for all ranks need the same.
+    own = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
+    dist.all_reduce(own, op=dist.ReduceOp.MIN)
+    described = config.model_copy(update={"model": find_model(config.model).described(config.model)})
+    fit = fit_to_device(described, whole, own.item())
+    if not fit.fits and config.batch.microbatch_tokens == "auto":
+        raise InputError(
+            f"batch.microbatch_tokens=auto: by the plan, microbatches of {fit.num_tokens} tokens fit into the "
+            f"{fit.room / GIB:.0f} GiB that a step may fill, and {fit.needed} are needed: use more ranks, or shorter "
+            "sequences, or train adapters (model.lora)"
+        )
+    decided = fit.of(config)
+    return decided, _line(config, decided, fit)
+
+
+def _on_cpu(config: AnyRun) -> tuple[AnyRun, str]:
+    if config.batch.microbatch_tokens != "auto":
+        return config, ""
+    tokens = max(ON_CPU, config.longest_sequence if isinstance(config, GRPOConfig) else 0)
+    batch = config.batch.model_copy(update={"microbatch_tokens": tokens})
+    return (
+        config.model_copy(update={"batch": batch}),
+        f"batch.microbatch_tokens=auto: {tokens:,} tokens; on a CPU larger ones are no faster",
+    )
+
+
+def _line(asked: RunConfig, decided: RunConfig, fit: Fit) -> str:
+    """What was decided, with the figure."""
+    chosen = [
+        f"{section}.{key}={as_yaml(getattr(getattr(decided, section), key))}"
+        for section, key in (
+            ("parallel", "fsdp"),
+            ("memory", "activation_checkpointing"),
+            ("memory", "offload_optimizer"),
+            ("batch", "microbatch_tokens"),
+        )
+        if getattr(getattr(asked, section), key) == "auto"
+    ]
+    plan = f"the plan is {fit.planned / GIB:.0f} of {fit.room / GIB:.0f} GiB that a step may fill"
+    if not fit.fits:
+        plan += ": if memory runs out, lower batch.microbatch_tokens"
+    return f"{' '.join(chosen)} (auto: {plan})" if chosen else ""
