@@ -70,7 +70,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", choices=["W1", "W2"])
+    parser.add_argument("workload", choices=["W1", "W2", "W8"])
     parser.add_argument("layouts", nargs="+", help="such as pp=2,schedule=GPipe; - for one rank")
     parser.add_argument("--tokens", type=int, default=65536, help="a step and device")
     parser.add_argument("--steps", type=int, default=15)

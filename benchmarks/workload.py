@@ -1,4 +1,5 @@
-"""The workloads of the benchmarks: W1, a dense 1.5B model, and W2, a mixture of 3.2B, and tiny ones for a CPU."""
+"""The workloads of the benchmarks: W1, a dense 1.5B model, W2, a mixture of 3.2B, W8, some layers of a dense 8B model,
+and tiny ones for a CPU."""
 
 import math
 from pathlib import Path
@@ -39,6 +40,17 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+WORKLOADS["W8"] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
 TINY: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
