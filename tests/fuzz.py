@@ -275,6 +275,7 @@ class _OutputTo:
 def _serve(pipe: Connection, seed: int, workspace: Path) -> None:
     # As one rank that somebody has launched: a layout of several ranks is then refused, and starts none.
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+    os.chdir(workspace)  # a broken output may be the name of a folder
     from automodel_rl.launch.local import free_port
 
     while True:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from automodel_rl.config.base import Positive, Section
 
-Fsdp = Literal["keep", "reshard"]
+Fsdp = Literal["keep", "reduce", "reshard"]
 
 Schedule = Literal[
     "1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -39,9 +39,10 @@ class ParallelConfig(Section):
 
     fsdp: Literal["auto"] | Fsdp = "auto"
     """Weights and gradients within a step. keep: weights are gathered once a step, and gradients summed whole until its
-    end, which is fastest. reshard: each layer is gathered when it computes and let go of after it, and gradients are
-    summed in shards, which takes the least memory. Encoders always keep theirs. auto: keep if a step then fits into the
-    device's memory by the plan, else reshard; a `ModelHandle` without a trainer keeps."""
+    end, which is fastest. reduce: weights are gathered once a step, and gradients reduced over ranks after each
+    microbatch and summed in shards. reshard: gradients likewise, and each layer is gathered when it computes and let go
+    of after it, which takes the least memory. Encoders always keep theirs. auto: the fastest with which a step fits
+    into the device's memory by the plan; a `ModelHandle` without a trainer keeps."""
 
     dp_replicate: Positive = 1
     """Data parallel: number of copies of the sharded group (HSDP)."""
@@ -71,8 +72,13 @@ class ParallelConfig(Section):
 
     @property
     def reshards(self) -> bool:
-        """Whether weights are gathered layer by layer, and gradients summed in shards."""
+        """Whether weights are gathered layer by layer."""
         return self.fsdp == "reshard"
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced over ranks after each microbatch, and summed in shards."""
+        return self.fsdp in ("reduce", "reshard")
 
     @property
     def num_data_ranks(self) -> int:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from automodel_rl.config import GRPOConfig, ParallelConfig, RunConfig
 from automodel_rl.config.model import MemoryConfig, Recomputed
+from automodel_rl.config.parallel import Fsdp
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.estimate.rollout_phases import rollout_phases
@@ -37,8 +38,8 @@ MOST_IN_A_PIPELINE = 8192
 RECOMPUTED: dict[Recomputed, float] = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
 """Work of a step with recomputation, in units of a forward and a backward without it. Attention does not count."""
 
-RESHARDED = 1.05
-"""Time of a step with `parallel.fsdp=reshard`, in units of one that keeps weights gathered."""
+SHARDED: dict[Fsdp, float] = {"keep": 1.0, "reduce": 1.05, "reshard": 1.1}
+"""Time of a step by `parallel.fsdp`, in units of one that keeps weights gathered."""
 
 OFFLOADED = 1.15
 """Time of a step with `memory.offload_optimizer`, in units of one without. It depends on the tokens of a step."""
@@ -103,20 +104,18 @@ def _ways(config: RunConfig, whole: PretrainedConfig) -> Iterator[tuple[Parallel
     """Ways to run a step that the config allows and the table supports, the fastest first."""
     fsdp, mode, offload = config.parallel.fsdp, config.memory.activation_checkpointing, config.memory.offload_optimizer
     ways = itertools.product(
-        ("keep", "reshard") if fsdp == "auto" else (fsdp,),
+        tuple(SHARDED) if fsdp == "auto" else (fsdp,),
         tuple(RECOMPUTED) if mode == "auto" else (mode,),
         (False, True) if offload == "auto" else (offload,),
     )
 
-    def cost(way: tuple[str, Recomputed, bool]) -> float:
-        resharded, recomputed, offloaded = way
-        return (
-            RECOMPUTED[recomputed] * (RESHARDED if resharded == "reshard" else 1.0) * (OFFLOADED if offloaded else 1.0)
-        )
+    def cost(way: tuple[Fsdp, Recomputed, bool]) -> float:
+        sharded, recomputed, offloaded = way
+        return RECOMPUTED[recomputed] * SHARDED[sharded] * (OFFLOADED if offloaded else 1.0)
 
     description = describe_model(whole)
-    for resharded, recomputed, offloaded in sorted(ways, key=cost):
-        parallel = config.parallel.model_copy(update={"fsdp": resharded})
+    for sharded, recomputed, offloaded in sorted(ways, key=cost):
+        parallel = config.parallel.model_copy(update={"fsdp": sharded})
         memory = config.memory.model_copy(
             update={"activation_checkpointing": recomputed, "offload_optimizer": offloaded}
         )

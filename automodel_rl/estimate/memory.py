@@ -3,11 +3,12 @@
 Counted in bytes, for the first rank of each FSDP group (no rank has more):
   weights        this rank's shards: master copies of what is trained, and what is frozen in the compute dtype
   moments        the optimizer's moments of the trained shards
-  gathered       whole weights in the compute dtype. parallel.fsdp=keep: all, from the first forward to the end of the
-                 step, which saves all-gathers. reshard: those of the layer that computes and of the next one, twice,
-                 as messages and as weights, and the head. Frozen weights that are not sharded are gathered nowhere
+  gathered       whole weights in the compute dtype. parallel.fsdp=keep and reduce: all, from the first forward to the
+                 end of the step, which saves all-gathers. reshard: those of the layer that computes and of the next
+                 one, twice, as messages and as weights, and the head. Frozen weights that are not sharded are gathered
+                 nowhere
   gradients      sums over microbatches in the master dtype. keep: whole, for they are reduced over ranks once a step;
-                 with a single microbatch they are reduced at once, and only shards are kept. reshard: shards
+                 with a single microbatch they are reduced at once, and only shards are kept. reduce, reshard: shards
   activations    activations of microbatches between forward and backward, at the worst moment of the schedule
   buffers        messages between stages that this rank waits for; received activations count as activations
   head           logits of one chunk, gradients of a group of chunks, and the sum of the gradients of head and embedding
@@ -142,10 +143,9 @@ class MemoryModel:
         trained, sharded = self._trained_share * whole, parallel.expert_ranks / parallel.ep
         moments = 0.0 if memory.offloads_optimizer else trained * max(self._num_moments.values(), default=0)
         shards = ((trained + moments) * self.master + (whole - trained) * self.compute) / sharded
-        if parallel.reshards:
-            return shards + trained * self.master / sharded
-        gathered = whole if sharded > 1 else trained
-        return gathered * self.compute + shards + trained * self.master
+        gathered = 0.0 if parallel.reshards else whole if sharded > 1 else trained
+        gradients = trained / sharded if parallel.reduces_each else trained
+        return gathered * self.compute + shards + gradients * self.master
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
         """The plan of a step on one layout, with so many microbatches on each data rank."""
@@ -194,7 +194,7 @@ class MemoryModel:
         largest = max(_largest(_units(stage, lambda size: size.is_trained)) for stage in stages)
         reduction = 2 * largest * self.master
         adds_up = timeline.num_microbatches > 1 or parallel.pp > 1
-        sums_whole = adds_up and not parallel.reshards
+        sums_whole = adds_up and not parallel.reduces_each
         offloads = memory.offloads_optimizer
         return RankMemory(
             weights=weights,
@@ -206,7 +206,7 @@ class MemoryModel:
             activations=round(timeline.most_held[rank]),
             buffers=self._buffers(indices, parallel),
             head=self._head(parallel) if parallel.num_stages - 1 in indices else 0,
-            backward=max(most_backward, reduction if parallel.pp == 1 or parallel.reshards else 0),
+            backward=max(most_backward, reduction if parallel.pp == 1 or parallel.reduces_each else 0),
             shards_at_once=not adds_up,
             optimizer=weights + moments + trained_shards * self.master if offloads else 0,
             reference=trained_shards * self.compute if memory.reference == "device" else 0,

@@ -230,18 +230,17 @@ def sum_fsdp_gradients(part: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
 
 
-def begin_backward(part: Any, is_last: bool, *, reshards: bool) -> None:
+def begin_backward(part: Any, is_last: bool, *, reduces: bool, reshards: bool) -> None:
     """Prepares the next backward of a part.
-
-    Without resharding, gradients are added up on each rank and reduced over ranks in the last backward of a step. With
-    it, each backward reduces them and adds to the sum that is sharded; only copies of shards are added in the last one.
 
     Args:
         part: a part that FSDP wraps.
-        is_last: whether it is the last backward of a step.
-        reshards: as given to `wrap_fsdp`.
+        is_last: whether it is the last backward of a step, which always reduces and reshards.
+        reduces: whether the backward reduces gradients over the ranks that share weights, and adds them to the shards'
+            sums. Else they are added up on each rank. Copies of shards are added in the last backward only.
+        reshards: whether each unit lets go of its gathered weights after its backward.
     """
-    part.set_requires_gradient_sync(is_last or reshards)
+    part.set_requires_gradient_sync(is_last or reduces)
     part.set_requires_all_reduce(is_last)
     part.set_reshard_after_backward(is_last or reshards)
     part.set_is_last_backward(is_last)
@@ -266,7 +265,7 @@ def abandon_step(part: Any) -> None:
     Args:
         part: a part that FSDP wraps.
     """
-    begin_backward(part, is_last=True, reshards=True)
+    begin_backward(part, is_last=True, reduces=True, reshards=True)
     for module in part.modules():
         if isinstance(module, FSDPModule):
             drop_unsharded_gradients(module)

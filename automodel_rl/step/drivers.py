@@ -10,6 +10,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.compat.pipelining import PackedStage, Schedule, StageGroups, run_schedule
+from automodel_rl.config import ParallelConfig
 from automodel_rl.launch.flight import in_microbatch
 from automodel_rl.model.logprobs import OutputFn
 from automodel_rl.model.part_forward import num_carried
@@ -45,11 +46,12 @@ class SequentialDriver:
 
     Args:
         part: the part, wrapped by FSDP as on every layout.
-        reshards: as given to `wrap_fsdp`.
+        parallel: the layout, which says when gradients are reduced.
     """
 
-    def __init__(self, part: Any, reshards: bool):
-        self.part, self.reshards = part, reshards
+    def __init__(self, part: Any, parallel: ParallelConfig):
+        self.part = part
+        self._begin_backward = _begin_backward(part, parallel)
 
     def fill_up_to(self, num_microbatches: int) -> int:
         return num_microbatches
@@ -58,7 +60,7 @@ class SequentialDriver:
         self, microbatches: Sequence[LocalMicrobatch], adapter: PPLossAdapter, output_fn: OutputFn
     ) -> None:
         for index, microbatch in enumerate(microbatches):
-            begin_backward(self.part, index == len(microbatches) - 1, reshards=self.reshards)
+            self._begin_backward(index == len(microbatches) - 1)
             loss = adapter(self._forward(microbatch, output_fn, index), index)
             with in_microbatch("backward", 0, index):
                 loss.backward()
@@ -71,6 +73,11 @@ class SequentialDriver:
     def _forward(self, microbatch: LocalMicrobatch, output_fn: OutputFn, index: int) -> Tensor:
         with in_microbatch("forward", 0, index):
             return self.part(microbatch.input_ids[None], microbatch=microbatch, output_fn=output_fn)
+
+
+def _begin_backward(part: Any, parallel: ParallelConfig) -> Callable[[bool], None]:
+    """What to call before each backward of a part, with whether it is a step's last."""
+    return functools.partial(begin_backward, part, reduces=parallel.reduces_each, reshards=parallel.reshards)
 
 
 class PipelineDriver:
@@ -100,7 +107,14 @@ class PipelineDriver:
         groups = StageGroups(layout.device, layout.pp_group, layout.message_groups)
         num_stages = layout.parallel.num_stages
         self.stages = [
-            PackedStage(stage.part, stage.index, num_stages, groups, self._begin_backward(stage)) for stage in stages
+            PackedStage(
+                stage.part,
+                stage.index,
+                num_stages,
+                groups,
+                _begin_backward(stage.part, self.parallel) if self.parallel.reduces_each else None,
+            )
+            for stage in stages
         ]
 
     def fill_up_to(self, num_microbatches: int) -> int:
@@ -113,10 +127,6 @@ class PipelineDriver:
 
     def forward(self, microbatches: Sequence[LocalMicrobatch], capturer: LogitsCapturer) -> None:
         self._run(microbatches, capturer, None)
-
-    def _begin_backward(self, stage: Stage) -> Callable[[bool], None] | None:
-        """What a stage that reshards does before each backward; None if torch's schedule gathers and reduces."""
-        return functools.partial(begin_backward, stage.part, reshards=True) if self.parallel.reshards else None
 
     def _run(self, microbatches: Sequence[LocalMicrobatch], output_fn: OutputFn, targets: Any) -> None:
         run_schedule(

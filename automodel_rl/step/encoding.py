@@ -90,7 +90,8 @@ class Encoding:
         outputs = self._outputs.pop(0)
         for number, output in enumerate(outputs):
             own, gradient = gradient.split([len(output), len(gradient) - len(output)])
-            begin_backward(self.part, is_last and number == len(outputs) - 1, reshards=False)
+            is_end = is_last and number == len(outputs) - 1
+            begin_backward(self.part, is_end, reduces=False, reshards=False)
             if self.messages is None:
                 output.backward(own)
             else:

@@ -53,7 +53,7 @@ class StepRunner:
                 handle.stages, self.layout, handle.config.hidden_size, handle.dtype, handle.num_deepstack
             )
         elif handle.stages:
-            self._driver = SequentialDriver(handle.stages[0].part, self.layout.parallel.reshards)
+            self._driver = SequentialDriver(handle.stages[0].part, self.layout.parallel)
 
     def global_batch(self, microbatches: Sequence[Microbatch]) -> GlobalBatch:
         """Number of microbatches and denominators of losses, over all data ranks. It checks the microbatches first.

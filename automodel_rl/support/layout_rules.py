@@ -73,17 +73,17 @@ FSDP = Rule("FSDP2 (dp_shard)", "with every other axis")
 
 
 def _resharding(asked: Combination) -> str | None:
-    if not asked.parallel.reshards or not asked.splits_backward:
+    if not asked.parallel.reduces_each or not asked.splits_backward:
         return None
     return (
-        f"parallel.fsdp=reshard: {asked.parallel.schedule} goes through the backward twice, and would gather every "
-        "layer three times: use keep, or Interleaved1F1B"
+        f"parallel.fsdp={asked.parallel.fsdp}: {asked.parallel.schedule} goes through the backward twice, the first "
+        "time without gradients of weights to reduce: use keep, or Interleaved1F1B"
     )
 
 
 RESHARDING = Rule(
-    "weights gathered layer by layer (fsdp=reshard)",
-    "with every other axis; schedules that split the backward keep weights gathered",
+    "gradients reduced after each microbatch (fsdp=reduce, reshard)",
+    "with every other axis; schedules that split the backward reduce once a step",
     _resharding,
     (Example("parallel.fsdp=reshard: ZBVZeroBubble goes through", {"parallel.fsdp": "reshard"}, _SPLIT_BACKWARD),),
 )

@@ -10,7 +10,7 @@ from automodel_rl.config.keys import as_yaml
 from automodel_rl.config.load import check_config
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
-from automodel_rl.estimate.fit import GIB, RECOMPUTED
+from automodel_rl.estimate.fit import GIB, RECOMPUTED, SHARDED
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.model.flops import AttentionFlops
 from automodel_rl.support.description import ModelDescription
@@ -154,7 +154,7 @@ def _candidates(
             changed |= {"layers_per_stage": None}
         if pp == 1:
             changed |= {"virtual_stages": 1}
-        for mode, offload, fsdp in itertools.product(RECOMPUTED, (False, True), ("keep", "reshard")):
+        for mode, offload, fsdp in itertools.product(RECOMPUTED, (False, True), SHARDED):
             saved = {"activation_checkpointing": mode, "offload_optimizer": offload}
             yield parallel.model_copy(update={**changed, "fsdp": fsdp}), memory.model_copy(update=saved)
 

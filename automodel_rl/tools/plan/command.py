@@ -170,8 +170,9 @@ def _spread(parallel: ParallelConfig, num_gpus: int) -> ParallelConfig:
 
 
 _FSDP = {
-    False: "weights stay gathered, and gradients are summed whole, until the end of a step",
-    True: "each layer is gathered when it computes, and gradients are summed in shards",
+    "keep": "weights stay gathered, and gradients are summed whole, until the end of a step",
+    "reduce": "weights stay gathered until the end of a step, and gradients are summed in shards",
+    "reshard": "each layer is gathered when it computes, and gradients are summed in shards",
 }
 
 
@@ -194,7 +195,7 @@ def _tables(
             for stage, (layers, weights) in enumerate(zip(step.layers, step.stage_weights, strict=True))
         ),
         "",
-        f"parallel.fsdp={parallel.fsdp}: {_FSDP[parallel.reshards]}",
+        f"parallel.fsdp={parallel.fsdp}: {_FSDP[parallel.fsdp]}",
         f"memory.activation_checkpointing={memory.recomputed}, offload_optimizer={as_yaml(memory.offloads_optimizer)}",
         "",
         "GiB on the first rank of each pipeline rank",

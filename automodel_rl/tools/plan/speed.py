@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.estimate.fit import RECOMPUTED, RESHARDED
+from automodel_rl.estimate.fit import RECOMPUTED, SHARDED
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.support.description import experts_per_token
 from automodel_rl.tools.plan.devices import Device
@@ -73,15 +73,14 @@ def step_seconds(
     share = model.parameters / (parallel.pp * parallel.tp)
     ranks = parallel.fsdp_size * parallel.dp_replicate
     # Weights are gathered in the compute dtype, and gradients reduced in fp32.
-    gathers = 1
-    if parallel.reshards:  # all but a small part of it hides behind layers that compute
-        gathers, busy = 2, RESHARDED * busy
     of_all = share * (ranks - 1) / ranks / _link(parallel, "dp", device)
-    sharded = of_all * (gathers * model.compute + model.master)
+    sharded = of_all * ((2 if parallel.reshards else 1) * model.compute + model.master)
     moments = 2 * 2 * model.master * share / parallel.fsdp_size if memory.offloads_optimizer else 0.0
-    if parallel.reshards:
-        messages = sharded * own_tokens / model.microbatch_tokens
-        return max(busy / (1 - bubble), messages) + moments / (PCIE_GB_PER_S * 1e9)
+    if parallel.reduces_each:  # messages of each microbatch, beside layers that compute
+        busy = max(
+            SHARDED["reshard" if parallel.reshards else "reduce"] * busy, sharded * own_tokens / model.microbatch_tokens
+        )
+        return busy / (1 - bubble) + moments / (PCIE_GB_PER_S * 1e9)
     return busy / (1 - bubble) + 0.5 * sharded + moments / (PCIE_GB_PER_S * 1e9)
 
 

@@ -1,4 +1,4 @@
-"""Weights gathered layer by layer, and gradients summed in shards, give the numbers of one process."""
+"""Gradients summed in shards, and weights gathered layer by layer, give the numbers of one process."""
 
 from pathlib import Path
 
@@ -44,6 +44,23 @@ def test_layouts_equal_one_process(ranks: RankPool, tmp_path: Path, family: str,
     parallel = ParallelConfig(fsdp="reshard", **sizes)
     tolerances = FLOAT64 if FAMILIES[family].is_exact(parallel.tp) else FLOAT32
     assert_equal(differences(ranks, tmp_path, Case(parallel, (3, 2))), tolerances)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3", {"dp_shard": 2}),
+        ("qwen3", {"dp_shard": 2, "dp_replicate": 2}),
+        ("llama", {**INTERLEAVED, "cp": 2}),
+        ("qwen3_moe", {"pp": 2, "schedule": "GPipe", "dp_shard": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_layouts_that_only_reduce_each_microbatch_equal_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict
+) -> None:
+    save_tiny_model(tmp_path, family)
+    assert_equal(differences(ranks, tmp_path, Case(ParallelConfig(fsdp="reduce", **sizes), (3, 2))), FLOAT64)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
