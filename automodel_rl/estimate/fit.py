@@ -38,8 +38,9 @@ MOST_IN_A_PIPELINE = 8192
 RECOMPUTED: dict[Recomputed, float] = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
 """Work of a step with recomputation, in units of a forward and a backward without it. Attention does not count."""
 
-SHARDED: dict[Fsdp, float] = {"keep": 1.0, "reduce": 1.05, "reshard": 1.1}
-"""Time of a step by `parallel.fsdp`, in units of one that keeps weights gathered."""
+SHARDED: dict[Fsdp, float] = {"keep": 1.0, "reduce": 1.04, "reshard": 1.1}
+"""Time of a step by `parallel.fsdp`, in units of one that keeps weights gathered, as measured with microbatches of 16,384
+tokens on two GPUs (benchmarks/README.md)."""
 
 OFFLOADED = 1.15
 """Time of a step with `memory.offload_optimizer`, in units of one without. It depends on the tokens of a step."""
@@ -97,7 +98,7 @@ def fit_to_device(config: RunConfig, whole: PretrainedConfig, device_bytes: floa
         is_enough = config.batch.microbatch_tokens != "auto" or tries[-1].num_tokens >= ENOUGH_TOKENS
         if tries[-1].fits and is_enough:
             return tries[-1]
-    return max(tries, key=lambda found: (found.num_tokens, -found.planned))
+    return max(reversed(tries), key=lambda found: (found.num_tokens, -found.planned))
 
 
 def _ways(config: RunConfig, whole: PretrainedConfig) -> Iterator[tuple[ParallelConfig, MemoryConfig]]:
@@ -160,7 +161,7 @@ def largest_microbatch(model: MemoryModel, parallel: ParallelConfig, memory: Mem
         count = fill_up_to(2 * parallel.pp, parallel) if parallel.pp > 1 else 2
         return model.with_microbatches_of(steps * STEP).plan(parallel, memory, count).peak <= num_bytes
 
-    least, most = 0, MOST_TOKENS // STEP
+    least, most = 0, MOST_TOKENS // STEP if model.least(parallel, memory) <= num_bytes else 0
     while least < most:
         middle = (least + most + 1) // 2
         least, most = (middle, most) if fits(middle) else (least, middle - 1)

@@ -11,9 +11,14 @@ Counted in bytes, for the first rank of each FSDP group (no rank has more):
                  with a single microbatch they are reduced at once, and only shards are kept. reduce, reshard: shards
   activations    activations of microbatches between forward and backward, at the worst moment of the schedule
   buffers        messages between stages that this rank waits for; received activations count as activations
-  head           logits of one chunk, gradients of a group of chunks, and the sum of the gradients of head and embedding
   reference      the reference policy's weights in the compute dtype, with memory.reference=device
-  backward       extra memory of one layer's backward, or of the reduction of one layer's gradients
+One after the other, while activations are there:
+  head           logits of one chunk, gradients of a group of chunks, and the sum of the head's gradients if it is not
+                 among gradients, or the copy of this sum that is reduced
+  backward       extra memory of one layer's backward, with the message that reduces the gradients of the head or of the
+                 layer before, or of the reduction of one layer's gradients
+When no activations are left:
+  last           the message that reduces the gradients of the embedding
 """
 
 import copy
@@ -60,13 +65,15 @@ class RankMemory:
     shards_at_once: bool = False
     optimizer: int = 0
     reference: int = 0
+    last: int = 0
 
     @property
     def peak(self) -> int:
         """The most memory in use at one time. With one microbatch, gradients take the place of activations."""
+        lasting = self.weights + self.moments + self.gathered + self.buffers
         both = (self.gradients, self.activations)
-        lasting = self.weights + self.moments + self.gathered + self.buffers + self.head + self.backward
-        return self.reference + max(self.optimizer, lasting + (max(both) if self.shards_at_once else sum(both)))
+        in_backward = (max(both) if self.shards_at_once else sum(both)) + max(self.head, self.backward)
+        return self.reference + max(self.optimizer, lasting + max(in_backward, self.gradients + self.last))
 
 
 @dataclass(frozen=True)
@@ -191,8 +198,12 @@ class MemoryModel:
         frozen_shards = sum(size.largest_shard for size in sizes if not size.is_trained)
         weights = trained_shards * self.master + frozen_shards * self.compute
         moments = self.master * sum(size.largest_shard * self._num_moments.get(size.name, 0) for size in trained)
-        largest = max(_largest(_units(stage, lambda size: size.is_trained)) for stage in stages)
-        reduction = 2 * largest * self.master
+        units = [_units(stage, lambda size: size.is_trained) for stage in stages]
+        layer = max(_largest_layer(of_stage) for of_stage in units)
+        reduction = 2 * layer * self.master if parallel.pp == 1 or parallel.reduces_each else 0
+        has_head = parallel.num_stages - 1 in indices
+        head = self.config.vocab_size // parallel.tp * self.config.hidden_size if self.trains_head and has_head else 0
+        messages = head * self.master + layer * (self.master + self.compute) if parallel.reduces_each else 0
         adds_up = timeline.num_microbatches > 1 or parallel.pp > 1
         sums_whole = adds_up and not parallel.reduces_each
         offloads = memory.offloads_optimizer
@@ -205,11 +216,12 @@ class MemoryModel:
             else trained_shards * self.master,
             activations=round(timeline.most_held[rank]),
             buffers=self._buffers(indices, parallel),
-            head=self._head(parallel) if parallel.num_stages - 1 in indices else 0,
-            backward=max(most_backward, reduction if parallel.pp == 1 or parallel.reduces_each else 0),
+            head=self._head(parallel, head, sums_whole) if has_head else 0,
+            backward=max(most_backward + messages, reduction),
             shards_at_once=not adds_up,
             optimizer=weights + moments + trained_shards * self.master if offloads else 0,
             reference=trained_shards * self.compute if memory.reference == "device" else 0,
+            last=max(map(_largest, units)) * self.master,
         )
 
     def _gathered(self, stages: list[list[ParameterSize]], parallel: ParallelConfig) -> int:
@@ -217,9 +229,8 @@ class MemoryModel:
         if not parallel.reshards:
             return self.compute * sum(size.gathered for stage in stages for size in stage if size.is_gathered)
         units = [_units(stage, lambda size: size.is_gathered) for stage in stages]
-        layers = max(_largest({unit: n for unit, n in of.items() if unit[0] is not None}) for of in units)
-        head = units[-1].get((None, HEAD), 0)
-        return self.compute * (4 * layers + head)
+        tied = max(of_stage.get((None, ""), 0) for of_stage in units)
+        return self.compute * (4 * max(map(_largest_layer, units)) + tied)
 
     def _message(self, parallel: ParallelConfig) -> int:
         """Bytes of a message between stages."""
@@ -232,14 +243,22 @@ class MemoryModel:
         received = sum((stage > 0) + 2 * (stage < parallel.num_stages - 1) for stage in indices)
         return received * self._message(parallel)
 
-    def _head(self, parallel: ParallelConfig) -> int:
+    def _head(self, parallel: ParallelConfig, trained: int, sums_whole: bool) -> int:
+        """Bytes while the head works, or its gradients are reduced.
+
+        Args:
+            parallel: the layout.
+            trained: the head's parameters on a rank; 0 if it is frozen.
+            sums_whole: whether the sum of its gradients is among the sums of a step.
+        """
         vocab, hidden, tokens = self.config.vocab_size // parallel.tp, self.config.hidden_size, self._tokens(parallel)
         logits = min(block_sizes.head_bytes, tokens * vocab * self.master)
         of_logits = min(block_sizes.head_group * logits, tokens * vocab * self.master) * self.compute // self.master
-        # A trained head has a sum of gradients, which is copied when it is reduced; a tied embedding adds none.
-        gradient = 2 * vocab * hidden * self.master if self.trains_head and parallel.pp == 1 else 0
         states = 4 * tokens * hidden * self.compute  # the final norm's inputs and outputs, and their gradients
-        return logits + of_logits + gradient + states
+        gathered = 2 * vocab * hidden * self.compute if parallel.reshards and parallel.fsdp_size > 1 else 0
+        own_sum = 0 if sums_whole else trained * self.master
+        reduction = trained * self.master if parallel.pp == 1 or parallel.reduces_each else 0
+        return own_sum + max(logits + of_logits + states + gathered, reduction)
 
     def _tokens(self, parallel: ParallelConfig) -> int:
         return -(-self.microbatch_tokens // parallel.cp)
@@ -284,6 +303,10 @@ def _units(
 
 def _largest(units: dict[tuple[int | None, str], int]) -> int:
     return max(units.values(), default=0)
+
+
+def _largest_layer(units: dict[tuple[int | None, str], int]) -> int:
+    return _largest({unit: elements for unit, elements in units.items() if unit[0] is not None})
 
 
 def _active(size: ParameterSize, config: PretrainedConfig) -> float:

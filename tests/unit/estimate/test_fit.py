@@ -1,11 +1,11 @@
-"""The largest capacity of microbatches that memory allows, for one rank and for pipelines."""
+"""What is left open of a step's memory is decided together: the fastest way that fits, and the largest microbatch."""
 
 import pytest
 from transformers import Qwen3Config
 
-from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.estimate.fit import MOST_TOKENS, STEP, largest_microbatch
+from automodel_rl.estimate.fit import MOST_TOKENS, STEP, Fit, fit_to_device, largest_microbatch
 from automodel_rl.estimate.memory import MemoryModel
 from tests.tiny_families import DENSE
 
@@ -28,3 +28,65 @@ def test_one_step_more_does_not_fit(sizes: dict) -> None:
     assert largest_microbatch(model, parallel, MemoryConfig(), 1e15) == MOST_TOKENS
     recomputed = largest_microbatch(model, parallel, MemoryConfig(activation_checkpointing="full"), room)
     assert recomputed > 10 * STEP
+
+
+def fit(sizes: dict, gib: float, layers: int = 36, tokens: int | str = "auto", **memory: object) -> Fit:
+    """What is decided for some layers of an 8B shape."""
+    whole = Qwen3Config(
+        hidden_size=4096,
+        num_hidden_layers=layers,
+        intermediate_size=12_288,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=False,
+    )
+    values = {
+        "model": {"path": "x"},
+        "data": {"train": "x.jsonl"},
+        "batch": {"sequences": 64, "microbatch_tokens": tokens},
+        "length": {"steps": 1},
+        "parallel": sizes,
+        "memory": memory,
+        "output": "out",
+    }
+    return fit_to_device(SFTConfig.model_validate(values), whole, gib * 2**30)
+
+
+def chosen(found: Fit) -> tuple[str, str, object]:
+    return found.parallel.fsdp, found.memory.activation_checkpointing, found.memory.offload_optimizer
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gib", "layers", "expected"),
+    [
+        ({"dp_shard": 8}, 140, 36, ("keep", "none", False)),
+        ({"dp_shard": 8}, 79, 36, ("reshard", "none", False)),
+        ({"dp_shard": 8}, 40, 36, ("reshard", "full", False)),
+        ({"dp_shard": 2}, 79, 2, ("keep", "none", False)),
+        ({}, 79, 12, ("keep", "none", True)),
+    ],
+    ids=str,
+)
+def test_the_fastest_way_that_fits_is_taken(
+    sizes: dict, gib: float, layers: int, expected: tuple[str, str, object]
+) -> None:
+    found = fit(sizes, gib, layers)
+    assert found.fits
+    assert chosen(found) == expected
+
+
+def test_what_the_config_gives_stays() -> None:
+    found = fit({"dp_shard": 8, "fsdp": "keep"}, 79, activation_checkpointing="full")
+    assert chosen(found)[:2] == ("keep", "full")
+    given = fit({"dp_shard": 8}, 79, tokens=4096, offload_optimizer=True)
+    assert given.num_tokens == 4096
+    assert given.memory.offload_optimizer is True
+    assert given.fits
+
+
+def test_a_model_that_fits_nowhere_is_said_not_to_fit() -> None:
+    found = fit({}, 24)
+    assert not found.fits
+    assert chosen(found) == ("reshard", "full", True)
