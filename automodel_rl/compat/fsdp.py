@@ -6,7 +6,7 @@ Checked with torch 2.11.0 and 2.13.0. If torch 2.12 has other names, it raises.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from automodel_rl.compat.versions import TORCH
@@ -26,6 +26,19 @@ def drop_unsharded_gradients(unit: FSDPModule) -> None:
         parameter.unsharded_accumulated_grad = None
         if "_unsharded_param" in vars(parameter):  # it exists once the weight has been gathered
             parameter._unsharded_param.grad = None
+
+
+def gathered_names(root: nn.Module) -> list[str]:
+    """Names of the parameters of a model that FSDP gathers; others are used as they are.
+
+    Args:
+        root: the model, wrapped by FSDP.
+    """
+    gathered = set()
+    for module in root.modules():
+        group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        gathered |= {id(parameter.sharded_param) for parameter in (group.fsdp_params if group is not None else ())}
+    return [name for name, parameter in root.named_parameters() if id(parameter) in gathered]
 
 
 def gradient_sum(unit: FSDPModule, weight: Tensor) -> Tensor:

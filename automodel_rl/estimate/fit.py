@@ -39,7 +39,7 @@ RECOMPUTED: dict[Recomputed, float] = {"none": 1.0, "selective": 1.06, "full": 4
 """Work of a step with recomputation, in units of a forward and a backward without it. Attention does not count."""
 
 SHARDED: dict[Fsdp, float] = {"keep": 1.0, "reduce": 1.04, "reshard": 1.1}
-"""Time of a step by `parallel.fsdp`, in units of one that keeps weights gathered, as measured with microbatches of 16,384
+"""Time of a step by `parallel.fsdp`, in units of one that keeps weights gathered, measured with microbatches of 16,384
 tokens on two GPUs (benchmarks/README.md)."""
 
 OFFLOADED = 1.15

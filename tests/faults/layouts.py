@@ -48,9 +48,9 @@ def _mean_over_two(where: str) -> Any:
     """Gradients of one component are averaged by FSDP."""
     from automodel_rl.parallel.sharding import wrap_fsdp
 
-    def averaging(part: Any, *args: Any) -> None:
-        wrap_fsdp(part, *args)
-        for module in part.modules():
+    def averaging(units: Any, **options: Any) -> None:
+        wrap_fsdp(units := [*units], **options)
+        for module in units[-1].module.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(2.0)
 
