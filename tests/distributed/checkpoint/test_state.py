@@ -62,10 +62,11 @@ SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the 
         ("qwen3", True, {}, {"pp": 2}, {}),
         pytest.param("qwen3", True, {}, {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}, {}, marks=SPLIT),
         ("qwen3", False, {}, {"dp_shard": 2}, {"offload_optimizer": True}),
+        ("qwen3", False, {}, {"dp_shard": 2, "fsdp": "reshard"}, {}),
         ("qwen3", True, {"lora": {"rank": 2}}, {"pp": 2}, {}),
         ("deepseek_v3", False, {"moe": {"bias_update_rate": 0.01}}, {"cp": 2, "ep": 2}, {}),
     ],
-    ids=["pp2 tied", "V placement tied", "dp2 offloaded", "adapters", "routers' biases"],
+    ids=["pp2 tied", "V placement tied", "dp2 offloaded", "dp2 resharded", "adapters", "routers' biases"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     ranks: RankPool, tmp_path: Path, family: str, tied: bool, model: dict, sizes: dict, memory: dict

@@ -49,7 +49,9 @@ def one_by_one(folder: Path) -> dict[str, Tensor]:
     return {name: sum(of_microbatch[name].double() for of_microbatch in of_microbatches) for name in of_microbatches[0]}
 
 
-@pytest.mark.parametrize("sizes", [{}, {"dp_shard": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{}, {"dp_shard": 2}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 2, "fsdp": "reshard"}], ids=str
+)
 def test_gradients_of_rows_and_ranks_add_up_in_float32(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
     save_tiny_model(tmp_path, num_layers=2, dtype=torch.bfloat16)
     (expected,) = ranks(1).run(one_by_one, tmp_path)
@@ -77,7 +79,7 @@ def trained(folder: Path, parallel: ParallelConfig) -> tuple[set[torch.dtype], s
     )
 
 
-@pytest.mark.parametrize("sizes", [{}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"dp_shard": 2}, {"dp_shard": 2, "fsdp": "reshard"}], ids=str)
 def test_updates_that_bfloat16_would_lose_are_kept_in_float32(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
     save_tiny_model(tmp_path, num_layers=2, dtype=torch.bfloat16)
     parallel = ParallelConfig(**sizes)

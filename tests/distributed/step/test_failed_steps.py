@@ -25,6 +25,7 @@ from automodel_rl import (
 )
 from automodel_rl.batch import empty_microbatch, pack_microbatch, set_values
 from automodel_rl.config import ModelConfig
+from automodel_rl.config.parallel import Fsdp
 from automodel_rl.errors import InputError, MicrobatchError, PeerError
 from automodel_rl.hf.buckets import whole_tensors
 from automodel_rl.losses import Readout
@@ -91,6 +92,8 @@ LAYOUTS = [
     ({}, "bfloat16", (0,)),  # gradients of other microbatches wait in another dtype
     ({"dp_shard": 2}, "float64", (0, 1)),
     ({"dp_shard": 2}, "float64", (1,)),
+    ({"dp_shard": 2, "fsdp": "reshard"}, "bfloat16", (1,)),
+    ({"dp_shard": 2, "pp": 2, "fsdp": "reshard"}, "float64", (0,)),
     ({"pp": 2}, "float64", (0,)),
     ({"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}, "float64", (0,)),
     ({"tp": 2, "sequence_parallel": True}, "float64", (0,)),
@@ -166,10 +169,10 @@ def interrupted(folder: Path) -> Iterator[Callable[[Engine], Any]]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_step_that_is_interrupted_anywhere_leaves_no_trace(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "fsdp"), [("float64", "keep"), ("bfloat16", "keep"), ("bfloat16", "reshard")])
+def test_a_step_that_is_interrupted_anywhere_leaves_no_trace(tmp_path: Path, dtype: str, fsdp: Fsdp) -> None:
     save_tiny_model(tmp_path)
-    undisturbed, disturbed = (make_engine(tmp_path, ParallelConfig(), dtype) for _ in range(2))
+    undisturbed, disturbed = (make_engine(tmp_path, ParallelConfig(fsdp=fsdp), dtype) for _ in range(2))
     for interrupt in interrupted(tmp_path):
         with pytest.raises((KeyboardInterrupt, MicrobatchError)):
             interrupt(disturbed)
