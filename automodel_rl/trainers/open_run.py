@@ -9,6 +9,7 @@ import torch.distributed as dist
 from automodel_rl.config import RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.errors import InputError
+from automodel_rl.estimate.decide import with_memory_decided
 from automodel_rl.estimate.fit import AnyRun
 from automodel_rl.hf.read import read_supported_config, read_whole_config
 from automodel_rl.import_path import import_function
@@ -19,7 +20,6 @@ from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import check_trackers
 from automodel_rl.rollout.seeds import mixed_seed
 from automodel_rl.support.families import COMPOSITES
-from automodel_rl.trainers.device_memory import with_memory_decided
 
 
 def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTokenizer, ModelHandle]:

@@ -43,12 +43,12 @@ def stop_and_resume(folder: Path, model: ModelConfig, parallel: ParallelConfig, 
     whole = make_engine(model, parallel, memory)
     train(whole, range(2))
     saver = begin_checkpoint(whole, folder / "step_2", {}, {})
-    assert whole._moments.is_on_host == memory.offload_optimizer
+    assert whole._moments.is_on_host == memory.offloads_optimizer
     train(whole, range(2, 4))
     assert saver.wait() is None
     resumed = make_engine(model, parallel, memory)
     load_checkpoint(resumed, folder / "step_2")
-    assert resumed._moments.is_on_host == memory.offload_optimizer
+    assert resumed._moments.is_on_host == memory.offloads_optimizer
     train(resumed, range(2, 4))
     return all(torch.equal(a, b) for a, b in zip(tensors_of(whole), tensors_of(resumed), strict=True))
 

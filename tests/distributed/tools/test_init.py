@@ -66,13 +66,13 @@ def test_a_layout_that_fits_is_chosen(workspace: Path, tmp_path: Path) -> None:
             (model / name).write_bytes((workspace / "model" / name).read_bytes())
     (model / "config.json").write_text(json.dumps(config))
     chosen = {}
-    for count, device in ((1, "H200"), (1, "4090"), (8, "4090")):
+    for count, device in ((1, "H200"), (1, "4090"), (1, "A10"), (8, "A10")):
         out = tmp_path / f"{count}_{device}.yaml"
         target = ["--gpus", str(count), "--device", device, "--out", str(out)]
         assert main(["init", "sft", str(model), str(workspace / "train.jsonl"), *target]) == 0
         written = load_config(out)
         chosen[count, device] = (written.parallel.world_size, written.model.lora is not None)
-    assert chosen == {(1, "H200"): (1, False), (1, "4090"): (1, True), (8, "4090"): (8, False)}
+    assert chosen == {(1, "H200"): (1, False), (1, "4090"): (1, False), (1, "A10"): (1, True), (8, "A10"): (8, False)}
 
 
 def write_records(file: Path, records: list[dict]) -> Path:

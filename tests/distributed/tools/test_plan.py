@@ -148,8 +148,22 @@ def test_a_thousand_ranks_take_seconds(tmp_path: Path) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 10
 
 
+FASTEST = (
+    *("--parallel.fsdp", "keep"),
+    *("--memory.activation_checkpointing", "none"),
+    *("--memory.offload_optimizer", "false"),
+)
+
+
+def test_what_is_left_open_is_decided_so_that_it_fits(tmp_path: Path) -> None:
+    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4, "dp_shard": 8}, "--device", "H100")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "parallel.fsdp=reshard: each layer is gathered when it computes" in done.stdout
+    assert "memory.activation_checkpointing=full, offload_optimizer=true" in done.stdout
+
+
 def test_what_does_not_fit_names_layouts_that_do(tmp_path: Path) -> None:
-    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4, "dp_shard": 8}, "--gpus", "32")
+    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4, "dp_shard": 8}, "--gpus", "32", *FASTEST)
     assert done.returncode == 1
     assert "verdict: does not fit" in done.stderr
     assert done.stdout.count("would fit: ") >= 1, done.stdout
@@ -236,7 +250,9 @@ def test_a_plan_of_two_modules_counts_both(tmp_path: Path, capsys: pytest.Captur
 
 def test_other_layouts_are_shown_fastest_first_and_in_seconds(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4, "dp_shard": 8}, "--gpus", "32", "--device", "h100")
+    done = run_plan(
+        tmp_path, llama_70b(tmp_path), {"pp": 4, "dp_shard": 8}, "--gpus", "32", "--device", "h100", *FASTEST
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20  # of which imports take half
     shown = [line for line in done.stdout.splitlines() if line.startswith("would fit: ")]
@@ -244,7 +260,7 @@ def test_other_layouts_are_shown_fastest_first_and_in_seconds(tmp_path: Path) ->
     rates = [int(re.search(r"([\d,]+) tokens/s", line)[1].replace(",", "")) for line in shown]
     assert rates == sorted(rates, reverse=True)
     overrides = shlex.split(shown[0].removeprefix("would fit: ").partition("  (")[0])
-    again = run_plan(tmp_path, tmp_path / "llama", {"pp": 4, "dp_shard": 8}, "--device", "H100", *overrides)
+    again = run_plan(tmp_path, tmp_path / "llama", {"pp": 4, "dp_shard": 8}, "--device", "H100", *FASTEST, *overrides)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "verdict: fits" in again.stdout
 
