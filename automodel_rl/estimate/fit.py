@@ -92,9 +92,10 @@ def fit_to_device(config: RunConfig, whole: PretrainedConfig, device_bytes: floa
         whole: the Hugging Face config of the whole model.
         device_bytes: memory of the device.
     """
+    model = MemoryModel(language_config(whole), config.model, STEP, config.optimizer)
     tries: list[Fit] = []
     for parallel, memory in _ways(config, whole):
-        tries.append(_try(config, whole, device_bytes, parallel, memory))
+        tries.append(_try(config, model, device_bytes, parallel, memory))
         is_enough = config.batch.microbatch_tokens != "auto" or tries[-1].num_tokens >= ENOUGH_TOKENS
         if tries[-1].fits and is_enough:
             return tries[-1]
@@ -128,16 +129,16 @@ def _ways(config: RunConfig, whole: PretrainedConfig) -> Iterator[tuple[Parallel
 
 
 def _try(
-    config: RunConfig, whole: PretrainedConfig, device_bytes: float, parallel: ParallelConfig, memory: MemoryConfig
+    config: RunConfig, model: MemoryModel, device_bytes: float, parallel: ParallelConfig, memory: MemoryConfig
 ) -> Fit:
     """A way with the capacity that the config gives, or the largest one that fits."""
-    language = language_config(whole)
     given = config.batch.microbatch_tokens
-    model = MemoryModel(language, config.model, STEP, config.optimizer)
     longest = config.longest_sequence if isinstance(config, GRPOConfig) else 0
     step = model.plan(parallel, memory, parallel.pp)
     weights = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
-    room = USED * device_bytes - rollout_phases(config, language, weights, step.ranks[0], device_bytes).beside_training
+    room = (
+        USED * device_bytes - rollout_phases(config, model.config, weights, step.ranks[0], device_bytes).beside_training
+    )
     num_tokens = largest_microbatch(model, parallel, memory, room) if given == "auto" else given
     if parallel.pp > 1 and given == "auto":
         num_tokens = min(num_tokens, max(MOST_IN_A_PIPELINE, -(-longest // STEP) * STEP))

@@ -146,18 +146,21 @@ class MemoryModel:
         return other
 
     def least(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
-        """Bytes that a rank needs at least for weights, moments, sums of gradients of several microbatches, and
-        activations. The first rank of a pipeline holds those of as many microbatches as there are ranks."""
+        """Bytes that a rank needs at least for weights, moments and sums of gradients of several microbatches."""
         whole = self.parameters / (parallel.pp * parallel.tp * parallel.ep)
         trained, sharded = self._trained_share * whole, parallel.expert_ranks / parallel.ep
         moments = 0.0 if memory.offloads_optimizer else trained * max(self._num_moments.values(), default=0)
         shards = ((trained + moments) * self.master + (whole - trained) * self.compute) / sharded
         gathered = 0.0 if parallel.reshards else whole if sharded > 1 else trained
         gradients = trained / sharded if parallel.reduces_each else trained
+        return gathered * self.compute + shards + gradients * self.master
+
+    def least_activations(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
+        """Bytes that the fullest rank of a supported layout needs at least for activations of several microbatches. The
+        first rank of a pipeline holds those of as many microbatches as there are ranks."""
         how, layers = self._how(parallel, memory), self.config.num_hidden_layers
         kept = min(self._of_layer(layer, parallel, how).kept for layer in (0, layers - 1))  # of two kinds, if there are
-        held = layers // parallel.pp if SCHEDULES[parallel.schedule].is_v else layers
-        return gathered * self.compute + shards + gradients * self.master + held * kept
+        return kept * (layers // parallel.pp if SCHEDULES[parallel.schedule].is_v else layers)
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
         """The plan of a step on one layout, with so many microbatches on each data rank."""

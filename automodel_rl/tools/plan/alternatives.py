@@ -111,9 +111,13 @@ class Search:
             if model.least(parallel, memory) <= self.capacity
         ]
         found: list[Choice] = []
-        for _, parallel, memory in sorted(candidates, key=lambda candidate: candidate[0])[:MOST_TRIED]:
+        tried = 0
+        for _, parallel, memory in sorted(candidates, key=lambda candidate: candidate[0]):
             if not self._is_supported(parallel, memory):
                 continue
+            if model.least(parallel, memory) + model.least_activations(parallel, memory) > self.capacity:
+                continue
+            tried += 1
             step = model.plan(parallel, memory, self._count(parallel, more))
             if step.peak <= self.capacity:
                 seconds = self.seconds(model, parallel, memory, step.timeline.bubble)
@@ -121,7 +125,7 @@ class Search:
                 if num_tokens != self.config.batch.capacity:
                     changes.append(f"batch.microbatch_tokens {num_tokens}")
                 found.append(Choice(tuple(changes), step.peak, seconds, self.num_tokens / seconds))
-            if len(found) == 2 * BEST:  # the rough order is nearly the final one
+            if len(found) == 2 * BEST or tried == MOST_TRIED:  # the rough order is nearly the final one
                 break
         return sorted(found, key=lambda choice: choice.seconds)[:BEST]
 
