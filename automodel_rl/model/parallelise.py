@@ -133,11 +133,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
             compile_layers(layers_of(part))
         scope.follow(mixtures)  # a recomputation must note the microbatch, too
         checkpoint_layers(layers_of(part), memory.recomputed)
-    policy, accurate = mixed_precision(model), mixed_precision(model, least=torch.float32)
-    units = [Unit(module, layout.fsdp_mesh, accurate) for module in accurate_modules]
-    if layout.parallel.ep > 1:
-        units += [Unit(module, layout.expert_fsdp_mesh, policy) for module in experts]
-    units += [Unit(module, layout.fsdp_mesh, policy) for module in (*layers_of(part), *_ends(part), part)]
+    units = _fsdp_units(part, layout, model, accurate_modules, experts if layout.parallel.ep > 1 else [])
     wrap_fsdp(units, reshards=layout.parallel.reshards)
     return Extras(scope, replay, watch, partial)
 
@@ -178,11 +174,20 @@ def store_frozen(part: nn.Module, dtype: torch.dtype, accurate: Collection[nn.Mo
             parameter.data = parameter.data.to(dtype)
 
 
-def _ends(part: Any) -> list[nn.Module]:
-    """Embedding and head, the largest matrices, if they are units of their own. Tied ones belong to the part."""
+def _fsdp_units(
+    part: Any, layout: Layout, model: ModelConfig, accurate: Collection[nn.Module], experts: Collection[nn.Module]
+) -> list[Unit]:
+    """The FSDP units of a part: modules of layers that have a precision or a mesh of their own, layers, embedding
+    and head, and the rest."""
+    mesh, policy = layout.fsdp_mesh, mixed_precision(model)
+    units = [Unit(module, mesh, mixed_precision(model, least=torch.float32)) for module in accurate]
+    units += [Unit(module, layout.expert_fsdp_mesh, policy) for module in experts]
+    units += [Unit(layer, mesh, policy) for layer in layers_of(part)]
     embedding, head = part.model.embed_tokens, part.lm_head
-    ends = [module for module in (embedding, head) if module is not None]
-    return [] if len(ends) == 2 and embedding.weight is head.weight else ends
+    if embedding is None or head is None or embedding.weight is not head.weight:  # tied ones belong to the rest
+        units += [] if embedding is None else [Unit(embedding, mesh, policy, is_first=True)]
+        units += [] if head is None else [Unit(head, mesh, policy, is_last=True)]
+    return [*units, Unit(part, mesh, policy)]
 
 
 def _fp32_modules(part: Any, family: Family) -> list[nn.Module]:

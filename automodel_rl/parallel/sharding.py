@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -190,11 +190,15 @@ class Unit:
         module: the module; units inside of it come first.
         mesh: the mesh over which its weights are sharded and, with replicas, copied.
         policy: their precision.
+        is_first: whether its backward does not need its weights, as that of an embedding.
+        is_last: whether its backward follows right after its forward, so that its weights stay gathered in between.
     """
 
     module: nn.Module
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
+    is_first: bool = False
+    is_last: bool = False
 
 
 def wrap_fsdp(units: Iterable[Unit], *, reshards: bool) -> None:
@@ -216,9 +220,11 @@ def wrap_fsdp(units: Iterable[Unit], *, reshards: bool) -> None:
             unit.module,
             mesh=unit.mesh,
             mp_policy=unit.policy,
-            reshard_after_forward=reshards,
+            reshard_after_forward=reshards and not unit.is_last,
             ignored_params=whole,
         )
+        if unit.is_first:
+            cast(FSDPModule, unit.module).set_unshard_in_backward(False)
     sum_fsdp_gradients(unit.module)
 
 
