@@ -1,17 +1,25 @@
 """Gradients summed in shards, and weights gathered layer by layer, give the numbers of one process."""
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
-from automodel_rl.config import ParallelConfig
+from automodel_rl.batch import pack_microbatch
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.config.parallel import Fsdp
+from automodel_rl.engine import Engine
+from automodel_rl.losses import sft_loss
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.support.families import FAMILIES
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64
 from automodel_rl.tools.verify.comparison import Case
 from tests.distributed.parallel.test_parity import SP, assert_equal, differences
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_model
+from tests.tiny import make_sequences, save_tiny_model
 
 INTERLEAVED = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
 
@@ -74,3 +82,24 @@ def test_recomputed_layers_equal_one_process(
     memory = MemoryConfig(activation_checkpointing=mode)
     case = Case(ParallelConfig(fsdp="reshard", **sizes), (3, 2), memory=memory)
     assert_equal(differences(ranks, tmp_path, case), FLOAT64 if FAMILIES[family].is_exact(1) else FLOAT32)
+
+
+def gathers_of_a_step(folder: Path, fsdp: Fsdp, num_microbatches: int) -> Counter[str]:
+    """How often a step gathers each FSDP unit."""
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), ParallelConfig(dp_shard=2, fsdp=fsdp))
+    engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+    microbatches = [pack_microbatch(make_sequences(2, number)) for number in range(num_microbatches)]
+    engine.train_step(microbatches, sft_loss)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.train_step(microbatches, sft_loss)
+    names = [event.name for event in profile.events()]
+    return Counter(match[1] for name in names if (match := re.fullmatch(r"FSDP::all_gather \((\S+)\)", name)))
+
+
+@pytest.mark.parametrize("fsdp", ["keep", "reduce", "reshard"])
+def test_units_are_gathered_no_oftener_than_they_are_needed(ranks: RankPool, tmp_path: Path, fsdp: Fsdp) -> None:
+    save_tiny_model(tmp_path, "qwen3", num_layers=3)
+    once, layer = (3, 6) if fsdp == "reshard" else (1, 1)
+    layers = {f"model.layers.{number}": layer for number in range(3)}
+    for found in ranks(2).run(gathers_of_a_step, tmp_path, fsdp, 3):
+        assert found == {"model.embed_tokens": once, "lm_head": once, **layers}
