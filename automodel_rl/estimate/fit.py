@@ -142,9 +142,15 @@ def _try(
     num_tokens = largest_microbatch(model, parallel, memory, room) if given == "auto" else given
     if parallel.pp > 1 and given == "auto":
         num_tokens = min(num_tokens, max(MOST_IN_A_PIPELINE, -(-longest // STEP) * STEP))
-    count = fill_up_to(2 * parallel.pp, parallel) if parallel.pp > 1 else 2
-    planned = model.with_microbatches_of(max(num_tokens, STEP)).plan(parallel, memory, count).peak
+    planned = _peak(model, parallel, memory, max(num_tokens, STEP))
     return Fit(parallel, memory, num_tokens, max(longest, STEP) if given == "auto" else given, room, planned)
+
+
+def _peak(model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, num_tokens: int) -> int:
+    """Bytes of a step with microbatches of so many tokens: of several, whose gradients are summed, which takes more
+    memory than those of one."""
+    count = fill_up_to(2 * parallel.pp, parallel) if parallel.pp > 1 else 2
+    return model.with_microbatches_of(num_tokens).plan(parallel, memory, count).peak
 
 
 def largest_microbatch(model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, num_bytes: float) -> int:
@@ -157,13 +163,10 @@ def largest_microbatch(model: MemoryModel, parallel: ParallelConfig, memory: Mem
         num_bytes: bytes that a step may take.
     """
 
-    def fits(steps: int) -> bool:
-        # Gradients of several microbatches are summed, which takes more memory than those of one.
-        count = fill_up_to(2 * parallel.pp, parallel) if parallel.pp > 1 else 2
-        return model.with_microbatches_of(steps * STEP).plan(parallel, memory, count).peak <= num_bytes
-
     least, most = 0, MOST_TOKENS // STEP if model.least(parallel, memory) <= num_bytes else 0
     while least < most:
         middle = (least + most + 1) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+        least, most = (
+            (middle, most) if _peak(model, parallel, memory, middle * STEP) <= num_bytes else (least, middle - 1)
+        )
     return least * STEP
