@@ -129,9 +129,14 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
-    status = _status_of(pid)
-    return bool(status) and status[0] not in "ZX"
+    """Whether a process is there and has not ended. Its threads end one after the other, the first one not always
+    last."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    states = (_status_of(f"{pid}/task/{thread}")[:1] for thread in threads)
+    return any(state[0] not in "ZX" for state in states if state)
 
 
 def processor_seconds(pid: int) -> float:
@@ -139,8 +144,8 @@ def processor_seconds(pid: int) -> float:
     return sum(map(int, _status_of(pid)[11:15])) / TICKS
 
 
-def _status_of(pid: int) -> list[str]:
-    """Fields of a process's status, from its state on; empty if the process is gone."""
+def _status_of(pid: int | str) -> list[str]:
+    """Fields of the status of a process, or of a thread (`PID/task/THREAD`), from its state on; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

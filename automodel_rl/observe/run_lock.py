@@ -6,6 +6,8 @@ other machines, or to the file system, and a process that another machine's file
 
 - a lock that is held means a run that lives, also one that is stopped
 - a process of this machine is looked up, by its number and its start
+- a process that has been killed may hold its lock for a while: its threads end one after the other, and one that writes
+  to a busy disk goes last
 - of another machine's process the modification time decides, by the clock of the folder's own file system
 """
 
@@ -15,6 +17,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -31,6 +34,12 @@ DEAD_AFTER = 300.0
 
 ASKING = 2.0
 """Longest time in seconds for which somebody may hold the lock only to ask whether it is free."""
+
+ENDING = 60.0
+"""Longest time in seconds for which a process that has been killed is waited for."""
+
+PF_EXITING = 0x4
+"""Flag of a thread that ends (`include/linux/sched.h`)."""
 
 JOB_VARIABLE = "AUTOMODEL_RL_JOB"
 """Environment variable with a name of the job that is the same when its driver starts it again."""
@@ -68,6 +77,11 @@ class Holder:
     def is_alive_here(self) -> bool:
         """Whether the process is there, if it can be looked up here."""
         return self.is_here and self.started != "" and _start_of(self.pid) == self.started
+
+    @property
+    def is_ending_here(self) -> bool:
+        """Whether the process has been killed but has not let go of all it had, if it can be looked up here."""
+        return self.is_here and _is_ending(self.pid)
 
     @property
     def is_this_process(self) -> bool:
@@ -124,14 +138,17 @@ def sign_of_life(file: Path, *, exact: bool = False) -> Sign | None:
 
 
 def check_free(file: Path, job: str) -> None:
-    """Raises InputError if another run lives in a folder.
+    """Raises InputError if another run lives in a folder. A run that has been killed is waited for.
 
     Args:
         file: the lock's file.
         job: the name of this process's job. An attempt at the same job on a machine that is gone does not count, for
             its driver has given it up.
     """
-    sign = sign_of_life(file, exact=True)
+    sign, deadline = sign_of_life(file, exact=True), time.monotonic() + ENDING
+    while sign is not None and sign.holder is not None and sign.holder.is_ending_here and time.monotonic() < deadline:
+        time.sleep(0.05)
+        sign = sign_of_life(file, exact=True)
     if sign is None or (not sign.is_certain and sign.holder is not None and job and sign.holder.job == job):
         return
     where = f"output={file.parent}: a run is at work there ({sign})"
@@ -280,3 +297,15 @@ def _start_of(pid: int) -> str:
     except (OSError, ValueError):
         return ""
     return "" if state == "Z" else fields[18]
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether a process of this machine is there and cannot go on: its first thread has ended, or a kill waits for
+    it."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except (OSError, ValueError):
+        return False
+    pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+    return state == "Z" or bool(int(fields[5]) & PF_EXITING) or bool(pending >> (signal.SIGKILL - 1) & 1)

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +18,7 @@ import pytest
 from automodel_rl.errors import InputError, JobEndedError
 from automodel_rl.observe import run_lock
 from automodel_rl.observe.run_lock import DEAD_AFTER, Holder, RunLock, check_free, sign_of_life
+from tests.processes import is_alive
 
 HOLD = """
 import fcntl, sys
@@ -28,6 +31,16 @@ if sys.argv[2] == "no locks":
 RunLock(Path(sys.argv[1]), "")
 print(flush=True)
 input()
+"""
+
+HOLD_WHILE_ENDING = """
+import ctypes, os, sys, threading
+from pathlib import Path
+from automodel_rl.observe.run_lock import RunLock
+RunLock(Path(sys.argv[1]), "")
+threading.Thread(target=lambda: (sys.stdin.readline(), os._exit(0))).start()
+print(flush=True)
+ctypes.CDLL(None).pthread_exit(None)
 """
 
 HAVE_LOCKS = pytest.mark.parametrize("locks", ["locks", "no locks"])
@@ -64,6 +77,25 @@ def test_a_run_that_lives_or_is_stopped_is_in_the_way_until_it_is_killed(tmp_pat
         other.wait()
         RunLock(file, "").release()
     assert sign_of_life(file) is None
+
+
+def test_a_run_that_has_been_killed_is_waited_for_until_its_last_thread_has_let_go(tmp_path: Path) -> None:
+    file = tmp_path / ".in_use"
+    command = [sys.executable, "-c", HOLD_WHILE_ENDING, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        other.stdout.readline()
+        while not Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].startswith(" Z"):
+            time.sleep(0.01)
+        assert sign_of_life(file) is not None
+        assert is_alive(other.pid)
+        taken = ThreadPoolExecutor().submit(check_free, file, "")
+        time.sleep(0.3)
+        assert not taken.done()
+        other.stdin.close()
+        assert taken.result() is None
+    assert not is_alive(other.pid)
 
 
 def of_another_machine(file: Path, age: float, job: str = "") -> Holder:
