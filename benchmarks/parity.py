@@ -3,6 +3,7 @@
     python benchmarks/parity.py                 all cells, on this machine's CPU; writes benchmarks/parity.md
     python benchmarks/parity.py --only cp=2     the cells whose layout has this in its name
     python benchmarks/parity.py --only replay   those with router replay
+    python benchmarks/parity.py --only fsdp=    those whose gradients, or weights too, are sharded at each microbatch
 
 Float64 where the model computes in it, against plain transformers one sequence at a time, with other token counts on
 every rank. A cell shows the largest difference of loss, gradient norm, log-probabilities and gradients (relative) and
@@ -12,6 +13,7 @@ every choice of experts, in every pass, is the route's.
 """
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import sys
@@ -26,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.config.parallel import Fsdp
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import read_config
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
@@ -57,11 +60,27 @@ class Cell:
     @property
     def name(self) -> str:
         values = self.parallel.model_dump(exclude_defaults=True)
+        if values["fsdp"] == "keep":
+            del values["fsdp"]
         layout = ", ".join(f"{key}={value}" for key, value in values.items()) or "one rank"
         return f"{layout}, router replay, recomputed: {self.recomputed}" if self.replay else layout
 
 
 def cells() -> Iterator[Cell]:
+    """Every layout with weights kept gathered, then every one that shards them in the other two ways of FSDP."""
+    kept = [dataclasses.replace(cell, parallel=_with_fsdp(cell.parallel, "keep")) for cell in _layouts()]
+    yield from kept
+    for fsdp in ("reduce", "reshard"):
+        for cell in kept:
+            if cell.parallel.fsdp_size > 1:
+                yield dataclasses.replace(cell, parallel=_with_fsdp(cell.parallel, fsdp))
+
+
+def _with_fsdp(parallel: ParallelConfig, fsdp: Fsdp) -> ParallelConfig:
+    return parallel.model_copy(update={"fsdp": fsdp})
+
+
+def _layouts() -> Iterator[Cell]:
     """{pp 1, 2, 4 x schedules} x {tp 1, 2} x {ep 1, 2} x {cp 1, 2, 4} x {dp 1, 2}, then families, then eight ranks."""
     for pp, tp, ep, cp, dp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4), (1, 2)):
         if pp * tp * cp * dp > MOST_RANKS:
@@ -89,10 +108,10 @@ def cells() -> Iterator[Cell]:
     yield Cell("gpt_oss", ParallelConfig(dp_shard=2, cp=2, tp=2, sequence_parallel=True, ep=4))
     yield Cell("deepseek_v3", ParallelConfig(pp=2, dp_shard=2, tp=2, sequence_parallel=True, ep=4))
     yield Cell("deepseek_v3", ParallelConfig(pp=2, cp=2, ep=4, dp_shard=2))
-    yield from replay_cells()
+    yield from _replay_layouts()
 
 
-def replay_cells() -> Iterator[Cell]:
+def _replay_layouts() -> Iterator[Cell]:
     """Router replay under every kind of recomputation, then over families, eight ranks last."""
     virtual = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
     v_shaped = {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}
