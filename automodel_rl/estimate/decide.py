@@ -11,6 +11,14 @@ from automodel_rl.estimate.fit import GIB, AnyRun, Fit, fit_to_device
 from automodel_rl.hf.find import find_model
 from automodel_rl.launch.process_group import join_process_group
 
+LEFT_OPEN = (
+    ("parallel", "fsdp"),
+    ("memory", "activation_checkpointing"),
+    ("memory", "offload_optimizer"),
+    ("batch", "microbatch_tokens"),
+)
+"""Sections and keys of what a config may leave open of a step's memory."""
+
 ON_CPU = 8192
 """Capacity of microbatches on a CPU, where larger ones are no faster."""
 
@@ -27,6 +35,8 @@ def with_memory_decided(config: AnyRun, whole: PretrainedConfig) -> tuple[AnyRun
         InputError: no microbatch fits, or none with the longest completion.
     """
     device = join_process_group(config.world_size)
+    if not _left_open(config):
+        return config, ""
     if device.type != "cuda":
         return _on_cpu(config)
     # The smallest device decides, for all ranks need the same.
@@ -58,16 +68,13 @@ def _on_cpu(config: AnyRun) -> tuple[AnyRun, str]:
 def _line(asked: RunConfig, decided: RunConfig, fit: Fit) -> str:
     """What was decided, with the figure."""
     chosen = [
-        f"{section}.{key}={as_yaml(getattr(getattr(decided, section), key))}"
-        for section, key in (
-            ("parallel", "fsdp"),
-            ("memory", "activation_checkpointing"),
-            ("memory", "offload_optimizer"),
-            ("batch", "microbatch_tokens"),
-        )
-        if getattr(getattr(asked, section), key) == "auto"
+        f"{section}.{key}={as_yaml(getattr(getattr(decided, section), key))}" for section, key in _left_open(asked)
     ]
     plan = f"the plan is {fit.planned / GIB:.0f} of {fit.room / GIB:.0f} GiB that a step may fill"
     if not fit.fits:
         plan += ": if memory runs out, lower batch.microbatch_tokens"
-    return f"{' '.join(chosen)} (auto: {plan})" if chosen else ""
+    return f"{' '.join(chosen)} (auto: {plan})"
+
+
+def _left_open(config: RunConfig) -> list[tuple[str, str]]:
+    return [(section, key) for section, key in LEFT_OPEN if getattr(getattr(config, section), key) == "auto"]

@@ -77,7 +77,11 @@ class Fit:
         """The config with what has been decided. If no microbatch fits, it has the smallest that is needed."""
         tokens = max(self.num_tokens, self.needed)
         batch = config.batch.model_copy(update={"microbatch_tokens": tokens})
-        return config.model_copy(update={"parallel": self.parallel, "memory": self.memory, "batch": batch})
+        decided = {"parallel": self.parallel, "memory": self.memory, "batch": batch}
+        if config.components is not None:  # the language model's layout stands there, too
+            language = config.components.language.model_copy(update={"fsdp": self.parallel.fsdp})
+            decided["components"] = config.components.model_copy(update={"language": language})
+        return config.model_copy(update=decided)
 
 
 def fit_to_device(config: RunConfig, whole: PretrainedConfig, device_bytes: float) -> Fit:

@@ -30,6 +30,19 @@ def test_one_step_more_does_not_fit(sizes: dict) -> None:
     assert recomputed > 10 * STEP
 
 
+def config_of(sizes: dict, tokens: int | str = "auto", memory: dict | None = None, **other: object) -> SFTConfig:
+    values = {
+        "model": {"path": "x"},
+        "data": {"train": "x.jsonl"},
+        "batch": {"sequences": 64, "microbatch_tokens": tokens},
+        "length": {"steps": 1},
+        "parallel": sizes,
+        "memory": memory or {},
+        "output": "out",
+    }
+    return SFTConfig.model_validate(values | other)
+
+
 def fit(sizes: dict, gib: float, layers: int = 36, tokens: int | str = "auto", **memory: object) -> Fit:
     """What is decided for some layers of an 8B shape."""
     whole = Qwen3Config(
@@ -42,16 +55,7 @@ def fit(sizes: dict, gib: float, layers: int = 36, tokens: int | str = "auto", *
         vocab_size=151_936,
         tie_word_embeddings=False,
     )
-    values = {
-        "model": {"path": "x"},
-        "data": {"train": "x.jsonl"},
-        "batch": {"sequences": 64, "microbatch_tokens": tokens},
-        "length": {"steps": 1},
-        "parallel": sizes,
-        "memory": memory,
-        "output": "out",
-    }
-    return fit_to_device(SFTConfig.model_validate(values), whole, gib * 2**30)
+    return fit_to_device(config_of(sizes, tokens, memory), whole, gib * 2**30)
 
 
 def chosen(found: Fit) -> tuple[str, str, object]:
@@ -90,3 +94,11 @@ def test_a_model_that_fits_nowhere_is_said_not_to_fit() -> None:
     found = fit({}, 24)
     assert not found.fits
     assert chosen(found) == ("reshard", "full", True)
+
+
+def test_what_is_decided_holds_for_the_language_model_of_components() -> None:
+    components = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
+    config = config_of({}, components=components)
+    decided = Fit(ParallelConfig(dp_shard=2, fsdp="reshard"), MemoryConfig(), 4096, 1024, 1.0, 1).of(config)
+    assert decided.components is not None
+    assert decided.components.language.parallel == decided.parallel
