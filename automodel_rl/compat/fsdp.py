@@ -1,6 +1,7 @@
 """The state of FSDP2 units in the middle of a step. No other file uses torch's private names of FSDP.
 
-Checked with torch 2.11.0 and 2.13.0. If torch 2.12 has other names, it raises.
+Before torch 2.15 a unit sums gradients of several microbatches in a tensor beside its gathered weights, from 2.15 on in
+their `grad`. Checked with torch 2.11, 2.13 and 2.15; where a version between has other names, it raises.
 """
 
 from typing import Any
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from automodel_rl.compat.versions import TORCH
+
+SUMS_IN_GRAD = TORCH >= (2, 15)
+"""Whether a gathered weight's own `grad` is the sum over microbatches, in the dtype in which FSDP reduces."""
 
 HAS_RESET = TORCH >= (2, 13)
 """Whether FSDP itself can be reset after a failed step, as since torch 2.13."""
@@ -23,7 +27,8 @@ def drop_unsharded_gradients(unit: FSDPModule) -> None:
     """
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group is not None else ():
-        parameter.unsharded_accumulated_grad = None
+        if not SUMS_IN_GRAD:
+            parameter.unsharded_accumulated_grad = None
         if "_unsharded_param" in vars(parameter):  # it exists once the weight has been gathered
             parameter._unsharded_param.grad = None
 
@@ -58,6 +63,11 @@ def gradient_sum(unit: FSDPModule, weight: Tensor) -> Tensor:
     sums = {}
     for parameter in group.fsdp_params:
         gathered = parameter.unsharded_param
+        if SUMS_IN_GRAD:
+            if gathered.grad is None and gathered.requires_grad:
+                gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype, requires_grad=False)
+            sums[gathered] = gathered.grad
+            continue
         if parameter.unsharded_accumulated_grad is None and gathered.requires_grad:
             dtype = parameter.reduce_dtype or gathered.dtype
             parameter.unsharded_accumulated_grad = torch.zeros_like(gathered, dtype=dtype, requires_grad=False)

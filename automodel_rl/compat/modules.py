@@ -1,12 +1,15 @@
 """Private parts of transformers' configs and modules."""
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig, Qwen2_5OmniThinkerTextModel
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniTextConfig
+
+from automodel_rl.compat.versions import TRANSFORMERS
 
 
 def set_attention(config: PretrainedConfig, name: str) -> None:
@@ -17,6 +20,23 @@ def set_attention(config: PretrainedConfig, name: str) -> None:
         name: name of a function that is registered with transformers.
     """
     config._attn_implementation = name
+
+
+@contextlib.contextmanager
+def parameters_without_storage() -> Iterator[None]:
+    """Parameters of modules that are made in this block are on the meta device, while buffers have values."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def without_modules(module: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -41,6 +61,11 @@ def text_model(config: PretrainedConfig, **options: Any) -> Any:
     if isinstance(config, Qwen2_5OmniTextConfig):
         return Qwen2_5OmniThinkerTextModel._from_config(config, **options)
     return AutoModel.from_config(config, **options)
+
+
+def with_cache(cache: Any) -> dict[str, Any]:
+    """The argument of a model's forward for its cache of keys and values."""
+    return {"cache" if TRANSFORMERS >= (5, 24) else "past_key_values": cache}
 
 
 def apply_gate(experts: Any, gate_up: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ It takes seconds to import, so it is imported where it is needed. Checked with n
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from automodel_rl.compat.modules import set_attention
+from automodel_rl.errors import InputError
 from automodel_rl.launch.quiet import quiet_imports
+
+
+def check_installed() -> None:
+    """Raises InputError without nemo_automodel, which is an extra of this package."""
+    if importlib.util.find_spec("nemo_automodel") is None:
+        raise InputError(
+            "model.implementation=nemo_automodel: nemo_automodel is not installed: pip install 'automodel-rl[nemo]', "
+            "or use transformers"
+        )
 
 
 def nemo_model(class_path: tuple[str, str], config: PretrainedConfig, dtype: torch.dtype, attention: str) -> Any:
@@ -38,7 +49,7 @@ def nemo_model(class_path: tuple[str, str], config: PretrainedConfig, dtype: tor
     return getattr(importlib.import_module(module), name)(config, backend=backend).to(dtype)
 
 
-def split_into_stages(
+def split_by_auto_pipeline(
     model: nn.Module,
     mesh: DeviceMesh,
     device: torch.device,

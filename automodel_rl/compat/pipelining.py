@@ -5,7 +5,7 @@ microbatch has. So each microbatch gets receive buffers of its own, and shapes a
 no extra forward, and no state left over between training and forward-only steps. A buffer exists from the moment when
 its message is asked for until it has been used, so memory depends on the microbatches in flight, not on all of a step.
 
-Checked with torch 2.11.0 and 2.13.0.
+Checked with torch 2.11, 2.13 and 2.15.
 """
 
 import functools
@@ -35,6 +35,10 @@ Boundaries = tuple[Shape, Shape]
 
 HAS_TENSOR_META = TORCH >= (2, 12)
 """Whether receive buffers have a second description of their tensor and stages a `_stage_meta`, as since torch 2.12."""
+
+ALLOCATES = TORCH >= (2, 15)
+"""Whether torch itself allocates a receive buffer when its message is asked for and lets go of what has been sent, as
+since torch 2.15."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ class PackedStage(PipelineStage):
         self.args_recv_info, self.grad_recv_info = {}, {}
 
     def _receive(self, name: str, source: int, shape: Shape, dtype: torch.dtype, requires_grad: bool) -> Any:
+        if ALLOCATES:
+            return torch_stage._RecvInfo(name, source, _tensor_meta(shape, dtype, requires_grad))  # type: ignore[call-arg]
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         if HAS_TENSOR_META:
             return torch_stage._RecvInfo(name, source, buffer, _tensor_meta(shape, dtype, requires_grad))
@@ -167,9 +173,10 @@ class PackedStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with in_microbatch("forward", self.stage_index, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        # torch 2.11 expects only tensors here when it splits a backward, but keyword arguments are no tensors.
-        outputs, inputs = self.fwd_cache[fwd_chunk_id]
-        self.fwd_cache[fwd_chunk_id] = (outputs, [value for value in inputs if isinstance(value, Tensor)])
+        if not ALLOCATES:
+            # torch 2.11 expects only tensors here when it splits a backward, but keyword arguments are no tensors.
+            outputs, inputs = self.fwd_cache[fwd_chunk_id]
+            self.fwd_cache[fwd_chunk_id] = (outputs, [value for value in inputs if isinstance(value, Tensor)])
         self.args_recv_info.pop(fwd_chunk_id, None)  # the cache holds what the backward needs
         self.output_chunks.clear()  # they are not asked for, and their graphs would hold the inputs
         return output
@@ -266,7 +273,7 @@ def _forward_actions(schedule: _PipelineScheduleRuntime) -> dict[int, list[Any]]
         last[action.stage_index] = action
     actions = []
     for action in flat:
-        if action.computation_type.name in ("SEND_F", "RECV_F"):
+        if action.computation_type.name in ("SEND_F", "RECV_F", "WAIT_SEND_F"):
             actions.append(action)
         elif action.computation_type.name == "FORWARD":
             stage = action.stage_index

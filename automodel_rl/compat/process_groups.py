@@ -1,6 +1,6 @@
 """Timeouts of process groups, and process groups across several jobs.
 
-Checked with torch 2.11.0 and 2.13.0.
+Checked with torch 2.11, 2.13 and 2.15.
 """
 
 import contextlib
@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from automodel_rl.compat.versions import TORCH
 
 
 def limit_waits(groups: Iterable[dist.ProcessGroup], longest: datetime.timedelta) -> None:
     """Sets the timeout of groups, which otherwise is their backend's default."""
     for group in groups:
-        _set_pg_timeout(longest, group)
+        if TORCH < (2, 15):
+            dist.distributed_c10d._set_pg_timeout(longest, group)
+        else:
+            dist.set_timeout(longest, group)  # type: ignore[attr-defined]
 
 
 def group_outside_of_jobs(store: dist.Store, rank: int, size: int, device: torch.device, seconds: float) -> Any:

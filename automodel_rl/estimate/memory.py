@@ -37,9 +37,9 @@ from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, pa
 from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
-from automodel_rl.parallel.pipeline.schedules import SCHEDULES
+from automodel_rl.parallel.pipeline.schedules import SCHEDULES, stages_of_ranks
 from automodel_rl.parallel.pipeline.split import layers_per_stage
-from automodel_rl.parallel.pipeline.timeline import Timeline, simulate, stages_of_ranks
+from automodel_rl.parallel.pipeline.timeline import Timeline, simulate
 from automodel_rl.support.description import LINEAR_ATTENTION, describe_model, experts_per_token, language_config
 from automodel_rl.support.rule import Combination
 

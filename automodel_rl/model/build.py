@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nemo_automodel.components.utils.model_utils import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
-from automodel_rl.compat.nemo import nemo_model
+from automodel_rl.compat.modules import parameters_without_storage
+from automodel_rl.compat.nemo import check_installed, nemo_model
 from automodel_rl.compat.nemo_mixtures import nemo_mixture
 from automodel_rl.config.model import Implementation
 from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_experts
@@ -55,10 +55,15 @@ def build_empty_model(
         attention: name of a registered attention function.
         untie: whether to give a tied head a parameter of its own, which a pipeline needs. It is loaded with the same
             values.
+
+    Raises:
+        InputError: the package is not installed.
     """
+    if implementation == "nemo_automodel":
+        check_installed()
     register_attention()
     register_experts()
-    with init_empty_weights():
+    with parameters_without_storage():
         family = FAMILIES[config.model_type]
         if implementation == "nemo_automodel" and not family.is_moe:
             assert family.nemo_class is not None  # the table has refused other families

@@ -144,15 +144,22 @@ def split_encoder(
             makers[place] = FeatureBefore(maker, dtype, link, stage == stages - 1)
         elif stage < stages - 1:
             maker.register_forward_hook(_giving(link, is_late=number == stop - 1))
-    for number in range(len(layers)):
+    for number, layer in enumerate(list(layers)):
         if number == first - 1:
-            layers[number] = LayerBefore(link)
+            layers[number] = _of_class(layer, LayerBefore(link))
         elif number == stop:
-            layers[number] = LayerAfter(link)
+            layers[number] = _of_class(layer, LayerAfter(link))
         elif not first <= number < stop:
-            layers[number] = OtherLayer()
+            layers[number] = _of_class(layer, OtherLayer())
     link.gets_gradients = link.returns_gradients or _is_trained(body)
     return link
+
+
+def _of_class(layer: nn.Module, stand_in: nn.Module) -> nn.Module:
+    """The stand-in as an instance of the layer's class, too: transformers counts hidden states by what these give."""
+    own = type(stand_in)
+    stand_in.__class__ = type(own.__name__, (own, type(layer)), {})
+    return stand_in
 
 
 def _giving(link: StageLink, is_late: bool) -> Callable[..., None]:

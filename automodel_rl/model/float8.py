@@ -38,10 +38,15 @@ def install_float8(layers: Iterable[nn.Module], recipe: Float8) -> None:
     Experts and routers are no linear layers and stay as they are.
 
     Raises:
-        InputError: a linear layer has a size that is no multiple of `MULTIPLE`.
+        InputError: a linear layer has a size that is no multiple of `MULTIPLE`, or torchao is not installed.
     """
-    # Here, because torchao takes long to import and complains of kernels that it cannot load.
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    try:  # here, because torchao takes long to import and complains of kernels that it cannot load
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ModuleNotFoundError:
+        raise InputError(
+            f"model.fp8={recipe} needs torchao, which is not installed: pip install 'automodel-rl[fp8]', or set it to "
+            "null"
+        ) from None
 
     config = Float8LinearConfig.from_recipe_name(RECIPES[recipe])
     for layer in layers:

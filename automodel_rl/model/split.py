@@ -1,11 +1,15 @@
 """Cuts a model on the meta device into this rank's pipeline stages."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_rl.compat.nemo import split_into_stages
+from torch import nn
+
+from automodel_rl.compat.nemo import split_by_auto_pipeline
+from automodel_rl.config.model import Implementation
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.parallel.pipeline.schedules import SCHEDULES, fill_up_to
+from automodel_rl.parallel.pipeline.schedules import SCHEDULES, fill_up_to, stages_of_ranks
 from automodel_rl.parallel.pipeline.split import layers_per_stage, modules_of_stages
 
 
@@ -22,17 +26,47 @@ class Stage:
     part: Any
 
 
-def split_model(model: Any, layout: Layout) -> list[Stage]:
-    """This rank's stages of a language model, first stage first; none for a guest."""
+def split_model(model: Any, layout: Layout, implementation: Implementation) -> list[Stage]:
+    """This rank's stages of a language model, first stage first; none for a guest. AutoPipeline splits the classes of
+    nemo_automodel."""
     if layout.is_guest:
         return []
     parallel = layout.parallel
     if parallel.pp == 1:
         return [Stage(0, model)]
     layers = layers_per_stage(model.config.num_hidden_layers, parallel)
+    names = modules_of_stages(layers)
+    if implementation == "transformers":
+        return [Stage(index, keep_modules(model, names[index])) for index in stages_of_ranks(parallel)[layout.pp_rank]]
     # nemo_automodel knows only one schedule with V placement; stages lie at the same places in all of them.
     schedule = "ZBVZeroBubble" if SCHEDULES[parallel.schedule].is_v else parallel.schedule
     num_microbatches = fill_up_to(len(layers), parallel)
-    names = modules_of_stages(layers)
-    stages = split_into_stages(model, layout.mesh, layout.device, schedule, names, num_microbatches)
+    stages = split_by_auto_pipeline(model, layout.mesh, layout.device, schedule, names, num_microbatches)
     return [Stage(index, part) for index, part in stages]
+
+
+def keep_modules(model: nn.Module, names: list[str]) -> nn.Module:
+    """A copy of a model that has some of its modules. The others are None, or missing in lists of layers, which become
+    dicts by their numbers.
+
+    Args:
+        model: the model, without storage.
+        names: full names of the modules that are kept with all that they have.
+    """
+    found = copy.deepcopy(model)
+    _drop_others(found, "", {*names})
+    return found
+
+
+def _drop_others(parent: nn.Module, prefix: str, kept: set[str]) -> None:
+    for name, child in list(parent.named_children()):
+        full = prefix + name
+        if full in kept:
+            continue
+        if isinstance(child, nn.ModuleList):
+            layers = {str(number): layer for number, layer in enumerate(child) if f"{full}.{number}" in kept}
+            setattr(parent, name, nn.ModuleDict(layers))
+        elif any(other.startswith(f"{full}.") for other in kept):
+            _drop_others(child, f"{full}.", kept)
+        else:
+            setattr(parent, name, None)

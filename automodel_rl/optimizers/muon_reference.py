@@ -13,10 +13,16 @@ from automodel_rl.optimizers.observed_uses import observed_uses
 
 
 class _Exact(Tensor):
-    """A float64 gradient that stays float64 in torch.optim.Muon: this asks for bfloat16 and gets a float64 copy."""
+    """A float64 gradient that stays float64 in torch.optim.Muon: this asks for bfloat16, by `bfloat16` or from torch
+    2.14 on by `to`, and gets a float64 copy."""
 
     def bfloat16(self, *_: Any, **__: Any) -> Tensor:
         return self.clone()
+
+    def to(self, *arguments: Any, **options: Any) -> Tensor:
+        if options.get("dtype") is torch.bfloat16:
+            return self.clone()
+        return super().to(*arguments, **options)
 
 
 class PlainMuon(torch.optim.Muon):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from automodel_rl.compat.modules import with_cache
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.rollout.media_inputs import MediaInputs, next_positions
 from automodel_rl.rollout.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
@@ -112,7 +113,7 @@ class TransformersGenerator:
         for step in range(max(limits)):
             between_tokens()
             versions.append(self.receiver.complete_version())
-            output = self.model(**inputs, past_key_values=cache, logits_to_keep=1)
+            output = self.model(**inputs, **with_cache(cache), logits_to_keep=1)
             if self.recorder is not None:
                 for row, experts in zip(rows, self.recorder.take(len(rows)), strict=True):
                     routes[row].append(experts if step else experts[longest - len(requests[row].prompt) :])

@@ -59,6 +59,14 @@ def fill_up_to(num_microbatches: int, parallel: ParallelConfig) -> int:
     return num_microbatches
 
 
+def stages_of_ranks(parallel: ParallelConfig) -> tuple[tuple[int, ...], ...]:
+    """The stages of every pipeline rank."""
+    pp, count = parallel.pp, parallel.num_stages
+    if SCHEDULES[parallel.schedule].is_v:
+        return tuple((rank, count - 1 - rank) for rank in range(pp))
+    return tuple(tuple(range(rank, count, pp)) for rank in range(pp))
+
+
 def refuse_schedule(parallel: ParallelConfig) -> str | None:
     """The reason why the schedule cannot run with so many stages on a rank, or with this torch; None if it can."""
     rule = SCHEDULES[parallel.schedule]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from automodel_rl.compat.pipelining import forward_ahead, planned_actions
 from automodel_rl.config import ParallelConfig
-from automodel_rl.parallel.pipeline.schedules import SCHEDULES, fill_up_to
+from automodel_rl.parallel.pipeline.schedules import fill_up_to, stages_of_ranks
 
 ENCODER = -1
 """The stage that stands for an encoder on a rank of its own."""
@@ -36,14 +36,6 @@ class Timeline:
     def bubble(self) -> float:
         """Share of all ranks' time that is idle."""
         return 1 - sum(self.busy) / (len(self.busy) * self.length)
-
-
-def stages_of_ranks(parallel: ParallelConfig) -> tuple[tuple[int, ...], ...]:
-    """The stages of every pipeline rank."""
-    pp, count = parallel.pp, parallel.num_stages
-    if SCHEDULES[parallel.schedule].is_v:
-        return tuple((rank, count - 1 - rank) for rank in range(pp))
-    return tuple(tuple(range(rank, count, pp)) for rank in range(pp))
 
 
 @functools.cache

@@ -73,6 +73,8 @@ def delta_rule(
     function, which computes in fp32: queries and keys [1, n, heads, K], values [1, n, heads, V], logs of decays and
     rates [1, n, heads] to outputs and the last state."""
     q, k, v, decay, rate = (tensor.double().squeeze(0) for tensor in (query, key, value, g, beta))
+    # Before 5.23 transformers repeats queries and keys for the heads of values outside of the function.
+    q, k = (tensor.repeat_interleave(v.shape[1] // tensor.shape[1], dim=1) for tensor in (q, k))
     q, k = (tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6) for tensor in (q, k))
     state, outputs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), []
     for n in range(len(q)):

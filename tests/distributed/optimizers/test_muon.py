@@ -20,6 +20,7 @@ from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from tests.checkpoints import save_checkpoint
 from tests.faults.table import planted
+from tests.needs import needs_nemo
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model, save_tiny_multimodal_model
 
@@ -160,6 +161,7 @@ def test_a_first_step_in_float32_is_near_one_process(ranks: RankPool, tmp_path: 
     assert found.largest("weights", 1) < 1e-4
 
 
+@needs_nemo
 def test_matrices_of_classes_of_nemo_automodel_are_those_of_transformers(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, num_layers=1, dtype=torch.float32)
     case = Case(microbatches=(2,), dtype="float32", implementation="nemo_automodel", optimizer="muon")

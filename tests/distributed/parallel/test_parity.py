@@ -15,6 +15,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, Tolerances, judge
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
+from tests.needs import needs_nemo
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -188,6 +189,7 @@ def test_families_of_mixtures_that_follow_routes_equal_one_process(
     assert_equal(found, FLOAT64 if FAMILIES[family].is_exact(parallel.tp) else FLOAT32)
 
 
+@needs_nemo
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"cp": 2}], ids=str)
 def test_classes_of_nemo_automodel_equal_one_process(ranks: RankPool, tmp_path: Path, sizes: dict, family: str) -> None:
@@ -196,6 +198,7 @@ def test_classes_of_nemo_automodel_equal_one_process(ranks: RankPool, tmp_path: 
     assert_equal(differences(ranks, tmp_path, case), FLOAT32)
 
 
+@needs_nemo
 @pytest.mark.parametrize(
     ("family", "sizes", "replay"),
     [
@@ -215,6 +218,7 @@ def test_mixtures_of_nemo_automodel_equal_one_process(
     assert_equal(differences(ranks, tmp_path, case), FLOAT32)
 
 
+@needs_nemo
 def test_groups_that_a_router_leaves_out_stay_so_with_low_biases(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "deepseek_v3", dtype=torch.float32, n_group=2, topk_group=1)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from automodel_rl.batch import pack_microbatch
 from automodel_rl.compat.pipelining import PackedStage
@@ -26,18 +27,20 @@ def most_buffers(folder: Path, parallel: ParallelConfig, num_microbatches: int) 
     )
     alive: dict[int, weakref.ref] = {}
     most = made = 0
-    receive = PackedStage._receive
+    regroup = PackedStage._regroup
 
     def watched(*arguments: Any) -> Any:
         nonlocal most, made
-        info = receive(*arguments)
-        made += 1
-        alive[made] = weakref.ref(info.buffer)
+        ops = regroup(*arguments)
+        for op in ops:
+            if op.op is dist.irecv:
+                made += 1
+                alive[made] = weakref.ref(op.tensor)
         most = max(most, sum(reference() is not None for reference in alive.values()))
-        return info
+        return ops
 
     microbatches = [pack_microbatch(make_sequences(1 + number % 3, number)) for number in range(num_microbatches)]
-    with mock.patch.object(PackedStage, "_receive", watched):
+    with mock.patch.object(PackedStage, "_regroup", watched):
         engine.train_step(microbatches, sft_loss)
         training = most
         engine.logprobs(microbatches)

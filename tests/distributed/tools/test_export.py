@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from automodel_rl.cli import main
 from tests.audio import make_hearing_workspace
 from tests.distributed.trainers.runs import Settings, assert_same_weights, settings_of, train, write
+from tests.needs import needs_nemo
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 from tests.vision import make_vision_workspace
@@ -28,7 +29,7 @@ def files_of(folder: Path) -> list[str]:
         ({}, {"pp": 2}),
         ({"dtype": "bfloat16"}, {"tp": 2}),
         ({"lora": {"rank": 2}}, {"dp_shard": 2}),
-        ({"implementation": "nemo_automodel"}, {"pp": 2}),
+        pytest.param({"implementation": "nemo_automodel"}, {"pp": 2}, marks=needs_nemo),
     ],
     ids=["pp2", "bf16 tp2", "adapters dp2", "nemo_automodel"],
 )

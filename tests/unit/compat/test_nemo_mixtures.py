@@ -8,7 +8,10 @@ import torch
 from automodel_rl.errors import InputError
 from automodel_rl.model.build import build_empty_model
 from automodel_rl.support.families import TEXT_FAMILIES
+from tests.needs import needs_nemo
 from tests.tiny import tiny_config
+
+pytestmark = needs_nemo
 
 MIXTURES = [name for name, family in TEXT_FAMILIES.items() if family.nemo_class is not None and family.is_moe]
 

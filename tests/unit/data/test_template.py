@@ -238,7 +238,7 @@ def test_the_cost_of_a_check_grows_with_the_chat_alone(template: str, messages: 
     ("template", "accepted", "refused"),
     [
         (templates.MARKED_QWEN3, (THOUGHT, THANKS, ANSWER), ({**THOUGHT, "content": ""}, THANKS, ANSWER)),
-        (templates.MARKED_QWEN3, (THOUGHT, THANKS, ANSWER), ({**ANSWER, "thinking": "a"}, THANKS, ANSWER)),
+        (templates.MARKED_QWEN3, (THOUGHT, THANKS, ANSWER), ({**ANSWER, "musing": "a"}, THANKS, ANSWER)),
         (templates.R1, ({**SAID, "weight": 0}, THANKS, ANSWER), (SAID, THANKS, ANSWER)),
         (templates.R1, ({**SAID, "weight": 0}, THANKS, ANSWER), (ANSWER, THANKS, SAID)),
         (LOUD_USER, (loud(THANKS), ANSWER), (loud(ANSWER),)),

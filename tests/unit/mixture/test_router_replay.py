@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from nemo_automodel.components.moe.config import MoEConfig
-from nemo_automodel.components.moe.layers import Gate
 from torch import Tensor, nn
 
 from automodel_rl.batch import Routes, TokenSequence, local_microbatch, pack_microbatch
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.router_forward import install_router_forwards
 from automodel_rl.mixture.router_replay import RouterReplay, Selection
+from tests.needs import needs_nemo
 
 HIDDEN, EXPERTS, TOP_K, TOKENS, LAYER = 8, 12, 3, 10, 5
 
@@ -31,7 +30,10 @@ GATES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_gate(kind: str) -> Gate:
+def make_gate(kind: str) -> Any:
+    from nemo_automodel.components.moe.config import MoEConfig
+    from nemo_automodel.components.moe.layers import Gate
+
     settings = {"n_expert_groups": 0, "n_limited_groups": 0, "norm_topk_prob": False, "route_scale": 1.0}
     config = MoEConfig(
         **{
@@ -56,7 +58,7 @@ def make_gate(kind: str) -> Gate:
     return gate
 
 
-def expected_weights(gate: Gate, hidden: Tensor, chosen: Tensor, kind: str) -> Tensor:
+def expected_weights(gate: Any, hidden: Tensor, chosen: Tensor, kind: str) -> Tensor:
     """The formulas of the three kinds, written out."""
     logits = hidden @ gate.weight.T
     if kind == "softmax, then top-k":
@@ -86,6 +88,7 @@ def replay_of(gate: Any, scope: MicrobatchScope) -> RouterReplay:
     return replay
 
 
+@needs_nemo
 @pytest.mark.parametrize("kind", GATES)
 def test_gates_of_nemo_automodel_follow_routes(kind: str) -> None:
     torch.manual_seed(0)

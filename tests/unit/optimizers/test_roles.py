@@ -12,6 +12,7 @@ from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.model.build import build_empty_model
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.tools.verify.one_process import OneProcess, Training
+from tests.needs import needs_nemo
 from tests.tiny import MULTIMODAL_CONFIGS, save_tiny_model, save_tiny_multimodal_model
 from tests.tiny_families import SIZES
 from tests.unit.optimizers.test_adamw import no_groups
@@ -123,6 +124,7 @@ def test_roles_are_those_written_down(tmp_path: Path, family: str, expected: dic
     check(tmp_path, "adamw")
 
 
+@needs_nemo
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_classes_of_nemo_automodel_have_the_same_roles(tmp_path: Path, family: str) -> None:
     save_tiny_model(tmp_path, family, num_layers=2)
