@@ -142,7 +142,9 @@ class Start(Message):
 
 @dataclass(frozen=True)
 class Started(Message):
-    """The generator is ready."""
+    """The generator is ready. `warning` is a line for the console, or empty."""
+
+    warning: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
+__version__ = "0.33.0"
+
+
 class SamplingParams:
     def __init__(self, **arguments):
         known = {"stop": (), "include_stop_str_in_output": True, **arguments}
@@ -82,6 +85,9 @@ import os
 from types import SimpleNamespace as Object
 
 IMAGE = 7
+
+__version__ = "0.33.0"
+
 
 class SamplingParams:
     def __init__(
@@ -178,8 +184,8 @@ class LLM:
     def init_weight_transfer_engine(self, request):
         assert request["init_info"] == {"buffers": []}
 
-    def start_weight_update(self, is_checkpoint_format):
-        assert is_checkpoint_format and not self.open and "weights" not in self.asleep
+    def start_weight_update(self):
+        assert not self.open and "weights" not in self.asleep
         self.open = True
 
     def update_weights(self, request):

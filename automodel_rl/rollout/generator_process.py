@@ -61,6 +61,9 @@ class GeneratorProcess:
     Raises:
         OSError: the process cannot be started.
         RuntimeError: the generator does not start; the text says why.
+
+    Attributes:
+        warning: what the generator warns of when it starts, in one line; empty if nothing.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class GeneratorProcess:
     ):
         self.child = ChildProcess(command, environment)
         self.num_workers, self.end_seconds = num_workers, end_seconds
-        self.works_alone = True
+        self.works_alone, self.warning = True, ""
         self.addresses: list[str] = []
         self._numbers = itertools.count(1)
         self._batches: dict[int, _Batch] = {}
@@ -87,8 +90,8 @@ class GeneratorProcess:
             self.child.send(Start(settings))
             self._wait_for(lambda: bool(self._answers))
             match self.receive():
-                case Started():
-                    pass
+                case Started(warning):
+                    self.warning = warning
                 case Failure(text):
                     raise RuntimeError(text)
                 case other:

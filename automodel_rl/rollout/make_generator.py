@@ -38,6 +38,10 @@ TRANSFORMERS_WORKER = ("-m", "automodel_rl.rollout.transformers_worker")
 SPLIT = {"distributed_executor_backend": "mp"}
 """Arguments of vllm.LLM if it is split over several GPUs, with a process for each."""
 
+ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 2**29}
+"""Arguments of vllm.LLM on a CPU. A prompt in chunks fails there if its completion has a seed, and a share of all
+memory would have to be free."""
+
 READS_BUFFERS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
 """Further arguments if these are the GPUs of ranks, whose buffers its processes read."""
 
@@ -144,7 +148,8 @@ def _vllm_servers(
     servers = connect_servers(config.rollout.vllm.servers, routes, some_may_be_gone=not is_first)
     ends = _ends(config, handle, tokenizer)
     generator = VllmServers(servers, ends, leads=dist.get_rank() == 0, routes=routes)
-    return generator, VllmNccl(generator.weights, handle.layout, config.weight_sync.timeout)
+    way = VllmSameDevice if handle.layout.device.type == "cpu" else VllmNccl
+    return generator, way(generator.weights, handle.layout, config.weight_sync.timeout)
 
 
 def _vllm_process(
@@ -167,6 +172,7 @@ def _vllm_process(
         **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
         **(READS_BUFFERS if ranks.group is not None else {}),
         **({"enable_return_routed_experts": True} if config.router_replay.enabled else {}),
+        **(ON_CPU if layout.device.type == "cpu" and not rollout.devices else {}),
         **rollout.vllm.options,
     }
     if origin is not None:
@@ -175,6 +181,8 @@ def _vllm_process(
     settings = VllmSettings(options, _ends(config, handle, tokenizer))
     devices = visible_devices(rollout.devices, layout.device, ranks.size)
     process = start_vllm(rollout.vllm.python, settings, devices)
+    if process.warning and dist.get_rank() == 0:
+        print(process.warning, flush=True)
     return process, _vllm_transport(process, config, handle, ranks)
 
 

@@ -1,9 +1,11 @@
-"""A weight transfer for vLLM from a process on the same device: tensors in packed buffers, opened by CUDA IPC handles.
+"""A weight transfer for vLLM from a process on the same device: tensors in packed buffers, opened by CUDA IPC handles
+(on a CPU as files in memory).
 
 vLLM loads this file by its extension point for weight transfers; like the worker, it imports nothing of this package.
-vLLM's own IPC backend does the same, but needs ray and answers before its copies are made. Checked with vLLM 0.23.0.
+vLLM's own IPC backend does the same, but needs ray and answers before its copies are made.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm_versions import Weights, begin_reload, end_reload, load
 
 DEVICE_ARGUMENT = 6
 """Place of the device's number among the arguments of rebuild_cuda_tensor. It differs between processes."""
@@ -22,7 +25,7 @@ DEVICE_ARGUMENT = 6
 
 @dataclass
 class SameDeviceInit(WeightTransferInitInfo):
-    """The arguments of rebuild_cuda_tensor for each buffer of each worker."""
+    """The arguments of rebuild_cuda_tensor, or the path of a file in memory, for each buffer of each worker."""
 
     buffers: list[list[tuple[Any, ...]]]
 
@@ -45,15 +48,16 @@ class SameDeviceEngine(WeightTransferEngine[SameDeviceInit, SameDeviceUpdate]):
     buffers: list[torch.Tensor]
 
     def init_transfer_engine(self, init_info: SameDeviceInit) -> None:
-        device = torch.accelerator.current_device_index()
-        self.buffers = []
-        for arguments in init_info.buffers[self.parallel_config.rank]:
-            here = [*arguments]
-            here[DEVICE_ARGUMENT] = device
-            self.buffers.append(rebuild_cuda_tensor(*here))
+        self.buffers = [open_buffer(arguments) for arguments in init_info.buffers[self.parallel_config.rank]]
+
+    def start_weight_update(self) -> None:
+        begin_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        end_reload(self.model, self.model_config)
 
     def receive_weights(
-        self, update_info: SameDeviceUpdate, load_weights: Callable[[list[tuple[str, torch.Tensor]]], None]
+        self, update_info: SameDeviceUpdate, load_weights: Callable[[Weights], None] | None = None
     ) -> None:
         rest, tensors = self.buffers[update_info.buffer], []
         for name, shape, dtype in zip(update_info.names, update_info.shapes, update_info.dtype_names, strict=True):
@@ -62,8 +66,9 @@ class SameDeviceEngine(WeightTransferEngine[SameDeviceInit, SameDeviceUpdate]):
             # A copy: vLLM keeps what it gets until a layer is complete, and the buffer is soon filled anew.
             tensors.append((name, rest[:size].view(like.dtype).view(shape).clone()))
             rest = rest[size:]
-        torch.cuda.current_stream().synchronize()
-        load_weights(tensors)
+        if torch.accelerator.is_available():
+            torch.accelerator.current_stream().synchronize()
+        load(tensors, self.model, load_weights)
 
     def shutdown(self) -> None:
         self.buffers = []
@@ -71,3 +76,13 @@ class SameDeviceEngine(WeightTransferEngine[SameDeviceInit, SameDeviceUpdate]):
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         raise NotImplementedError("the trainer's side is automodel_rl.weight_sync.vllm")
+
+
+def open_buffer(arguments: tuple[Any, ...]) -> torch.Tensor:
+    """Opens a buffer, as uint8: a file in memory if its path is all that is given, else by CUDA IPC."""
+    if len(arguments) == 1:
+        (file,) = arguments
+        return torch.from_file(file, shared=True, size=os.path.getsize(file), dtype=torch.uint8)
+    here = [*arguments]
+    here[DEVICE_ARGUMENT] = torch.accelerator.current_device_index()
+    return rebuild_cuda_tensor(*here)

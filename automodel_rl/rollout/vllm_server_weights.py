@@ -117,7 +117,7 @@ class ServerWeights:
         """Counts versions, and answers in place of the servers."""
         match message:
             case InitTransfer(info):
-                self.members = [server for server in self.servers if server.url in info["servers"]]
+                self.members = [server for server in self.servers if server.url in info.get("servers", self.addresses)]
                 self._answers.append(Ready())
             case Begin(version):
                 self._coming = version
@@ -132,6 +132,9 @@ class ServerWeights:
                 raise unknown(message)
 
     def _init(self, info: dict[str, Any]) -> None:
+        if "buffers" in info:  # in this machine's memory
+            self._to_all("/init_weight_transfer_engine", {"init_info": info})
+            return
         info = {key: value for key, value in info.items() if key != "servers"}
         offsets = itertools.accumulate(self._world_sizes(), initial=info["rank_offset"])
         bodies = [{"init_info": {**info, "rank_offset": offset}} for offset in offsets]

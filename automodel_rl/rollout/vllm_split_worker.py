@@ -1,7 +1,6 @@
 """Loaded by every worker of a vLLM that is split over several GPUs, which is a process of its own.
 
-vLLM loads it as its extension of workers (`worker_extension_cls`); it imports nothing of this package. Checked with the
-source of vLLM 0.23.0.
+vLLM loads it as its extension of workers (`worker_extension_cls`); it imports nothing of this package.
 """
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

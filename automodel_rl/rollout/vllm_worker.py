@@ -3,7 +3,7 @@
 python vllm_worker.py DESCRIPTOR
 
 The rank's messages (generator_messages.py) come over the connection with that file descriptor. `Start` carries
-`VllmSettings`. Weights come by vLLM's own weight transfer, also while requests run. Checked with vLLM 0.23.0.
+`VllmSettings`. Weights come by vLLM's own weight transfer, also while requests run.
 """
 
 import importlib.util
@@ -33,6 +33,7 @@ def load_messages() -> types.ModuleType:
 
 def main() -> None:
     messages: Any = load_messages()
+    sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the weight transfer by the name of its file
     connection = Connection(int(sys.argv[-1]))
     worker = Worker(connection, messages)
     try:
@@ -46,7 +47,7 @@ def main() -> None:
         traceback.print_exc()
         connection.send(messages.Failure(describe(error)))
         return
-    connection.send(messages.Started())
+    connection.send(messages.Started(worker.warning))
     while True:
         try:
             worker.turn()
@@ -65,6 +66,7 @@ class Worker:
     def __init__(self, connection: Connection, messages: Any):
         self.connection, self.messages = connection, messages
         self.engine: Any = None
+        self.warning = ""
         self.ends: tuple[int, ...] = ()
         self.version: int | None = 0  # 0 is the checkpoint; None in the middle of a weight sync
         self.coming: int | None = None
@@ -76,10 +78,12 @@ class Worker:
         self.adapters: dict[int, Any] = {}  # the LoRARequest of each adapter that vLLM has, by its weight sync
 
     def start(self, settings: Any) -> None:
-        from vllm import LLM
+        from vllm import LLM, __version__
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm_versions import untested
 
         WeightTransferEngineFactory.register_engine("same_device", "vllm_same_device", "SameDeviceEngine")
+        self.warning = untested(__version__)
         self.engine, self.ends = LLM(**settings.options), settings.ends
         if settings.options.get("enable_lora"):
             self.version = None  # nothing is written without an adapter
@@ -106,7 +110,7 @@ class Worker:
                     self.connection.send(known.Ready())
                 case known.Begin():
                     self.coming, self.version = message.version, None
-                    self.engine.start_weight_update(is_checkpoint_format=True)
+                    self.engine.start_weight_update()
                 case known.LoadWeights() if self.coming is not None:
                     self.engine.update_weights({"update_info": message.info})
                     self.connection.send(known.Loaded())

@@ -1,7 +1,7 @@
 """Weights for vLLM by its own weight transfer: over IPC to a process on the same device, over NCCL to others.
 
 vLLM loads whole tensors by their names in checkpoints, one expert at a time, so tensors are never cut. Every bucket is
-one call. Checked with vLLM 0.23.0.
+one call.
 """
 
 import functools

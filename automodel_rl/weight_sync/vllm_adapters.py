@@ -1,7 +1,6 @@
 """Adapters alone for vLLM: a folder in PEFT's format, in memory, under a new name for each weight sync.
 
 vLLM reads adapters from files only. It takes them while requests run, which end with the adapter that they began with.
-Checked with vLLM 0.23.0.
 """
 
 import shutil

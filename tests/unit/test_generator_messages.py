@@ -17,8 +17,10 @@ from automodel_rl.rollout.generator_process import GeneratorProcess
 PACKAGE = Path(generator_messages.__file__).parent
 ALONE = {
     "generator_messages.py": set(),
-    "rollout/vllm_worker.py": {"vllm", "PIL", "transformers"},
-    "rollout/vllm_same_device.py": {"torch", "vllm"},
+    "rollout/vllm_worker.py": {"vllm", "vllm_versions", "PIL", "transformers"},
+    "rollout/vllm_same_device.py": {"torch", "vllm", "vllm_versions"},
+    "rollout/vllm_split_worker.py": {"vllm"},
+    "rollout/vllm_versions.py": {"torch"},
 }
 
 

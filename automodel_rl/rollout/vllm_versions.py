@@ -1,0 +1,93 @@
+"""What differs between versions and builds of vLLM, for the files that run in its environment.
+
+    before 0.25   vLLM's worker begins and ends a reload of the layers, and gives the weight transfer a `load_weights`
+    from 0.25     the weight transfer does both, and loads into its own `model`
+    from 0.28     a tied head is a layer of its own, which a reload passes by; on a CPU it computes with packed weights
+    from 0.32     a model with layers for multi-token prediction refuses a part of its weights, unless told not to
+
+Checked with the sources of vLLM 0.23 to 0.33; 0.23 was run on GPUs and 0.32 on a CPU. Like the files that use it, this
+one imports nothing of this package.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+TESTED = ((0, 23), (0, 33))
+"""The first and the last version that this package was checked with."""
+
+Weights = list[tuple[str, "torch.Tensor"]]
+
+
+def untested(version: str) -> str:
+    """A warning about a version of vLLM that this package was not checked with; empty if it was."""
+    parts = version.split(".")
+    known = len(parts) > 1 and all(part.isdecimal() for part in parts[:2])
+    if known and TESTED[0] <= (int(parts[0]), int(parts[1])) <= TESTED[1]:
+        return ""
+    first, last = (".".join(map(str, tested)) for tested in TESTED)
+    return f"warning: vLLM {version} is none of the versions that automodel_rl was tested with, {first} to {last}"
+
+
+def begin_reload(model: "torch.nn.Module") -> None:
+    """Lets the layers of a model take weights as they are in checkpoints. From 0.25 on."""
+    if _is_on_cpu():
+        _forget_kernels(model)
+    importlib.import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(model)
+
+
+def end_reload(model: "torch.nn.Module", model_config: Any) -> None:
+    """Brings the layers of a model into the form in which they compute. From 0.25 on."""
+    importlib.import_module("vllm.model_executor.model_loader.reload").finalize_layerwise_reload(model, model_config)
+    if _is_on_cpu():
+        _pack_heads(model)
+
+
+def _is_on_cpu() -> bool:
+    return not importlib.import_module("torch").accelerator.is_available()
+
+
+def _forget_kernels(model: "torch.nn.Module") -> None:
+    """Lets mixtures make their kernels anew. Only with a new one a CPU pads and packs the weights of experts; an old
+    one would take plain weights for packed ones (0.32)."""
+    methods = importlib.import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+    for module in model.modules():
+        if isinstance(module, methods.UnquantizedFusedMoEMethod):
+            module.moe_kernel = None
+
+
+def _pack_heads(model: "torch.nn.Module") -> None:
+    """Packs the weights of heads for a CPU anew. A tied head gets none in a reload, and would keep its first copy."""
+    heads = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding").ParallelLMHead
+    for layer in model.modules():
+        if isinstance(layer, heads):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def load(weights: Weights, model: "torch.nn.Module", load_weights: Callable[[Weights], Any] | None) -> None:
+    """Loads some of a model's weights.
+
+    Args:
+        weights: names as in checkpoints, and tensors.
+        model: the model, from 0.25 on.
+        load_weights: what vLLM's worker gives before 0.25; None later.
+    """
+    if load_weights is not None:
+        load_weights(weights)
+        return
+    with _of_a_part():
+        model.load_weights(weights)  # type: ignore[operator]
+
+
+def _of_a_part() -> AbstractContextManager[Any]:
+    """A block in which a model takes a part of its weights."""
+    try:
+        module = importlib.import_module("vllm.model_executor.model_loader.mtp_validation")
+    except ModuleNotFoundError:  # before 0.32
+        return contextlib.nullcontext()
+    return module.disable_mtp_completeness_check()
