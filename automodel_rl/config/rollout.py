@@ -293,6 +293,11 @@ class WeightSyncConfig(Section):
     checksum: bool = False
     """Compare every tensor of the generator with what the trainer sent, after every weight sync."""
 
+    check_every: Annotated[int, Field(ge=0)] = 50
+    """Let every generator write a fixed text at the start of a run, with changed weights, and in every so many steps;
+    the run stops if a token's log-probability is not what the model computes, by more than the dtypes explain. 0 never
+    does."""
+
     timeout: Annotated[float, Field(gt=0)] = 300.0
     """Most seconds that the trainer or a generator waits for the other at any point of a weight sync. After that the
     generator is started again; servers are only connected to again."""

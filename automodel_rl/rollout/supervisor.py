@@ -8,8 +8,10 @@ A generator on the trainer's device may share its memory in turns, as `memory.of
 `rest` is two calls where something may come before the trainer's weights: `sleep` and `offload.restore`.
 """
 
+import contextlib
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -72,9 +74,32 @@ class GeneratorSupervisor:
         """Gives all generators the weights that the model has now, as the next policy version. Those that sleep get
         them when they wake."""
         self.policy_version += 1
+        self.load_weights_again()
+
+    def load_weights_again(self) -> None:
+        """Gives all generators the weights that the model has now, as the same policy version as before."""
         self._look_for_servers()
         if not self.config.sleep_level:
             self._send()
+
+    @contextlib.contextmanager
+    def awake(self, time: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> Iterator[None]:
+        """Lets generators write in this block, in the memory that they share with the trainer, if they do. After it
+        the trainer's weights may still be on the host.
+
+        Args:
+            time: a block that measures how long the phase with this name takes.
+        """
+        if not self.config.shares_memory:
+            yield
+            return
+        try:
+            with time("wake"):
+                self.wake()
+            yield
+        finally:
+            with time("sleep"):
+                self.sleep()
 
     def wake(self) -> None:
         """Lets generators write, in the memory that they share with the trainer, until `rest`."""

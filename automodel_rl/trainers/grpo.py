@@ -1,12 +1,10 @@
 """Reinforcement learning on prompts with rewards (GRPO): rollouts, advantages, optimizer steps, weight sync."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_rl.batch import single_media_tokens
@@ -33,6 +31,7 @@ from automodel_rl.rollout.groups import (
 from automodel_rl.rollout.rewards.counts import ErrorWatch, error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
+from automodel_rl.rollout.weight_probe import WeightProbe
 from automodel_rl.trainers.batch_epochs import shuffled, values_of, with_values
 from automodel_rl.trainers.open_run import choose_loss, layout_summary, open_run
 from automodel_rl.trainers.policy_batches import Microbatches, pack_optimizer_steps, with_advantages
@@ -88,6 +87,7 @@ class GRPOTrainer:
         self.errors = ErrorWatch(config.rewards)
         scorer = Scorer(config.rewards)
         self.supervisor = GeneratorSupervisor(config, self.engine, self.tokenizer)
+        self.probe = WeightProbe(config, self.engine, self.supervisor, self.tokenizer)
         self.rollouts = RolloutCollector(config, self.supervisor, self.tokenizer, scorer, conversations)
         self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)
         self.signal = RewardWatch(directory.rollouts)
@@ -110,12 +110,15 @@ class GRPOTrainer:
         if self.run.is_finished:
             self._end_rollouts()
             return self.run.leave_finished()
+        if self.config.weight_sync.check_every:
+            self.probe.check_changed_weights()
         self.supervisor.load_weights()
         baseline = self._validate if self.validation and self.config.length.validate_every else None
         for step in self.run.steps(self._summary(), baseline):
             generated, groups, packed = self._collect(step)
             with step.time("logprobs"):
                 of_steps = self._with_logprobs(packed)
+                self.probe.judge()
             with step.time("advantages"):
                 of_steps = with_advantages(groups, of_steps, self.config, self.handle.layout)
             with step.time("details"):
@@ -135,6 +138,12 @@ class GRPOTrainer:
         self._end_rollouts()
         self.run.save_model(self.tokenizer)
         return self.run.finish()
+
+    @property
+    def _is_probed(self) -> bool:
+        """Whether this step compares what generators compute with what the model does."""
+        every = self.config.weight_sync.check_every
+        return bool(every) and self.run.step % every == 0
 
     def _reference(self) -> ReferenceWeights:
         return ReferenceWeights(self.handle, lends_memory=self.config.shares_memory)
@@ -172,7 +181,9 @@ class GRPOTrainer:
         """
         before = self.run.place()
         try:
-            with self._generators_awake(step.time), step.time("rollout"):
+            with self.supervisor.awake(step.time), step.time("rollout"):
+                if self._is_probed:
+                    self.probe.ask()
                 generated, groups = self._generate()
             self.signal.look_at(groups)
             step.metrics |= rollout_metrics(generated, self.config.reward_names, self.supervisor.policy_version)
@@ -187,21 +198,6 @@ class GRPOTrainer:
         self._mention_overlong()
         self._write_rollouts(generated, {})  # at once, so that they are there if the step fails
         return generated, groups, packed
-
-    @contextlib.contextmanager
-    def _generators_awake(self, time: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-        """Lets generators write in this block, in the memory that they share with the trainer, if they do. After it
-        the trainer's weights may still be on the host."""
-        if not self.config.shares_memory:
-            yield
-            return
-        try:
-            with time("wake"):
-                self.supervisor.wake()
-            yield
-        finally:
-            with time("sleep"):
-                self.supervisor.sleep()
 
     def _mention_overlong(self) -> None:
         """Says once that prompts are too long."""
@@ -345,7 +341,7 @@ class GRPOTrainer:
         if the config says which reward decides it."""
         rollout = self.config.rollout
         try:
-            with self._generators_awake(lambda name: contextlib.nullcontext()):
+            with self.supervisor.awake():
                 groups = self.rollouts.collect(self.validation, rollout.validation_samples, rollout.validation_sampling)
         finally:
             self.supervisor.offload.restore()
