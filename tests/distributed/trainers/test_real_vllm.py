@@ -1,0 +1,209 @@
+"""Whole runs with a real vLLM on the CPU: it samples from what is trained, in every way in which weights reach it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_rl.errors import RolloutError
+from automodel_rl.launch.local import free_port
+from automodel_rl.rollout.generator_process import GeneratorProcess
+from automodel_rl.rollout.vllm_http import VllmServer
+from tests.distributed.trainers.runs import (
+    Settings,
+    copy_with_frequent_ends,
+    metrics_of,
+    rollouts_of,
+    settings_of,
+    train,
+    trainer_of,
+)
+from tests.processes import Job
+from tests.rank_pool import RankPool
+from tests.tiny import save_tiny_model
+from tests.vllm_environment import PYTHON, ROOT, needs_vllm
+
+pytestmark = needs_vllm
+
+STEPS = 3
+
+
+def values(workspace: Path, output: Path, vllm: dict[str, Any] | None = None, **changes: Any) -> Settings:
+    """A run in float32, in which sampling and training agree to rounding."""
+    settings = settings_of("grpo", workspace, output, length={"steps": STEPS}, **changes)
+    settings["model"]["dtype"] = "float32"
+    settings["rollout"] |= {"generator": "vllm", "vllm": vllm or {"python": str(PYTHON)}}
+    settings["checkpoint"] = {"every_steps": 1}
+    settings["loss"] = {}
+    return settings
+
+
+def losses_of(output: Path) -> list[float]:
+    return [record["train/loss"] for record in metrics_of(output)]
+
+
+def assert_agreement(output: Path) -> None:
+    """What vLLM says of its tokens is what the model computes, in every step."""
+    records = metrics_of(output)
+    assert len(records) == STEPS
+    for record in records:
+        assert record["train/logprob_error"] == pytest.approx(1, abs=1e-4)
+        assert not record["rollout/invalid_logprobs"]
+    assert len({record["train/loss"] for record in records}) == STEPS
+
+
+@pytest.fixture(name="whole", scope="module")
+def run_whole(ranks: RankPool, workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a model with a tied head, which nobody disturbs."""
+    output = tmp_path_factory.mktemp("vllm") / "whole"
+    ranks(1).run(train, values(workspace, output))
+    return output
+
+
+def test_a_tied_model_is_sampled_from_as_it_is_trained(whole: Path) -> None:
+    assert_agreement(whole)
+    completions = [record["completion"] for record in rollouts_of(whole, 1)]
+    assert len(set(completions)) > 1
+
+
+def test_a_mixture_with_a_head_of_its_own_is_sampled_from_as_it_is_trained(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "mixture"
+    save_tiny_model(model, "qwen3_moe", num_layers=2, vocab_size=300, head_dim=32)  # vLLM has no smaller heads on a CPU
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (workspace / "model" / name).is_file():
+            (model / name).write_bytes((workspace / "model" / name).read_bytes())
+    settings = values(workspace, tmp_path / "run")
+    settings["model"]["path"] = str(model)
+    ranks(1).run(train, settings)
+    assert_agreement(tmp_path / "run")
+
+
+def test_adapters_alone_are_applied_as_they_are_trained(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "run", weight_sync={"adapters": "alone"})
+    settings["model"]["lora"] = {"rank": 8}
+    settings["optimizer"]["lr"] = 1e-2
+    ranks(1).run(train, settings)
+    assert_agreement(tmp_path / "run")
+
+
+def test_conversations_go_on_with_answers_of_an_environment(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "run")
+    settings["model"]["path"] = str(tmp_path / "model")
+    copy_with_frequent_ends(workspace / "model", tmp_path / "model")
+    settings["batch"]["microbatch_tokens"] = 256
+    settings["rollout"] |= {
+        "environment": "tests.odd_environments:Greeting",
+        "max_turns": 3,
+        "max_new_tokens": 8,
+        "max_tokens": 60,
+        "max_prompt_tokens": 96,
+    }
+    settings["rewards"] = [{"function": "environment"}, {"function": "tests.light_rewards:turns"}]
+    ranks(1).run(train, settings)
+    assert_agreement(tmp_path / "run")
+    assert max(record["rollout/turns_mean"] for record in metrics_of(tmp_path / "run")) > 1
+
+
+def train_while_vllm_is_killed(settings: Settings) -> None:
+    """A run that goes on, whose vLLM is killed in its first rollout."""
+    submit, calls = GeneratorProcess.submit, iter(range(100))
+
+    def submit_and_kill(self: GeneratorProcess, *arguments: Any) -> Any:
+        wait = submit(self, *arguments)
+        if next(calls) == 1:  # after the probe
+            os.kill(self.child.process.pid, signal.SIGKILL)
+        return wait
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GeneratorProcess, "submit", submit_and_kill)
+        train(settings, "auto")
+
+
+def test_a_run_that_stops_and_loses_its_vllm_goes_on_to_the_same_losses(
+    ranks: RankPool, workspace: Path, tmp_path: Path, whole: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run")
+    ranks(1).run(train, settings | {"length": {"steps": 1}})
+    ranks(1).run(train_while_vllm_is_killed, settings)
+    assert losses_of(tmp_path / "run") == losses_of(whole)
+
+
+@pytest.fixture(name="server")
+def start_server(workspace: Path) -> Iterator[str]:
+    """The address of a server that somebody has started by hand."""
+    port = free_port()
+    options = {
+        "model": workspace / "model",
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "max-model-len": 128,
+        "kv-cache-memory-bytes": 2**28,
+        "logprobs-mode": "processed_logprobs",
+        "worker-extension-cls": "vllm_split_worker.SplitWorker",
+        "weight-transfer-config": '{"backend": "same_device"}',
+    }
+    command = [
+        str(PYTHON),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--enforce-eager",
+        "--no-enable-chunked-prefill",
+    ]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    files = str(ROOT / "automodel_rl" / "rollout")
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": files}
+    server = VllmServer(f"http://127.0.0.1:{port}")
+
+    def answers() -> bool:
+        try:
+            return not server.get("/is_paused")["is_paused"]
+        except (OSError, ValueError):
+            return False
+
+    with Job(command, env=environment) as job:
+        assert job.wait_until(answers, 0.2), job.stderr
+        yield server.url
+
+
+def test_servers_get_the_weights_too(
+    ranks: RankPool, workspace: Path, tmp_path: Path, whole: Path, server: str
+) -> None:
+    ranks(1).run(train, values(workspace, tmp_path / "run", {"servers": [server]}))
+    assert_agreement(tmp_path / "run")
+    assert losses_of(tmp_path / "run") == losses_of(whole)
+
+
+STALE_HEAD = """
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+import vllm_versions
+vllm_versions._pack_heads = lambda model: None
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs vLLM's worker, but a tied head keeps the weights that it was loaded with."""
+
+
+def error_of(settings: Settings) -> str:
+    trainer = trainer_of(settings)
+    with pytest.raises(RolloutError) as caught:
+        trainer.train()
+    trainer.supervisor.close()
+    trainer.rollouts.close()
+    return str(caught.value)
+
+
+def test_a_head_that_keeps_its_first_weights_stops_the_run(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "stale.py").write_text(STALE_HEAD)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{PYTHON}" "{tmp_path / "stale.py"}" "$@"\n')
+    python.chmod(0o755)
+    (message,) = ranks(1).run(error_of, values(workspace, tmp_path / "run", {"python": str(python)}))
+    assert "does not compute with the weights that it got" in message
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
