@@ -137,6 +137,12 @@ class Checkpoint:
         with self._opened() as opened:
             return stored.read(opened, tuple(slice(0, size) for size in stored.shape))
 
+    def read_untrained(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A whole tensor that belongs to no part of the model, for exports to keep: as it is in its file, or in `dtype`
+        if it is stored in fewer bits with scales."""
+        tensor = self.read(name)
+        return tensor if isinstance(self._tensors[name], PlainTensor) else tensor.to(dtype)
+
     @property
     def is_composite(self) -> bool:
         """Whether it holds more than the model that is trained, for exports to keep."""

@@ -106,7 +106,7 @@ class ModelHandle:
         self.flops = StepFlops(empty.language)
         routers = routers_of(numbered_layers(empty.language), FAMILIES[self.config.model_type])
         self.router_shape = router_shape(self.config.num_hidden_layers, routers)
-        self.stages = split_model(empty.language, self.layout)
+        self.stages = split_model(empty.language, self.layout, model.implementation)
         language = [stage.part for stage in self.stages]
         self.num_deepstack = num_deepstack(self.whole_config)
         self.extras = [parallelise(part, self.layout, model, memory, self.num_deepstack) for part in language]
@@ -286,10 +286,9 @@ class ModelHandle:
             ComponentTensors(component.name, component.layout, self._whole_tensors(component))
             for component in self.components
         ]
-        config = self.whole_config
-        if self._checkpoint is not None and self._checkpoint.is_composite:
-            config = read_whole_config(self.source)
-            of_components.append(ComponentTensors("rest", self.layout, self._copied_tensors()))
+        of_components.append(ComponentTensors("rest", self.layout, self._copied_tensors()))
+        is_composite = self._checkpoint is not None and self._checkpoint.is_composite
+        config = read_whole_config(self.source) if is_composite else self.whole_config
         config = type(config).from_dict(config.to_dict())
         config.dtype = self.dtype
         world = self.layout.world_control
@@ -307,10 +306,11 @@ class ModelHandle:
         return found
 
     def _copied_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of a composite checkpoint that belong to no part, from one rank, as they are."""
-        assert self._checkpoint is not None
-        for name in self.unused_tensors if self.layout.writes_for_stage and self.layout.pp_rank == 0 else ():
-            yield name, self._checkpoint.read(name)
+        """Tensors of the checkpoint that belong to no part, such as layers that predict further tokens, from one
+        rank."""
+        if self._checkpoint is not None and self.layout.writes_for_stage and self.layout.pp_rank == 0:
+            for name in self.unused_tensors:
+                yield name, self._checkpoint.read_untrained(name, self.dtype)
 
     def let_read(self, hold: Callable[[], None]) -> None:
         """Lets something read the weights while the model computes.

@@ -242,7 +242,7 @@ def _model_tensors(
     reader: SafetensorsReader, model: ModelConfig, source: Checkpoint, config: PretrainedConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors by their Hugging Face names: trained weights in the compute dtype, buffers in their own dtype, and from
-    the source what was not trained. Of a composite that is also what belongs to no part, as it is."""
+    the source what was not trained, also what belongs to no part, such as layers that predict further tokens."""
     dtype = dtypes_of(model)[0]
     foreign = {*source.unused(empty_parts(config, dtype, model))}
     seen = set()
@@ -258,8 +258,8 @@ def _model_tensors(
             seen.add(name)
             yield name, tensor
     for name in source.names:
-        if name in foreign and source.is_composite:
-            yield name, source.read(name)
-        elif name not in seen and name not in foreign and not (config.tie_word_embeddings and name.endswith(TIED_HEAD)):
+        if name in foreign:
+            yield name, source.read_untrained(name, dtype)
+        elif name not in seen and not (config.tie_word_embeddings and name.endswith(TIED_HEAD)):
             tensor = source.read(name)
             yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -11,7 +11,7 @@ from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.decide import with_memory_decided
 from automodel_rl.estimate.fit import AnyRun
-from automodel_rl.hf.read import read_supported_config, read_whole_config
+from automodel_rl.hf.read import read_supported_config
 from automodel_rl.import_path import import_function
 from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.losses import LossFn
@@ -19,7 +19,6 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.trackers import check_trackers
 from automodel_rl.rollout.seeds import mixed_seed
-from automodel_rl.support.families import COMPOSITES
 
 
 def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTokenizer, ModelHandle]:
@@ -43,11 +42,9 @@ def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTok
         _say_phase(decided)
     handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
     if handle.unused_tensors:
-        is_kept = read_whole_config(handle.source).model_type in COMPOSITES
         _say_phase(
             f"{len(handle.unused_tensors)} tensors of the checkpoint, such as {handle.unused_tensors[0]}, belong to no "
-            f"part of the model: they are not trained, and exports {'keep' if is_kept else 'leave'} them "
-            f"{'as they are' if is_kept else 'out'}"
+            "part of the model: they are not trained, and exports keep them as they are"
         )
     torch.manual_seed(mixed_seed(config.seed, dist.get_rank()))
     return config, directory, chat, handle
