@@ -1,0 +1,1 @@
+"""What holds with which versions of torch, transformers, vLLM and Python: `make versions`."""
