@@ -89,6 +89,7 @@ def _run(arguments: list[str]) -> int:
         "export": _export,
         "verify-checkpoint": _verify_checkpoint,
         "quickstart": _quickstart,
+        "doctor": _doctor,
         "completion": _completion,
     }
     if command not in commands:
@@ -232,6 +233,15 @@ def _verify_checkpoint(arguments: list[str]) -> int:
     return EXIT_OK
 
 
+def _doctor(arguments: list[str]) -> int:
+    python, rest = _take_option("--vllm", arguments)
+    if rest:
+        raise InputError(f"doctor {rest[0]}: takes nothing but --vllm PYTHON")
+    from automodel_rl.tools.doctor import doctor
+
+    return EXIT_OK if doctor(python) else EXIT_FAILURE
+
+
 def _report(arguments: list[str]) -> int:
     out, folders = _take_option("--out", arguments)
     if not folders:
@@ -340,12 +350,15 @@ def _quickstart(arguments: list[str]) -> int:
     from automodel_rl.quickstart.demo import TASKS, run_demo
 
     seed, arguments = _take_number("--seed", arguments)
+    vllm, arguments = _take_option("--vllm", arguments)
+    if vllm is not None and not Path(vllm).is_file():
+        raise InputError(f"--vllm {vllm}: is no file: give the interpreter of an environment with vLLM")
     task, folders = _take_option("--task", arguments)
     if task is not None and task not in TASKS:
         raise InputError(f"--task {task}: use {' or '.join(TASKS)}")
     if len(folders) != 1 or folders[0].startswith("-"):
         raise InputError("quickstart takes one folder, which it creates: automodel-rl quickstart runs/demo")
-    return run_demo(folders[0], seed or 0, task or "problems")
+    return run_demo(folders[0], seed or 0, task or "problems", vllm)
 
 
 def _config_file(command: str, arguments: list[str]) -> tuple[str, list[str]]:

@@ -101,10 +101,17 @@ guesses, or works out by calling a tool. images: the larger of a picture's two c
 names."""
 
 
-def run_demo(output: str, seed: int = 0, task: str = "problems") -> int:
-    """Runs the demo in a new folder and returns the exit code."""
+def run_demo(output: str, seed: int = 0, task: str = "problems", vllm: str | None = None) -> int:
+    """Runs the demo in a new folder and returns the exit code.
+
+    Args:
+        output: the folder.
+        seed: seed of the data and of both runs.
+        task: a key of `TASKS`.
+        vllm: the interpreter of an environment with vLLM, which then writes completions; None for transformers.
+    """
     folder = Path(output)
-    prepare(folder, seed, TASKS[task])
+    prepare(folder, seed, TASKS[task], vllm)
     for algorithm, what in (("sft", "warm-up: supervised fine-tuning"), ("grpo", "reinforcement learning: GRPO")):
         print(f"--- {what}, {folder / algorithm}.yaml", flush=True)
         command = [sys.executable, "-m", "automodel_rl", algorithm, str(folder / f"{algorithm}.yaml")]
@@ -117,7 +124,7 @@ def run_demo(output: str, seed: int = 0, task: str = "problems") -> int:
     return EXIT_OK
 
 
-def prepare(folder: Path, seed: int, task: Task) -> None:
+def prepare(folder: Path, seed: int, task: Task, vllm: str | None = None) -> None:
     """Writes model, data and configs into a new folder, with absolute paths, so that they run from anywhere.
 
     The chats of the warm-up show right answers, but few of them. So the model learns to answer right and rarely does;
@@ -138,7 +145,7 @@ def prepare(folder: Path, seed: int, task: Task) -> None:
             draw_pictures(train + held_out, data)
         write = write_vision_model if task.has_pictures else write_model
         write(unfinished / "model", train_tokenizer(_texts(chats), vocab_size=512, digits=task.digits), seed)
-        for config in (_warm_up(folder, seed, task), _grpo(folder, seed, task)):
+        for config in (_warm_up(folder, seed, task), _grpo(folder, seed, task, vllm)):
             (unfinished / f"{config.algorithm}.yaml").write_text(dump_config(config))
 
 
@@ -167,7 +174,9 @@ def _warm_up(folder: Path, seed: int, task: Task) -> SFTConfig:
     )
 
 
-def _grpo(folder: Path, seed: int, task: Task) -> GRPOConfig:
+def _grpo(folder: Path, seed: int, task: Task, vllm: str | None) -> GRPOConfig:
+    generator = {} if vllm is None else {"generator": "vllm", "vllm": {"python": vllm}}
+    rollout = {"group_size": 8, "validation_temperature": 1.0, **task.rollout, **generator}
     return GRPOConfig(
         output=str(folder / "grpo"),
         seed=seed,
@@ -177,7 +186,7 @@ def _grpo(folder: Path, seed: int, task: Task) -> GRPOConfig:
             validation=(SourceConfig(path=str(folder / "data" / "held_out.jsonl")),),
         ),
         batch=PolicyBatchConfig(microbatch_tokens=512),
-        rollout=RolloutConfig(group_size=8, validation_temperature=1.0, **task.rollout),
+        rollout=RolloutConfig.model_validate(rollout),
         rewards=(RewardConfig(function="exact_match" if task.has_pictures else "last_number"),),
         loss=PolicyLossConfig.model_validate({"clip_high": 0.28, "kl": {"coefficient": 0.01}}),
         length=LengthConfig(steps=task.steps, validate_every=5),

@@ -1,0 +1,135 @@
+"""`automodel-rl doctor`: what is installed, which devices are there, what is missing for what, and what brings it."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from automodel_rl.compat.versions import CHECKED
+from automodel_rl.errors import InputError
+from automodel_rl.rollout.vllm_versions import TESTED, untested
+
+PACKAGE = "automodel-rl"
+
+EXTRAS = {
+    "nemo": "model.implementation=nemo_automodel",
+    "te": "attention by TransformerEngine on CUDA",
+    "fla": "linear attention by kernels on CUDA",
+    "fp8": "model.fp8",
+    "serve": "automodel-rl serve",
+    "ray": "--launcher ray",
+    "audio": "audio in data",
+    "track": "observe.trackers",
+}
+"""The extras of this package, and what each is for."""
+
+ASK = "import json, torch, vllm; print(json.dumps([vllm.__version__, torch.__version__, torch.cuda.is_available()]))"
+"""What an interpreter is asked about its vLLM."""
+
+ASK_SECONDS = 120.0
+
+
+def doctor(vllm_python: str | None = None) -> bool:
+    """Prints the state of this installation.
+
+    Args:
+        vllm_python: the interpreter of an environment with vLLM, to look at it, too.
+
+    Returns:
+        Whether what this package needs is there, in versions that it takes.
+
+    Raises:
+        InputError: `vllm_python` is no interpreter.
+    """
+    print(f"{PACKAGE} {version(PACKAGE)}, Python {platform.python_version()}, {platform.platform()}")
+    needed, missing = _needed()
+    for line in (*_devices(), *needed):
+        print(line)
+    lacking = {extra: lacks for extra in EXTRAS if (lacks := _lacks(extra))}
+    for extra, purpose in EXTRAS.items():
+        state = f"needs {', '.join(lacking[extra])}" if extra in lacking else "is there"
+        print(f"  {extra:6} {purpose}: {state}")
+    print(f"  vLLM   rollout.generator=vllm: {_vllm(vllm_python)}")
+    if missing:
+        print(f"to repair it: pip install --upgrade {PACKAGE} {' '.join(repr(text) for text in missing)}")
+    if lacking:
+        print(f"to get all of it: pip install '{PACKAGE}[{','.join(lacking)}]'")
+    return not missing
+
+
+def _devices() -> Iterator[str]:
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield f"{os.cpu_count()} cores, {memory:.0f} GiB of memory"
+    built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+    if not torch.cuda.is_available():
+        hint = ", and finds no GPU: check nvidia-smi" if torch.version.cuda else ""
+        yield f"no GPU: {built}{hint}"
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        yield f"GPU {number}: {found.name}, {found.total_memory / 2**30:.0f} GiB; {built}"
+
+
+def _needed() -> tuple[list[str], list[str]]:
+    """Lines about the packages that this one needs and was tested with, and requirements that are not met."""
+    lines, missing = [], []
+    tested = {name.replace("_", "-"): versions for name, versions in CHECKED.items()}
+    for requirement in _requirements(""):
+        found = _found(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            missing.append(str(requirement).partition(";")[0].strip())
+            lines.append(f"  {requirement.name} {found or 'is missing'}: needed is {requirement.specifier or 'any'}")
+        elif requirement.name in tested:
+            lines.append(f"  {requirement.name} {found}; tested with {', '.join(tested[requirement.name])}")
+    return lines, missing
+
+
+def _requirements(extra: str) -> Iterator[Requirement]:
+    """The requirements of an extra on this platform, or of the package itself."""
+    for text in requires(PACKAGE) or ():
+        requirement = Requirement(text)
+        marker = requirement.marker
+        is_own = marker is None or marker.evaluate({"extra": ""})
+        if is_own == (extra == "") and (marker is None or marker.evaluate({"extra": extra})):
+            yield requirement
+
+
+def _lacks(extra: str) -> list[str]:
+    lacks = []
+    for requirement in _requirements(extra):
+        found = _found(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            lacks.append(f"{requirement.name}{requirement.specifier}")
+    return lacks
+
+
+def _found(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _vllm(python: str | None) -> str:
+    """What an environment has of vLLM, in a line."""
+    first, last = (".".join(map(str, tested)) for tested in TESTED)
+    if python is None:
+        return (
+            f"give its interpreter to look at it: {PACKAGE} doctor --vllm PYTHON; tested with {first} to {last}, in an "
+            "environment of its own: python -m venv vllm && vllm/bin/pip install vllm"
+        )
+    if not Path(python).is_file():
+        raise InputError(f"--vllm {python}: is no file: give the interpreter of an environment with vLLM")
+    done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=ASK_SECONDS)
+    if done.returncode:
+        problem = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return f"{python} has none that can be imported ({problem}): {python} -m pip install vllm"
+    found, torch_version, has_gpu = json.loads(done.stdout.splitlines()[-1])
+    where = "on GPUs" if has_gpu else "on the CPU"
+    return untested(found) or f"{found} with torch {torch_version} {where}; tested with {first} to {last}"
