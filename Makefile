@@ -2,6 +2,7 @@
 # make demo    warm up a small chat model and train it with rewards, on this machine
 # make test    lint, types, import contracts, tests
 # make quick   lint, unit tests, and a few layouts against one process, for the inner loop (about a minute on 2 cores)
+# make longer  the few tests that take a minute or more
 # make check   lint, types, import contracts
 # make pages   README's generated parts and API.md
 # make chaos   kill runs at 50 random moments and go on with them (about 20 minutes on 2 cores)
@@ -17,7 +18,7 @@ CHOOSE := for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: help setup demo test quick check pages parity versions chaos exits fuzz faults format
+.PHONY: help setup demo test longer quick check pages parity versions chaos exits fuzz faults format
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -46,7 +47,10 @@ check: setup
 	$(BIN)/lint-imports
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not longer"
+
+longer: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m longer
 
 quick: setup
 	$(BIN)/ruff check .

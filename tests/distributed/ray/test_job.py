@@ -88,6 +88,7 @@ def test_a_run_that_is_started_again_goes_on_in_its_own_way() -> None:
     assert _again(rest, False, 1) == [*rest, "--resume", "auto"]
 
 
+@pytest.mark.longer
 def test_a_failure_that_comes_again_ends_the_run(nodes: RayNodes, workspace: Path, tmp_path: Path) -> None:
     settings = settings_of("sft", workspace, tmp_path / "run", parallel={"pp": 2})
     settings |= {"loss_function": "tests.distributed.ray.failing_loss:fail"}

@@ -279,6 +279,7 @@ def test_a_folder_with_its_config_alone_is_planned_beside_data(
     assert "1024 microbatches a step" in said
 
 
+@pytest.mark.longer
 def test_more_gpus_are_proposed_where_none_of_the_layouts_fits(tmp_path: Path) -> None:
     done = run_plan(tmp_path, llama_70b(tmp_path), {"pp": 4}, "--device-gib", "60")
     assert done.returncode == 1

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.count_task import write_task
 from tests.distributed.trainers.runs import metrics_of, train
 from tests.rank_pool import RankPool
@@ -10,6 +12,7 @@ from tests.rank_pool import RankPool
 WARM_UP_STEPS, STEPS = 180, 7
 
 
+@pytest.mark.longer
 def test_rewards_teach_to_call_an_environments_tool(ranks: RankPool, tmp_path: Path) -> None:
     write_task(tmp_path, num_chats=4800, num_prompts=400)
     common: dict[str, Any] = {"observe": {"samples": 0}, "checkpoint": {"every_steps": None}}
