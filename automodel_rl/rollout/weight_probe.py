@@ -6,6 +6,8 @@ model's. At the start of a run the weights that are sent are changed ones, so th
 checkpoint shows at once, and not when training has moved it far.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -90,7 +92,8 @@ class WeightProbe:
             except Exception as problem:  # the next rollout starts it again
                 self.supervisor.problem = self.supervisor.problem or innermost(problem)
         is_whole = all(completion.finish != "error" for completion in own)
-        everything = gather_objects(own if is_whole else [], self.supervisor.world)
+        own = [dataclasses.replace(completion, routes=None) for completion in own if is_whole]  # they are large
+        everything = gather_objects(own, self.supervisor.world)
         self.written = {rank: completions for rank, completions in enumerate(everything) if completions}
 
     def judge(self) -> float:
@@ -107,7 +110,7 @@ class WeightProbe:
         if not written:
             return 0.0
         squares = self.squares([c for completions in written.values() for c in completions])
-        means = squares.view(len(written), -1).mean(1).sqrt().tolist()
+        means = squares.view(len(written), -1).mean(1).sqrt().nan_to_num(nan=torch.inf).tolist()
         of_writers = dict(zip(written, means, strict=True))
         worst = max(of_writers, key=lambda rank: of_writers[rank])
         tolerance = self._tolerance

@@ -118,7 +118,6 @@ class GRPOTrainer:
             generated, groups, packed = self._collect(step)
             with step.time("logprobs"):
                 of_steps = self._with_logprobs(packed)
-                self.probe.judge()
             with step.time("advantages"):
                 of_steps = with_advantages(groups, of_steps, self.config, self.handle.layout)
             with step.time("details"):
@@ -185,6 +184,9 @@ class GRPOTrainer:
                 if self._is_probed:
                     self.probe.ask()
                 generated, groups = self._generate()
+            if self._is_probed:
+                self.supervisor.offload.restore()
+                self.probe.judge()
             self.signal.look_at(groups)
             step.metrics |= rollout_metrics(generated, self.config.reward_names, self.supervisor.policy_version)
             self._warn_of_errors(all_scores(generated), f"step {self.run.step}")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER, RECORD = ROOT / ".versions", Path(__file__).with_name("tested.json")
 PAGE = ROOT / "automodel_rl" / "compat" / "README.md"
 
-TESTS = ["tests/unit", "tests/distributed/parallel"]
+TESTS = ["tests/unit", "tests/distributed/parallel/test_parity.py"]
 REAL_VLLM = "tests/distributed/trainers/test_real_vllm.py"
 
 FREE = ("torch", "transformers", "triton", "nvidia-", "cuda-", "numpy", "tokenizers", "huggingface")

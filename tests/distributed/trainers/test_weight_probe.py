@@ -85,3 +85,4 @@ def test_a_weight_that_stays_later_stops_the_run_in_the_next_step(
     (message,) = ranks(1).run(train_with_a_stale_weight, settings, "embed_tokens", 3)
     assert "does not compute with the weights that it got" in message
     assert len(metrics_of(tmp_path / "run")) == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
