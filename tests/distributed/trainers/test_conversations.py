@@ -84,7 +84,10 @@ def test_layouts_and_generators_write_and_train_the_same(
                 "rollout/turns_mean",
                 "train/num_tokens",
             ):
-                assert metrics[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-9), (name, key)
+                assert metrics[key] == pytest.approx(expected[key], rel=1e-7), (
+                    name,
+                    key,
+                )  # AdamW makes much of rounding
         found, of_one = ([_plain(r) for step in (1, 2) for r in rollouts_of(tmp_path / n, step)] for n in (name, "one"))
         assert found == of_one
 

@@ -124,6 +124,7 @@ class Layer(nn.Module):
         return self.router(hidden, torch.ones(len(hidden), dtype=torch.bool), None)[1]
 
 
+@needs_nemo
 def test_deep_copies_follow_routes_on_their_own() -> None:
     torch.manual_seed(0)
     part = SimpleNamespace(layer=Layer(), scope=MicrobatchScope())
