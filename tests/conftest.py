@@ -4,15 +4,18 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.faults.table import PLANTED, planted
 from tests.rank_pool import RankPool
+from tests.vllm_environment import why_missing
 from tests.warm import start_children_warm
 
 UNIT = Path(__file__).parent / "unit"
+REAL_VLLM = "test_real_vllm.py::"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +30,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # collections need not look at all that was imported and collected
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many tests ran a real vLLM, or why none did."""
+    of_vllm = {
+        outcome: sum(REAL_VLLM in report.nodeid for report in terminalreporter.stats.get(outcome, ()))
+        for outcome in ("passed", "failed", "skipped")
+    }
+    if any(of_vllm.values()):
+        why = f" ({why_missing()})" if of_vllm["skipped"] else ""
+        found = ", ".join(f"{count} {outcome}" for outcome, count in of_vllm.items() if count)
+        terminalreporter.write_line(f"tests with a real vLLM: {found}{why}")
 
 
 @pytest.fixture(scope="session")
