@@ -234,7 +234,7 @@ def _verify_checkpoint(arguments: list[str]) -> int:
 
 
 def _doctor(arguments: list[str]) -> int:
-    python, rest = _take_option("--vllm", arguments)
+    python, rest = _take_vllm(arguments)
     if rest:
         raise InputError(f"doctor {rest[0]}: takes nothing but --vllm PYTHON")
     from automodel_rl.tools.doctor import doctor
@@ -350,15 +350,21 @@ def _quickstart(arguments: list[str]) -> int:
     from automodel_rl.quickstart.demo import TASKS, run_demo
 
     seed, arguments = _take_number("--seed", arguments)
-    vllm, arguments = _take_option("--vllm", arguments)
-    if vllm is not None and not Path(vllm).is_file():
-        raise InputError(f"--vllm {vllm}: is no file: give the interpreter of an environment with vLLM")
+    vllm, arguments = _take_vllm(arguments)
     task, folders = _take_option("--task", arguments)
     if task is not None and task not in TASKS:
         raise InputError(f"--task {task}: use {' or '.join(TASKS)}")
     if len(folders) != 1 or folders[0].startswith("-"):
         raise InputError("quickstart takes one folder, which it creates: automodel-rl quickstart runs/demo")
     return run_demo(folders[0], seed or 0, task or "problems", vllm)
+
+
+def _take_vllm(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The value of --vllm, the interpreter of an environment with vLLM, and the other arguments."""
+    python, rest = _take_option("--vllm", arguments)
+    if python is not None and not Path(python).is_file():
+        raise InputError(f"--vllm {python}: is no file: give the interpreter of an environment with vLLM")
+    return python, rest
 
 
 def _config_file(command: str, arguments: list[str]) -> tuple[str, list[str]]:

@@ -176,3 +176,25 @@ def pack_step(
         len(sequences), sum(map(len, sequences)), num_microbatches, sum(cost(len(sequence)) for sequence in sequences)
     )
     return PackedStep([] if layout.is_guest else microbatches, size)
+
+
+def sums_of_sequences(
+    microbatches: Sequence[Microbatch], values_of: Callable[[Microbatch], torch.Tensor], layout: Layout
+) -> torch.Tensor:
+    """Sums over the counted tokens of each sequence of a global batch. A collective of the data ranks.
+
+    Args:
+        microbatches: this data rank's microbatches, as `pack_step` gives them.
+        values_of: a value for every token of a microbatch, [T].
+        layout: this rank's place.
+
+    Returns:
+        float64 [N], in the order in which the sequences were packed; equal on all ranks.
+    """
+    own: dict[int, float] = {}
+    for microbatch in microbatches:
+        values = torch.where(microbatch.loss_mask, values_of(microbatch), 0.0)
+        own |= zip(microbatch.order, (piece.sum().item() for piece in values.split(microbatch.lengths)), strict=False)
+    shares = gather_objects(own, layout.data_control)
+    sums = share_with_guests({place: total for share in shares for place, total in share.items()}, layout)
+    return torch.tensor([sums[place] for place in range(len(sums))], dtype=torch.float64)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.sharding import local_tensor
 
 STRIDE = 7
 """One of so many numbers of a weight is changed. Sizes of weights are seldom multiples of it, so that the changed
@@ -46,5 +46,4 @@ def _changed(handle: ModelHandle) -> list[Tensor]:
     """This rank's numbers of every trained weight that are changed, as views."""
     handle.before_change()
     trained = (parameter for part in handle.parts for parameter in part.parameters() if parameter.requires_grad)
-    shards = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained)
-    return [shard.detach().view(-1)[::STRIDE] for shard in shards]
+    return [local_tensor(parameter).detach().view(-1)[::STRIDE] for parameter in trained]

@@ -292,18 +292,22 @@ def _machine() -> str:
 def _start_of(pid: int) -> str:
     """When a process of this machine started, in the machine's own count; empty if there is none."""
     try:
-        # The name of the command, in parentheses, may hold anything.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = _stat_of(pid)
     except (OSError, ValueError):
         return ""
     return "" if state == "Z" else fields[18]
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Fields of a process's status, from its state on. The command's name before it may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _is_ending(pid: int) -> bool:
     """Whether a process of this machine is there and cannot go on: its first thread has ended, or a kill waits for
     it."""
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = _stat_of(pid)
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     except (OSError, ValueError):
         return False

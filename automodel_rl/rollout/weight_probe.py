@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import TokenSequence
+from automodel_rl.batch import Microbatch, TokenSequence
 from automodel_rl.config import GRPOConfig
-from automodel_rl.data.loader import pack_step
+from automodel_rl.data.loader import pack_step, sums_of_sequences
 from automodel_rl.engine import Engine
 from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.model.changed_weights import changed_weights
-from automodel_rl.parallel.host_collectives import gather_objects, share_with_guests
+from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.rollout.protocol import Completion
 from automodel_rl.rollout.supervisor import GeneratorSupervisor
 from automodel_rl.weight_sync.sync import sync_dtype
@@ -139,15 +139,13 @@ class WeightProbe:
             for number, completion in enumerate(completions)
         ]
         packed = pack_step(sequences, self.config.batch, handle.layout, handle.flops)
-        own: dict[int, float] = {}
-        for microbatch in self.engine.add_logprobs(packed.microbatches, "logprobs"):
-            theirs, ours = (microbatch.values[name].double() for name in ("rollout_logprobs", "logprobs"))
-            squares = torch.where(microbatch.loss_mask, (theirs - ours).square(), 0.0)
-            means = (piece.sum().item() / self.num_tokens for piece in squares.split(microbatch.lengths))
-            own |= zip(microbatch.order, means, strict=False)
-        shares = gather_objects(own, handle.layout.data_control)
-        found = share_with_guests({place: mean for share in shares for place, mean in share.items()}, handle.layout)
-        return torch.tensor([found[place] for place in range(len(completions))])
+        scored = self.engine.add_logprobs(packed.microbatches, "logprobs")
+        return sums_of_sequences(scored, _square_errors, handle.layout) / self.num_tokens
+
+
+def _square_errors(microbatch: Microbatch) -> Tensor:
+    theirs, ours = (microbatch.values[name].double() for name in ("rollout_logprobs", "logprobs"))
+    return (theirs - ours).square()
 
 
 def _sequence(prompt: list[int], completion: Completion) -> TokenSequence:

@@ -6,12 +6,10 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from automodel_rl.compat.versions import CHECKED
-from automodel_rl.errors import InputError
 from automodel_rl.rollout.vllm_versions import TESTED, untested
 
 PACKAGE = "automodel-rl"
@@ -42,9 +40,6 @@ def doctor(vllm_python: str | None = None) -> bool:
 
     Returns:
         Whether what this package needs is there, in versions that it takes.
-
-    Raises:
-        InputError: `vllm_python` is no interpreter.
     """
     print(f"{PACKAGE} {version(PACKAGE)}, Python {platform.python_version()}, {platform.platform()}")
     needed, missing = _needed()
@@ -124,8 +119,6 @@ def _vllm(python: str | None) -> str:
             f"give its interpreter to look at it: {PACKAGE} doctor --vllm PYTHON; tested with {first} to {last}, in an "
             "environment of its own: python -m venv vllm && vllm/bin/pip install vllm"
         )
-    if not Path(python).is_file():
-        raise InputError(f"--vllm {python}: is no file: give the interpreter of an environment with vLLM")
     done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=ASK_SECONDS)
     if done.returncode:
         problem = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -7,11 +7,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from automodel_rl.batch import Microbatch, TokenSequence, add_values
 from automodel_rl.config import GRPOConfig
-from automodel_rl.data.loader import PackedStep, pack_step
+from automodel_rl.data.loader import PackedStep, pack_step, sums_of_sequences
 from automodel_rl.losses.advantages import advantages
 from automodel_rl.losses.terms import kl_estimate
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.parallel.host_collectives import gather_objects, share_with_guests
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
@@ -98,11 +97,9 @@ def _add_by_sequence(microbatch: Microbatch, values: torch.Tensor) -> Microbatch
 
 def _kl_sums(microbatches: Microbatches, config: GRPOConfig, layout: Layout) -> torch.Tensor:
     """The divergence from the reference, summed over each completion of an optimizer step, float64 [N]."""
-    own: dict[int, float] = {}
-    for microbatch in microbatches:
+
+    def kl(microbatch: Microbatch) -> torch.Tensor:
         old, ref = (microbatch.values[name].double() for name in ("old_logprobs", "ref_logprobs"))
-        kl = torch.where(microbatch.loss_mask, kl_estimate(old, ref, config.loss.kl.estimator), 0.0)
-        own |= zip(microbatch.order, (piece.sum().item() for piece in kl.split(microbatch.lengths)), strict=False)
-    shares = gather_objects(own, layout.data_control)
-    flat = share_with_guests({place: total for share in shares for place, total in share.items()}, layout)
-    return torch.tensor([flat[place] for place in range(len(flat))], dtype=torch.float64)
+        return kl_estimate(old, ref, config.loss.kl.estimator)
+
+    return sums_of_sequences(microbatches, kl, layout)

@@ -9,6 +9,7 @@ import torch
 
 from automodel_rl.batch import Microbatch, TokenSequence, pack, unpack
 from automodel_rl.config import GRPOConfig
+from automodel_rl.data import loader
 from automodel_rl.losses import TokenOutputs
 from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Completion, Conversation, Rollout
@@ -84,7 +85,7 @@ ESTIMATES = {"k1": lambda r: -r, "k2": lambda r: r**2 / 2, "k3": lambda r: r.exp
 def test_advantages_are_those_of_rewards_less_the_divergence_that_was_asked_for(
     estimator: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy_batches, "gather_objects", lambda value, group: [value])
+    monkeypatch.setattr(loader, "gather_objects", lambda value, group: [value])
     kl = {} if estimator is None else {"coefficient": 0.25, "estimator": estimator, "where": "reward"}
     config = config_of(loss={"kl": kl, "on_policy": False}, advantage={"kind": "dr_grpo"})
     groups = groups_of(2)
