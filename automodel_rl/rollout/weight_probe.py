@@ -96,19 +96,16 @@ class WeightProbe:
         everything = gather_objects(own, self.supervisor.world)
         self.written = {rank: completions for rank, completions in enumerate(everything) if completions}
 
-    def judge(self) -> float:
+    def judge(self) -> None:
         """Compares what generators have written since the last call. The model's weights must be on the device.
 
-        Returns:
-            The root mean square over a generator's tokens of the difference of log-probabilities, the largest of all
-            generators; 0 if none could write.
-
         Raises:
-            RolloutError: a generator does not compute what the model does.
+            RolloutError: a generator does not compute what the model does: the root mean square over its tokens of the
+                difference of log-probabilities is more than rounding explains.
         """
         written, self.written = self.written, {}
         if not written:
-            return 0.0
+            return
         squares = self.squares([c for completions in written.values() for c in completions])
         means = squares.view(len(written), -1).mean(1).sqrt().nan_to_num(nan=torch.inf).tolist()
         of_writers = dict(zip(written, means, strict=True))
@@ -121,7 +118,6 @@ class WeightProbe:
                 f"rounding explains {tolerance:g}. The run would train with samples of another model: use another "
                 "rollout.generator, or another version, or set weight_sync.check_every=0 to run without this check"
             )
-        return of_writers[worst]
 
     @property
     def _tolerance(self) -> float:

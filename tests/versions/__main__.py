@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.versions.vllm_contract import WHEELS, Sources, problems_of
+from tests.vllm_environment import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDER, RECORD = ROOT / ".versions", Path(__file__).with_name("tested.json")
 PAGE = ROOT / "automodel_rl" / "compat" / "README.md"
 

@@ -51,6 +51,19 @@ def settings_of(algorithm: str, workspace: Path, output: Path, **changes: Any) -
     return json.loads(json.dumps(common | OF_ALGORITHM[algorithm])) | changes
 
 
+def add_turns(settings: Settings) -> None:
+    """Lets completions of a GRPO run have several turns, which an environment answers."""
+    settings["batch"]["microbatch_tokens"] = 256
+    settings["rollout"] |= {
+        "environment": "tests.odd_environments:Greeting",
+        "max_turns": 3,
+        "max_new_tokens": 8,
+        "max_tokens": 60,
+        "max_prompt_tokens": 96,
+    }
+    settings["rewards"] = [{"function": "environment"}, {"function": "tests.light_rewards:turns"}]
+
+
 SPLITS = {"train": "train", "validation": "held_out"}
 
 

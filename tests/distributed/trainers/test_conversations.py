@@ -9,6 +9,7 @@ import pytest
 from automodel_rl.errors import InputError
 from tests.distributed.trainers.runs import (
     Settings,
+    add_turns,
     copy_with_frequent_ends,
     metrics_of,
     rollouts_of,
@@ -17,14 +18,6 @@ from tests.distributed.trainers.runs import (
     trainer_of,
 )
 from tests.rank_pool import RankPool
-
-TURNS = {
-    "environment": "tests.odd_environments:Greeting",
-    "max_turns": 3,
-    "max_new_tokens": 8,
-    "max_tokens": 60,
-    "max_prompt_tokens": 96,
-}
 
 
 @pytest.fixture(name="ending", scope="module")
@@ -38,9 +31,8 @@ def make_ending(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def values(ending: Path, workspace: Path, output: Path, rollout: dict[str, Any], **changes: Any) -> Settings:
     settings = settings_of("grpo", workspace, output, length={"steps": 2}, **changes)
     settings["model"]["path"] = str(ending)
-    settings["batch"]["microbatch_tokens"] = 256
-    settings["rollout"] |= TURNS | rollout
-    settings["rewards"] = [{"function": "environment"}, {"function": "tests.light_rewards:turns"}]
+    add_turns(settings)
+    settings["rollout"] |= rollout
     return settings
 
 

@@ -14,6 +14,7 @@ from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.rollout.vllm_http import VllmServer
 from tests.distributed.trainers.runs import (
     Settings,
+    add_turns,
     copy_with_frequent_ends,
     metrics_of,
     rollouts_of,
@@ -95,15 +96,7 @@ def test_conversations_go_on_with_answers_of_an_environment(ranks: RankPool, wor
     settings = values(workspace, tmp_path / "run")
     settings["model"]["path"] = str(tmp_path / "model")
     copy_with_frequent_ends(workspace / "model", tmp_path / "model")
-    settings["batch"]["microbatch_tokens"] = 256
-    settings["rollout"] |= {
-        "environment": "tests.odd_environments:Greeting",
-        "max_turns": 3,
-        "max_new_tokens": 8,
-        "max_tokens": 60,
-        "max_prompt_tokens": 96,
-    }
-    settings["rewards"] = [{"function": "environment"}, {"function": "tests.light_rewards:turns"}]
+    add_turns(settings)
     ranks(1).run(train, settings)
     assert_agreement(tmp_path / "run")
     assert max(record["rollout/turns_mean"] for record in metrics_of(tmp_path / "run")) > 1
