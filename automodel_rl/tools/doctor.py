@@ -26,6 +26,8 @@ EXTRAS = {
 }
 """The extras of this package, and what each is for."""
 
+NOT_INSTALLED = "(not installed in this interpreter, only found by its path)"
+
 ASK = "import json, torch, vllm; print(json.dumps([vllm.__version__, torch.__version__, torch.cuda.is_available()]))"
 """What an interpreter is asked about its vLLM."""
 
@@ -41,7 +43,11 @@ def doctor(vllm_python: str | None = None) -> bool:
     Returns:
         Whether what this package needs is there, in versions that it takes.
     """
-    print(f"{PACKAGE} {version(PACKAGE)}, Python {platform.python_version()}, {platform.platform()}")
+    print(f"{PACKAGE} {_found(PACKAGE) or NOT_INSTALLED}, Python {platform.python_version()}, {platform.platform()}")
+    if _found(PACKAGE) is None:
+        print("\n".join(_devices()))
+        print(f"to install it, with what it needs: pip install {PACKAGE}, or pip install -e . in its folder")
+        return False
     needed, missing = _needed()
     for line in (*_devices(), *needed):
         print(line)

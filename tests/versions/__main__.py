@@ -128,7 +128,7 @@ def write_page(record: dict[str, dict]) -> None:
         f"`make versions`, {record['date']}, CPU and gloo: unit tests, and layouts against one process.\n\n"
         "| versions | vLLM | tests |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
         "What this package uses of vLLM (classes, methods, arguments, fields, routes) was found as it uses it in\n"
-        f"the sources of {', '.join(fit)}. vLLM 0.23 was run on GPUs, 0.32 on a CPU.\n"
+        f"the sources of {', '.join(fit)}. vLLM 0.23 and 0.33 were run on GPUs, 0.32 on a CPU.\n"
     )
 
 

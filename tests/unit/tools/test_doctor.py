@@ -27,6 +27,17 @@ def test_a_sound_installation_is_one(capsys: pytest.CaptureFixture[str]) -> None
     assert "automodel-rl doctor --vllm PYTHON" in said
 
 
+def test_a_package_that_is_found_by_its_path_alone_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_found", lambda package: None)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "automodel-rl (not installed in this interpreter, only found by its path), Python 3" in said
+    assert "no GPU: " in said or "GPU 0: " in said
+    assert "to install it, with what it needs: pip install automodel-rl, or pip install -e . in its folder" in said
+
+
 def test_what_is_missing_is_named_with_the_command_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
