@@ -111,13 +111,13 @@ def assert_refused(
 
 def assert_same_weights(one: Path, other: Path) -> None:
     """Two checkpoints hold the same tensors, bit for bit, in whatever files."""
-    expected, actual = (_tensors_of(folder) for folder in (one, other))
+    expected, actual = (tensors_of(folder) for folder in (one, other))
     assert expected
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[key], actual[key]) for key in expected)
 
 
-def _tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
