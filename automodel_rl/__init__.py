@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from automodel_rl.config import (
         ComponentsConfig,
         CorrectionConfig,
-        DPOConfig,
         DPOLossConfig,
         EncoderComponent,
-        GRPOConfig,
         KLConfig,
         LanguageComponent,
         LoraConfig,
@@ -40,9 +38,11 @@ if TYPE_CHECKING:
         ParallelConfig,
         ParameterGroupConfig,
         PolicyLossConfig,
-        SFTConfig,
+        RolloutRunConfig,
+        RunConfig,
         load_config,
     )
+    from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, SFTConfig
     from automodel_rl.data.show import ShownExample, first_examples
     from automodel_rl.engine import Engine, TrainOutput
     from automodel_rl.errors import InputError, MicrobatchError
@@ -78,9 +78,9 @@ _HOMES = {
     "read_routes": "batch",
     "unpack": "batch",
     "CorrectionConfig": "config",
-    "DPOConfig": "config",
+    "DPOConfig": "config.algorithms",
     "DPOLossConfig": "config",
-    "GRPOConfig": "config",
+    "GRPOConfig": "config.algorithms",
     "KLConfig": "config",
     "LanguageComponent": "config",
     "LoraConfig": "config",
@@ -94,7 +94,9 @@ _HOMES = {
     "OptimizerConfig": "config",
     "ParallelConfig": "config",
     "PolicyLossConfig": "config",
-    "SFTConfig": "config",
+    "RolloutRunConfig": "config",
+    "RunConfig": "config",
+    "SFTConfig": "config.algorithms",
     "EncoderComponent": "config",
     "load_config": "config",
     "ShownExample": "data.show",
@@ -154,8 +156,10 @@ __all__ = [
     "ParameterGroupConfig",
     "PolicyLossConfig",
     "Readout",
+    "RolloutRunConfig",
     "RouterShape",
     "Routes",
+    "RunConfig",
     "SFTConfig",
     "SFTTrainer",
     "ShownExample",

@@ -9,17 +9,8 @@ from pathlib import Path
 from typing import cast, get_args
 
 import automodel_rl
-from automodel_rl.config import (
-    ALGORITHMS,
-    DPOConfig,
-    GRPOConfig,
-    RayConfig,
-    RunConfig,
-    SFTConfig,
-    config_of_model,
-    load_config,
-    load_serve_config,
-)
+from automodel_rl.config import ALGORITHMS, RayConfig, RunConfig, config_of_model, load_config, load_serve_config
+from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, SFTConfig
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
 from automodel_rl.files import written
 from automodel_rl.launch.failure import guard

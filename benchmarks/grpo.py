@@ -5,7 +5,7 @@
     python benchmarks/grpo.py PROMPTS.jsonl --generator vllm --vllm-python PYTHON --device 1  on another one
     python benchmarks/grpo.py PROMPTS.jsonl --workload W2 --replay ...                     with router replay
     python benchmarks/grpo.py PROMPTS.jsonl --change loss.on_policy=false memory.compile=false   other settings
-    python benchmarks/grpo.py PROMPTS.jsonl --change rollout.vllm.sleep=2 memory.offload={}      memory in turns
+    python benchmarks/grpo.py PROMPTS.jsonl --change rollout.generator.sleep=2 memory.offload={}      memory in turns
     python benchmarks/grpo.py PROMPTS.jsonl --workload vision ...                          a picture in every prompt
     torchrun --nproc-per-node 2 benchmarks/grpo.py PROMPTS.jsonl --change parallel.dp_shard=2 ...      several ranks
     python benchmarks/grpo.py PROMPTS.jsonl --tiny                                         check the script on a CPU
@@ -47,7 +47,7 @@ def digits(completion: str, example: dict[str, Any]) -> float:
 
 def main() -> None:
     options = parse_arguments()
-    from automodel_rl.config import GRPOConfig
+    from automodel_rl.config.algorithms import GRPOConfig
     from automodel_rl.launch.process_group import join_process_group
     from automodel_rl.launch.quiet import quiet_libraries
     from automodel_rl.observe.metrics import read_lines
@@ -200,9 +200,14 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
 
 
 def _settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str, Any]:
-    vllm: dict[str, Any] = {"memory_fraction": options.memory_fraction, "options": {"enforce_eager": options.eager}}
-    if options.vllm_python:
-        vllm["python"] = options.vllm_python
+    generator: dict[str, Any] = {"kind": options.generator}
+    if options.generator == "vllm":
+        generator |= {"memory_fraction": options.memory_fraction, "options": {"enforce_eager": options.eager}}
+        generator |= {"python": options.vllm_python} if options.vllm_python else {}
+    elif options.own_process:
+        generator["place"] = "shared"
+    if options.device is not None:
+        generator["place"] = [options.device]
     longest = 24 if options.tiny else 256
     return {
         "output": str(output),
@@ -214,11 +219,8 @@ def _settings(model: Path, output: Path, options: argparse.Namespace) -> dict[st
             "group_size": 8,
             "max_prompt_tokens": 1536 if options.workload == "vision" else 512,
             "max_new_tokens": longest,
-            "generator": options.generator,
-            "own_process": options.own_process,
-            "devices": [] if options.device is None else [options.device],
+            "generator": generator,
             "max_staleness": options.max_staleness,
-            "vllm": vllm,
         },
         "rewards": [{"function": "benchmarks.grpo:digits"}],
         "loss": {"kl": {"coefficient": 0.01}, "correction": {"kind": "truncate"}},

@@ -47,21 +47,23 @@ def main() -> None:
     if not (folder / "tokenizer.json").is_file():
         write_model(folder, sizes)
         train_tokenizer(["a few words"], 300).save_pretrained(folder)
-    vllm = {"generator": "vllm", "vllm": {"python": options.vllm_python, "memory_fraction": 0.3}}
-    for generator in [{"transformers": {}, "vllm": vllm}[name] for name in options.generators]:
+    vllm = {"kind": "vllm", "python": options.vllm_python, "memory_fraction": 0.3}
+    for generator in [
+        {"transformers": {"kind": "transformers", "batch_size": 256}, "vllm": vllm}[name] for name in options.generators
+    ]:
         for lora in ({"rank": 16}, None):
             with service(folder, lora, generator) as client:
                 for rank in (8, 16) if lora else (0,):
                     numbers = measured(client, folder, rank, sizes["vocab_size"], options)
-                    print(json.dumps({"generator": generator.get("generator", "transformers"), **numbers}), flush=True)
+                    print(json.dumps({"generator": generator["kind"], **numbers}), flush=True)
 
 
 @contextlib.contextmanager
-def service(folder: Path, lora: dict[str, int] | None, settings: dict[str, Any]) -> Iterator[Any]:
+def service(folder: Path, lora: dict[str, int] | None, generator: dict[str, Any]) -> Iterator[Any]:
     """A client of a service that runs meanwhile."""
     model = {"path": str(folder), "dtype": "bfloat16" if torch.cuda.is_available() else "float32", "lora": lora}
     with tempfile.TemporaryDirectory() as output:
-        values = {"output": output, "model": model, "port": 0, "microbatch_tokens": 8192, "batch_size": 256, **settings}
+        values = {"output": output, "model": model, "port": 0, "microbatch_tokens": 8192, "generator": generator}
         config = Path(output) / "serve.yaml"
         config.write_text(yaml.safe_dump(values))
         command = [sys.executable, "-m", "automodel_rl", "serve", str(config)]

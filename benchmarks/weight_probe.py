@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from automodel_rl import GRPOTrainer
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.launch.local import free_port
 from automodel_rl.model.changed_weights import FACTOR, STRIDE, changed_weights
 from automodel_rl.parallel.sharding import local_tensor
@@ -36,8 +36,7 @@ def config_of(arguments: argparse.Namespace, output: str) -> GRPOConfig:
                 "group_size": 2,
                 "max_prompt_tokens": 128,
                 "max_new_tokens": 64,
-                "generator": "vllm",
-                "vllm": {"python": arguments.python},
+                "generator": {"kind": "vllm", "python": arguments.python},
             },
             "rewards": [{"function": "last_number"}],
             "batch": {"microbatch_tokens": 1024},

@@ -134,7 +134,7 @@ def _keys_nearby(path: list[str]) -> list[str]:
             "min_lr_ratio",
             "max_skipped_steps",
         ],
-        "rollout": ["generator", "temperature", "max_staleness", "own_process", "devices", "warn_logprob_error"],
+        "rollout": ["generator", "temperature", "max_staleness", "stop", "warn_logprob_error"],
         "checkpoint": ["every_steps", "every_minutes", "keep_last", "keep_best", "async", "format"],
         "observe": ["trackers", "samples", "sample_tokens"],
         "loss": ["kl", "clip_high", "correction", "variant", "beta", "on_policy", "normalise"],

@@ -50,7 +50,10 @@ GROUPS = {
         "grpo_loss",
         "token_loss",
     ),
-    "Whole runs": ("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "SFTConfig", "DPOConfig", "GRPOConfig"),
+    "Whole runs": (
+        *("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "SFTConfig", "DPOConfig", "GRPOConfig"),
+        *("RunConfig", "RolloutRunConfig"),
+    ),
     "Looking at data": ("first_examples", "ShownExample"),
     "Configs of a model": (
         *("ModelConfig", "LoraConfig", "MoEConfig", "MemoryConfig", "ParallelConfig"),

@@ -19,12 +19,12 @@ from transformers import AutoTokenizer
 from tests.distributed.conftest import make_workspace
 from tests.distributed.trainers.runs import (
     Settings,
-    tensors_of,
     add_turns,
     copy_with_frequent_ends,
     metrics_of,
     rollouts_of,
     settings_of,
+    tensors_of,
     write,
 )
 from tests.tiny import save_tiny_model
@@ -102,9 +102,10 @@ def differences(one: Path, other: Path) -> Iterator[str]:
     if keys:
         yield f"metrics {', '.join(keys)}"
     for row in rows[0]:
-        if row["step"] and (one / "run" / "rollouts").is_dir():
-            if _rollouts(one / "run", row["step"]) != _rollouts(other / "run", row["step"]):
-                yield f"rollouts of step {row['step']}"
+        if not (one / "run" / "rollouts").is_dir() or not row["step"]:
+            continue
+        if _rollouts(one / "run", row["step"]) != _rollouts(other / "run", row["step"]):
+            yield f"rollouts of step {row['step']}"
 
 
 def _rollouts(run: Path, step: int) -> list[dict[str, Any]]:

@@ -10,8 +10,6 @@ from automodel_rl.config.data import (
     PromptDataConfig,
     SourceConfig,
 )
-from automodel_rl.config.dpo import DPOConfig
-from automodel_rl.config.grpo import GRPOConfig
 from automodel_rl.config.keys import Key, describe_keys
 from automodel_rl.config.launch import LaunchConfig, RayConfig
 from automodel_rl.config.load import (
@@ -28,23 +26,21 @@ from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoE
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, ParameterGroupConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig, WeightSyncConfig
-from automodel_rl.config.run import CheckpointConfig, LengthConfig, ObserveConfig, RunConfig
+from automodel_rl.config.run import AnyRun, CheckpointConfig, LengthConfig, ObserveConfig, RolloutRunConfig, RunConfig
 from automodel_rl.config.serve import ServeConfig, ServeLimitsConfig
-from automodel_rl.config.sft import SFTConfig
 
 __all__ = [
     "ALGORITHMS",
     "AdvantageConfig",
+    "AnyRun",
     "BatchConfig",
     "CheckpointConfig",
     "ComponentsConfig",
     "CorrectionConfig",
-    "DPOConfig",
     "DPOLossConfig",
     "DataConfig",
     "EncoderComponent",
     "FilterConfig",
-    "GRPOConfig",
     "KLConfig",
     "Key",
     "LanguageComponent",
@@ -67,8 +63,8 @@ __all__ = [
     "RayConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RolloutRunConfig",
     "RunConfig",
-    "SFTConfig",
     "Section",
     "ServeConfig",
     "ServeLimitsConfig",

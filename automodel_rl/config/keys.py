@@ -2,6 +2,7 @@
 
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -30,6 +31,12 @@ def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[Key]:
     rows: list[Key] = []
     for field, info in kind.model_fields.items():
         name = f"{prefix}{info.alias or field}"
+        if kinds := kinds_of(info.annotation):
+            default = info.get_default(call_default_factory=True).kind
+            rows.append(Key(name, default, info.description or "", "|".join(kinds), tuple(kinds)))
+            rows.append(Key(f"{name}.kind", default, "Which of them it is.", "|".join(kinds), tuple(kinds)))
+            rows += _keys_of_kinds(kinds, f"{name}.")
+            continue
         section = inner_section(info.annotation)
         if section is None or section is not info.annotation:
             default = "required" if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
@@ -39,6 +46,21 @@ def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[Key]:
             item = ".0" if typing.get_origin(info.annotation) is tuple else ""
             rows += describe_keys(section, f"{name}{item}.")
     return rows
+
+
+def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The sections of which a field takes one, by the value of their key `kind`; none if it does not choose so."""
+    members = typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else ()
+    sections = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
+    return {one.model_fields["kind"].default: one for one in sections if "kind" in one.model_fields}
+
+
+def _keys_of_kinds(kinds: dict[str, type[BaseModel]], prefix: str) -> Iterator[Key]:
+    """The keys of all kinds but `kind` itself, each with the kind that has it."""
+    for kind, section in kinds.items():
+        for key in describe_keys(section, prefix):
+            if key.name != f"{prefix}kind":
+                yield key._replace(meaning=f"{kind}: {key.meaning}")
 
 
 def inner_section(annotation: Any) -> type[BaseModel] | None:

@@ -2,21 +2,20 @@
 
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, SFTConfig
 from automodel_rl.config.base import Section
-from automodel_rl.config.dpo import DPOConfig
 from automodel_rl.config.elsewhere import answer, answers
-from automodel_rl.config.grpo import GRPOConfig
-from automodel_rl.config.keys import describe_keys, inner_section
+from automodel_rl.config.generators import EARLIER, generator_of_earlier
+from automodel_rl.config.keys import describe_keys, inner_section, kinds_of
 from automodel_rl.config.run import RunConfig
 from automodel_rl.config.serve import ServeConfig
-from automodel_rl.config.sft import SFTConfig
 from automodel_rl.errors import InputError, closest
 
 Checked = typing.TypeVar("Checked", bound=Section)
@@ -152,9 +151,19 @@ def completed(values: Any, config: RunConfig) -> Any:
         The values as they are if they are no config of this kind.
     """
     try:
-        return yaml.safe_load(dump_config(type(config).model_validate(values)))
+        return yaml.safe_load(dump_config(type(config).model_validate(_of_today(values))))
     except ValidationError:
         return values
+
+
+def _of_today(values: Any) -> Any:
+    """Values of a dumped config in the keys of today."""
+    rollout = values.get("rollout") if isinstance(values, dict) else None
+    if not isinstance(rollout, dict) or not any(key in rollout for key in EARLIER):
+        return values
+    kept = {key: value for key, value in rollout.items() if key not in EARLIER}
+    sync = {key: value for key, value in (values.get("weight_sync") or {}).items() if key != "transport"}
+    return {**values, "rollout": {**kept, "generator": generator_of_earlier(rollout)}, "weight_sync": sync}
 
 
 def differing_keys(one: Any, other: Any, prefix: str = "") -> list[str]:
@@ -191,12 +200,14 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _assign(values: Any, key: str, value: Any, kind: type[BaseModel] = SFTConfig) -> None:
     *path, last = key.split(".")
-    for name in path:
+    for place, name in enumerate(path):
         if isinstance(values, list):
             values = values[_list_place(key, name, values)]
         else:
             if values.get(name) is None:
                 values[name] = {}
+            elif isinstance(values[name], str) and values[name] in _kinds_at(kind, path[: place + 1]):
+                values[name] = {"kind": values[name]}
             values = values[name]
         if not isinstance(values, dict | list):
             raise InputError(f"--{key}: {answer(key, kind) or f'{name} is a value, not a section'}")
@@ -204,6 +215,13 @@ def _assign(values: Any, key: str, value: Any, kind: type[BaseModel] = SFTConfig
         values[_list_place(key, last, values)] = value
     else:
         values[last] = value
+
+
+def _kinds_at(kind: type[BaseModel], path: Sequence[str]) -> Iterable[str]:
+    """The kinds of which a key takes one, where their names alone may stand."""
+    *before, last = path
+    section = _section_at(kind, tuple(before))
+    return _inside(section, last)[1].keys()
 
 
 def _list_place(key: str, name: str, values: list[Any]) -> int:
@@ -228,6 +246,8 @@ KINDS = {
     "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
     "too_short": "must have at least {min_length} of them",
+    "union_tag_not_found": "must say its kind, such as {{kind: transformers}}",
+    "union_tag_invalid": "must be of the kind {expected_tags}",
     "too_long": "must have at most {max_length} of them",
 }
 """The rule that a value breaks, by the beginning of pydantic's name of the error."""
@@ -241,11 +261,11 @@ Detail = Any
 
 def _explain_all(details: Sequence[Detail], kind: type[BaseModel]) -> str:
     """The message for all errors of a config: required keys that are missing first, all at once."""
-    missing = [_place(detail) for detail in details if detail["type"] == "missing"]
+    missing = [_place(detail, kind) for detail in details if detail["type"] == "missing"]
     found: dict[str, list[Detail]] = {}
     for detail in details:
         if detail["type"] != "missing":
-            found.setdefault(_place(detail), []).append(detail)
+            found.setdefault(_place(detail, kind), []).append(detail)
     # A list with a wrong item is also called too short.
     inner = [place for place in found if not any(other.startswith(f"{place}.") for other in found)]
     texts = [_explain(found[place], place, kind) for place in inner]
@@ -262,9 +282,18 @@ def _with_keys(place: str, kind: type[BaseModel]) -> str:
     return f"{place} (with {', '.join(required or section.model_fields)})" if section is not None else place
 
 
-def _place(detail: Detail) -> str:
-    """The dotted key of an error."""
-    return ".".join(str(part) for part in detail["loc"] if not BRANCH.fullmatch(str(part)))
+def _place(detail: Detail, kind: type[BaseModel]) -> str:
+    """The dotted key of an error. A kind that a section chose is no part of it."""
+    parts: list[str] = []
+    section: type[BaseModel] | None = kind
+    kinds: dict[str, type[BaseModel]] = {}
+    for part in detail["loc"]:
+        if part in kinds:
+            section, kinds = kinds[part], {}
+        elif not BRANCH.fullmatch(str(part)):
+            parts.append(str(part))
+            section, kinds = _inside(section, part)
+    return ".".join(parts)
 
 
 def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> str:
@@ -308,11 +337,22 @@ def _unknown(where: str, detail: Detail, kind: type[BaseModel]) -> str:
 
 def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
     """The section class at a location such as ("data", "train", 0)."""
-    section: Any = kind
+    section: type[BaseModel] | None = kind
+    kinds: dict[str, type[BaseModel]] = {}
     for part in location:
-        if isinstance(part, str):
-            section = section.model_fields[part].annotation if part in section.model_fields else None
-        section = inner_section(section)
-        if section is None:
-            return None
+        if part in kinds:
+            section, kinds = kinds[str(part)], {}
+        else:
+            section, kinds = _inside(section, part)
     return section
+
+
+def _inside(
+    section: type[BaseModel] | None, part: int | str
+) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
+    """The section at a key of another one, or at a place in its list; and those of which the key chooses one."""
+    if section is None or isinstance(part, int):
+        return section, {}
+    fields = {info.alias or name: info.annotation for name, info in section.model_fields.items()}
+    kinds = kinds_of(fields.get(part))
+    return None if kinds else inner_section(fields.get(part)), kinds

@@ -5,45 +5,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from automodel_rl.config.base import BatchSize, Fraction, PathText, Positive, Section
+from automodel_rl.config.base import BatchSize, Positive, Section
 from automodel_rl.config.episodes import EpisodeConfig
+from automodel_rl.config.generators import GeneratorConfig, TransformersGeneratorConfig, refuse_earlier
 from automodel_rl.generator_messages import Sampling
 
-Transport = Literal["local", "ipc", "collective", "vllm"]
 ReplayStage = Literal["old_logprobs", "ref_logprobs", "train"]
-
-
-class VllmProcessConfig(Section):
-    """vLLM in a process of its own next to a rank."""
-
-    python: PathText | None = None
-    """Python interpreter of an environment with vLLM, whose pinned dependencies conflict with this package's; null
-    takes the interpreter of this process."""
-
-    memory_fraction: Fraction = 0.4
-    """Share of the device's memory for vLLM's weights and cache."""
-
-    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further arguments of vllm.LLM, e.g. max_num_seqs."""
-
-
-class VllmConfig(VllmProcessConfig):
-    """vLLM: in a process of its own next to every rank, or as servers that run already."""
-
-    tensor_parallel: Positive = 1
-    """Number of GPUs over which each vLLM is split. So many consecutive ranks of a machine share one, and the first of
-    them leads it; it must divide the number of ranks on a machine. With `devices`, each vLLM has so many of those."""
-
-    sleep: Literal["none", 1, 2, "auto"] = "none"
-    """Whether vLLM on a rank's device gives its memory back between rollouts. none: it keeps it. 1: its weights wait on
-    the host. 2: its weights are dropped, and each rollout begins with a whole weight sync. auto: 2, or 1 with
-    weight_sync.adapters=alone. With memory.offload each side has the device to itself."""
-
-    servers: tuple[str, ...] = ()
-    """URLs of running vLLM servers, e.g. http://localhost:8000, on devices of their own. Start them with
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs --weight-transfer-config
-    '{"backend": "nccl"}'. Servers on other machines need a token: give it to them as --api-key, and to the run in
-    VLLM_API_KEY."""
 
 
 class RolloutConfig(EpisodeConfig):
@@ -86,22 +53,13 @@ class RolloutConfig(EpisodeConfig):
     """Tokens that end a completion, besides those of config.json, generation_config.json, the tokenizer and the chat
     template. The completion includes the token that ended it."""
 
-    generator: Literal["transformers", "vllm"] = "transformers"
-    """What writes completions. transformers: a whole copy of the model on every rank. vllm: vLLM, see `vllm`."""
-
-    own_process: bool = False
-    """Run the generator in a process of its own next to its rank, as vllm always does."""
-
-    devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Devices for generators in processes of their own, by number among those that ranks see. If empty, each shares its
-    rank's device. There may be fewer vLLMs than ranks: the first ranks of a machine lead one each."""
+    generator: GeneratorConfig = TransformersGeneratorConfig()
+    """What writes completions: transformers (a whole copy of the model for every rank), vllm, or servers of vLLM that
+    run already. Its name alone, or a section with its name as `kind` and the keys of this kind."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Most policy versions between the weights that wrote a completion and those that train on it. Above 0, generators
     write the completions of later steps while earlier steps are trained on, and get new weights while they write."""
-
-    batch_size: Positive = 256
-    """Most completions that the transformers generator writes at once on each rank."""
 
     retries: Annotated[int, Field(ge=0)] = 2
     """How often within a step a failed generator is started again, or its servers are connected to again. After that,
@@ -110,8 +68,6 @@ class RolloutConfig(EpisodeConfig):
     warn_logprob_error: Annotated[float, Field(gt=1)] = 1.05
     """Value of train/logprob_error above which a step prints a warning: the generator and the trained model
     disagree."""
-
-    vllm: VllmConfig = VllmConfig()
 
     @property
     def sampling(self) -> Sampling:
@@ -142,6 +98,12 @@ class RolloutConfig(EpisodeConfig):
         most = self.max_turns * self.max_new_tokens if self.has_turns else self.max_new_tokens
         return min(most, self.completion_tokens)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_today(cls, values: Any) -> Any:
+        refuse_earlier(values)
+        return values
+
     @model_validator(mode="after")
     def _placement(self) -> "RolloutConfig":
         if self.completion_tokens < self.max_new_tokens:
@@ -160,17 +122,10 @@ class RolloutConfig(EpisodeConfig):
                 f"{key}={getattr(self, key)} with validation_temperature=0, which takes the likeliest token: raise the "
                 "temperature, or leave it out"
             )
-        has_process = self.own_process or self.generator == "vllm"
-        if self.devices and not has_process:
-            raise ValueError(f"devices={list(self.devices)} are for generators in processes: set own_process to true")
-        if len(set(self.devices)) < len(self.devices):
-            raise ValueError(f"devices={list(self.devices)}: each generator needs a device of its own: name none twice")
-        if self.devices and self.generator == "vllm" and self.vllm.servers:
-            raise ValueError(f"devices={list(self.devices)}: servers have theirs already: leave devices out")
-        if self.max_staleness and not has_process:
+        if self.max_staleness and not self.generator.has_process:
             raise ValueError(
                 f"max_staleness={self.max_staleness}: a generator in this process cannot write while it trains: set "
-                "own_process to true"
+                "generator to {kind: transformers, place: shared}, or to another kind"
             )
         return self
 
@@ -267,12 +222,6 @@ LARGEST_BUFFER = 2**28
 
 
 class WeightSyncConfig(Section):
-    transport: Transport | Literal["auto"] = "auto"
-    """How weights are sent. local: to a generator in this process. ipc: to a generator's process on the same device,
-    which reads the trainer's buffers in place. collective: one rank of each stage broadcasts to all generators, over
-    NCCL, or over gloo on the CPU. vllm: vLLM's own weight transfer, over IPC on the same device and over NCCL to other
-    devices. auto: the one that fits the generator's place."""
-
     buffer_mib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """Size of a buffer in MiB. Buffers stay allocated between weight syncs. A larger tensor is sent in several buffers;
     for vllm, the buffers are made as large as the largest tensor. auto: 256, or less where a GPU has so little memory
@@ -301,6 +250,13 @@ class WeightSyncConfig(Section):
     timeout: Annotated[float, Field(gt=0)] = 300.0
     """Most seconds that the trainer or a generator waits for the other at any point of a weight sync. After that the
     generator is started again; servers are only connected to again."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follows_the_place(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "transport" in values:
+            raise ValueError("transport: follows from where rollout.generator runs: leave it out")
+        return values
 
 
 class RouterReplayConfig(Section):

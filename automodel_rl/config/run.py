@@ -1,16 +1,21 @@
 """Config sections that every run has: length, checkpoints, metrics and failures, and the base of all run configs."""
 
-from typing import Annotated, Any, Literal
+import abc
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from automodel_rl.config.base import PathText, Positive, Section
 from automodel_rl.config.components import ComponentsConfig
-from automodel_rl.config.data import CommonBatchConfig, SourcesConfig
+from automodel_rl.config.data import CommonBatchConfig, PromptDataConfig, SourcesConfig
+from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
+from automodel_rl.config.rollout import RolloutConfig, RouterReplayConfig, WeightSyncConfig
+
+Records = Literal["chats", "pairs", "prompts"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
@@ -109,7 +114,16 @@ def refuse_idle_data_ranks(what: str, count: int, parallel: ParallelConfig) -> N
         )
 
 
-class RunConfig(Section):
+class RunConfig(Section, abc.ABC):
+    """The keys that every run has, and the questions that every run answers, so that no room below the trainers asks
+    which algorithm it is.
+
+    Example:
+        >>> config = load_config("my_dpo.yaml")
+        >>> config.reads, config.needs_reference, config.generation
+        ('pairs', True, None)
+    """
+
     output: PathText
     """Run directory. It gets config.yaml, metrics.jsonl, report.html, checkpoints/ and final/."""
 
@@ -139,9 +153,50 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
 
     @property
+    @abc.abstractmethod
+    def reads(self) -> Records:
+        """What a record of the data holds."""
+
+    @property
+    @abc.abstractmethod
+    def sequences_per_step(self) -> int:
+        """Token sequences of one optimizer step, over all data ranks."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that a microbatch must hold; 0 where examples are cut to what it holds."""
+        return 0
+
+    @property
+    def trained_turns(self) -> Literal["all", "last"]:
+        """The assistant's turns of a chat that are trained."""
+        return "all"
+
+    @property
+    def answer_reader(self) -> str | None:
+        """What compares with the `answer` of a record, which each record then needs; None if nothing does."""
+        return None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the weights that the run began with are needed to its end, as the reference policy."""
         return False
+
+    @property
+    def compares_logprobs(self) -> bool:
+        """Whether log-probabilities of one sequence from several passes are compared, so that noise such as dropout
+        would change the loss."""
+        return True
+
+    @property
+    def has_likelihood_loss(self) -> bool:
+        """Whether the loss is the mean negative log-likelihood of the trained tokens."""
+        return False
+
+    @property
+    def generation(self) -> "RolloutRunConfig | None":
+        """The run's config if it generates completions while it trains; None if it does not."""
+        return None
 
     @property
     def world_size(self) -> int:
@@ -171,3 +226,100 @@ class RunConfig(Section):
         if given != language:
             raise ValueError("parallel and components.language differ: give the layout in components.language alone")
         return {**values, "parallel": language.model_dump()}
+
+
+class RolloutRunConfig(RunConfig):
+    """A run that trains on completions of the model that it trains.
+
+    Example:
+        >>> config = load_config("my_grpo.yaml")
+        >>> config.generation is config, config.rollout.generator.kind, config.longest_sequence
+        (True, 'transformers', 74)
+    """
+
+    data: PromptDataConfig
+    rollout: RolloutConfig
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+
+    @property
+    def reads(self) -> Records:
+        """What a record of the data holds: a prompt."""
+        return "prompts"
+
+    @property
+    def generation(self) -> "RolloutRunConfig":
+        """The run's config, for the run generates."""
+        return self
+
+    @property
+    def sleep_level(self) -> int:
+        """The level at which generators sleep between rollouts; 0 if they stay awake."""
+        generator = self.rollout.generator
+        if not isinstance(generator, VllmGeneratorConfig) or generator.sleep == "none":
+            return 0
+        return (1 if self.weight_sync.adapters == "alone" else 2) if generator.sleep == "auto" else generator.sleep
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether generators and the trainer have device memory in turns."""
+        return bool(self.sleep_level or self.memory.offload)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with its completion, or with its conversation."""
+        return self.rollout.max_prompt_tokens + self.rollout.completion_tokens
+
+    @property
+    def longest_keys(self) -> str:
+        """The keys that add up to the longest sequence, for error messages."""
+        rollout = self.rollout
+        if not rollout.has_turns:
+            return "rollout.max_prompt_tokens + rollout.max_new_tokens"
+        if rollout.max_tokens is not None:
+            return "rollout.max_prompt_tokens + rollout.max_tokens"
+        return "rollout.max_prompt_tokens + rollout.max_turns x rollout.max_new_tokens"
+
+    @model_validator(mode="after")
+    def _holds_the_longest(self) -> "RolloutRunConfig":
+        tokens, longest = self.batch.microbatch_tokens, self.longest_sequence
+        if tokens != "auto" and tokens < longest:
+            raise ValueError(
+                f"batch.microbatch_tokens={tokens} must hold the longest prompt and completion, {self.longest_keys} = "
+                f"{longest}: raise it, or lower one of these"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _generators_fit(self) -> "RolloutRunConfig":
+        rollout, generator = self.rollout, self.rollout.generator
+        if self.weight_sync.checksum and generator.runs_vllm:
+            raise ValueError(
+                "weight_sync.checksum=true: vllm keeps weights in other shapes than checkpoints, so they cannot be "
+                "compared: set it to false"
+            )
+        if self.memory.offload is not None and generator.is_apart:
+            raise ValueError(
+                f"memory.offload: rollout.generator.kind={generator.kind} has memory apart from the trainer's, and "
+                "could not use it: leave it out"
+            )
+        if self.sleep_level == 2 and self.weight_sync.adapters == "alone":
+            raise ValueError(
+                "rollout.generator.sleep=2 with weight_sync.adapters=alone: the weights that vLLM drops are not sent "
+                "again: use 1 or auto"
+            )
+        size = generator.tensor_parallel if isinstance(generator, VllmGeneratorConfig) else 1
+        if not generator.is_apart and self.world_size % size:
+            raise ValueError(
+                f"rollout.generator.tensor_parallel={size} does not divide the {self.world_size} ranks: use a divisor"
+            )
+        if rollout.max_staleness and self.shares_memory:
+            key = "rollout.generator.sleep" if self.sleep_level else "memory.offload"
+            raise ValueError(
+                f"{key} with rollout.max_staleness={rollout.max_staleness}: generators write while the model trains, "
+                "so neither can lend its memory: leave one of them out"
+            )
+        return self
+
+
+AnyRun = TypeVar("AnyRun", bound=RunConfig)

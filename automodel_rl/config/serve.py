@@ -1,13 +1,13 @@
 """Config of a training service (`automodel-rl serve`)."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from automodel_rl.config.base import PathText, Positive, Section
+from automodel_rl.config.generators import SamplerConfig, TransformersSamplerConfig, refuse_earlier
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.parallel import ParallelConfig
-from automodel_rl.config.rollout import VllmProcessConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -68,14 +68,10 @@ class ServeConfig(Section):
     microbatch_tokens: Positive = 8192
     """Most tokens of a microbatch, and of a sequence with its last target."""
 
-    generator: Literal["transformers", "vllm"] = "transformers"
-    """What samples, next to every rank. transformers: a whole copy of the model in the rank's process. vllm: vLLM in a
-    process of its own on the rank's device, see `vllm`."""
-
-    batch_size: Positive = 64
-    """Number of completions that the transformers generator samples at once on each rank."""
-
-    vllm: VllmProcessConfig = VllmProcessConfig()
+    generator: SamplerConfig = TransformersSamplerConfig()
+    """What samples, next to every rank: transformers (a whole copy of the model in the rank's process) or vllm (in a
+    process of its own on the rank's device). Its name alone, or a section with its name as `kind` and the keys of this
+    kind."""
 
     host: str = "127.0.0.1"
     """Address on which the server listens. Others than loopback need a `key`."""
@@ -109,6 +105,12 @@ class ServeConfig(Section):
     def base_name(self) -> str:
         """Name of the base model for clients."""
         return self.name or self.model.path
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_today(cls, values: Any) -> Any:
+        refuse_earlier(values)
+        return values
 
     @model_validator(mode="after")
     def _can_be_served(self) -> "ServeConfig":

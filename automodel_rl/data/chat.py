@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.config import GRPOConfig, RunConfig, SFTConfig
+from automodel_rl.config import RunConfig
 from automodel_rl.data.checks import holds_chats
 from automodel_rl.data.kinds import says_nothing
 from automodel_rl.data.media import MediaReaders, open_readers
@@ -78,8 +78,7 @@ def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
     pixels = (config.data.min_pixels, config.data.max_pixels)
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     media = open_readers(files.folder, model, pixels, _breaks(tokenizer, model, folder), encode)
-    train_on = config.data.train_on if isinstance(config, SFTConfig) else "all"
-    return ChatTokenizer(tokenizer, train_on, media, config.data.chat_template_kwargs)
+    return ChatTokenizer(tokenizer, config.trained_turns, media, config.data.chat_template_kwargs)
 
 
 BREAKS = ("[IMG_BREAK]", "[IMG_END]")
@@ -111,7 +110,7 @@ def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> list[st
     """
     with rendering_limits(f"model.path={config.model.path}"):
         tokenizer = open_chat_tokenizer(config)
-    writes_prompts = isinstance(config, GRPOConfig)
+    writes_prompts = config.reads == "prompts"
     warnings: list[str] = []
     for chat, where in chats:
         with rendering_limits(where):

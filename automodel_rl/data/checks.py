@@ -4,13 +4,12 @@ import functools
 import itertools
 from typing import Any
 
-from automodel_rl.config import DPOConfig, GRPOConfig, RunConfig, SFTConfig, SourceConfig
+from automodel_rl.config import RunConfig, SourceConfig
 from automodel_rl.config.data import Column, SourcesConfig
-from automodel_rl.config.rollout import NEED_ANSWER
 from automodel_rl.data.columns import MISSING, look_up, names_of
 from automodel_rl.data.kinds import kind_of
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import Reader, chats_of, read_chat, read_example, read_pair, read_prompt
+from automodel_rl.data.records import READERS, Reader, chats_of, read_chat, read_example
 from automodel_rl.data.sources import open_source
 from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
@@ -28,15 +27,10 @@ def check_data(config: RunConfig) -> list[tuple[Chat, str]]:
     Raises:
         InputError: a record is wrong, or no record has a column or key that the config names.
     """
-    if isinstance(config, GRPOConfig):
-        needs_answer = next((r.function for r in config.rewards if r.function in NEED_ANSWER), None)
-        read: Reader = functools.partial(_read_prompt_with_answer, needs_answer) if needs_answer else read_prompt
-        return check_records(config.data, read)
-    if isinstance(config, DPOConfig):
-        return check_records(config.data, read_pair)
-    if isinstance(config, SFTConfig):
-        return check_records(config.data, read_chat)
-    return []
+    read = READERS[config.reads]
+    if config.answer_reader is not None:
+        read = functools.partial(_read_with_answer, read, config.answer_reader)
+    return check_records(config.data, read)
 
 
 def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
@@ -67,20 +61,20 @@ def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
 
 def holds_chats(config: RunConfig) -> bool:
     """Whether a run has chats, by the first record of each source. The records of sft may be texts."""
-    if not isinstance(config, SFTConfig):
+    if config.reads != "chats":
         return True
     sources = [(open_source(source), source) for source in (*config.data.train, *config.data.validation)]
     return any(isinstance(read_chat(source[0], of, source.where(0)), Chat) for source, of in sources)
 
 
-def _read_prompt_with_answer(reward: str, record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
+def _read_with_answer(read: Reader, reward: str, record: dict[str, Any], config: SourceConfig, where: str) -> Any:
     answer = read_example(record, config).get("answer")
     if answer is None or answer == "":
         raise InputError(
             f"{where}: no answer, which rewards.function={reward} compares with: add one, name its column in columns: "
             "{answer: NAME}, or use another reward"
         )
-    return read_prompt(record, config, where)
+    return read(record, config, where)
 
 
 def _names(record: dict[str, Any], config: SourceConfig) -> set[str]:

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import CommonBatchConfig, ExamplesConfig
+from automodel_rl.config.run import Records
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.media import cut
 from automodel_rl.data.messages import Chat
@@ -132,6 +133,10 @@ class PairDataset(ExampleDataset):
 
     together = 2
     read = staticmethod(read_pair)
+
+
+DATASETS: dict[Records, type[ExampleDataset]] = {"chats": ChatDataset, "pairs": PairDataset}
+"""How records that hold their completions become examples, by what they hold."""
 
 
 def _common_limit(lengths: list[int], capacity: int) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import Column
+from automodel_rl.config.run import Records
 from automodel_rl.data.columns import MISSING, look_up, names_of, optional, required, value_of
 from automodel_rl.data.media_files import with_media_files
 from automodel_rl.data.messages import Chat, Message, checked_messages, checked_tools
@@ -255,3 +256,7 @@ def _messages(
     if isinstance(value, list):
         value = [{k: v for k, v in m.items() if k not in config.ignore} if isinstance(m, dict) else m for m in value]
     return checked_messages(value, column, where, role)
+
+
+READERS: dict[Records, Reader] = {"chats": read_chat, "pairs": read_pair, "prompts": read_prompt}
+"""How records are read, by what they hold."""

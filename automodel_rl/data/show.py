@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.config import DPOConfig, GRPOConfig, RunConfig, SFTConfig
+from automodel_rl.config import RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
-from automodel_rl.data.records import Reader, Text, chats_of, read_chat, read_pair, read_prompt
+from automodel_rl.data.records import READERS, Text, chats_of
 from automodel_rl.data.turn_split import open_examples
 
 BEGIN, END = "⟦", "⟧"
@@ -73,7 +73,7 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return "".join(texts)
 
 
-def first_examples(config: SFTConfig | DPOConfig | GRPOConfig, count: int) -> list[ShownExample]:
+def first_examples(config: RunConfig, count: int) -> list[ShownExample]:
     """The first sequences of a run's training data, in the order of the files, before any is cut.
 
     Args:
@@ -99,8 +99,7 @@ def examples_of(config: RunConfig, count: int, chat: ChatTokenizer) -> list[Show
 
 def _sequences(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExample]]:
     """The sequences of one record after the other."""
-    is_prompt = isinstance(config, GRPOConfig)
-    read: Reader = read_prompt if is_prompt else read_chat if isinstance(config, SFTConfig) else read_pair
+    read = READERS[config.reads]
     for source_config in config.data.train:
         source = open_examples(source_config, config.data)
         for number, record in enumerate(source):
@@ -109,7 +108,7 @@ def _sequences(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExa
             if isinstance(held, Text):
                 named = [(chat.text_sequence(held.text), where)]
             else:
-                write = chat.opening if is_prompt else chat
+                write = chat.opening if config.reads == "prompts" else chat
                 named = [(write(one, place), place) for one, place in chats_of(held, where)]
             yield [
                 ShownExample(place, len(sequence), stretches_of(chat.tokenizer, sequence)) for sequence, place in named

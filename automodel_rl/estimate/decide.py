@@ -4,10 +4,10 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from automodel_rl.config import GRPOConfig, RunConfig
+from automodel_rl.config import AnyRun, RunConfig
 from automodel_rl.config.keys import as_yaml
 from automodel_rl.errors import InputError
-from automodel_rl.estimate.fit import GIB, AnyRun, Fit, fit_to_device
+from automodel_rl.estimate.fit import GIB, Fit, fit_to_device
 from automodel_rl.hf.find import find_model
 from automodel_rl.launch.process_group import join_process_group
 
@@ -57,7 +57,7 @@ def with_memory_decided(config: AnyRun, whole: PretrainedConfig) -> tuple[AnyRun
 def _on_cpu(config: AnyRun) -> tuple[AnyRun, str]:
     if config.batch.microbatch_tokens != "auto":
         return config, ""
-    tokens = max(ON_CPU, config.longest_sequence if isinstance(config, GRPOConfig) else 0)
+    tokens = max(ON_CPU, config.longest_sequence)
     batch = config.batch.model_copy(update={"microbatch_tokens": tokens})
     return (
         config.model_copy(update={"batch": batch}),

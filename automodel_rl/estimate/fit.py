@@ -3,11 +3,10 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from transformers import PretrainedConfig
 
-from automodel_rl.config import GRPOConfig, ParallelConfig, RunConfig
+from automodel_rl.config import AnyRun, ParallelConfig, RunConfig
 from automodel_rl.config.model import MemoryConfig, Recomputed
 from automodel_rl.config.parallel import Fsdp
 from automodel_rl.errors import InputError
@@ -46,8 +45,6 @@ OFFLOADED = 1.15
 """Time of a step with `memory.offload_optimizer`, in units of one without. It depends on the tokens of a step."""
 
 GIB = 2**30
-
-AnyRun = TypeVar("AnyRun", bound=RunConfig)
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ def _try(
 ) -> Fit:
     """A way with the capacity that the config gives, or the largest one that fits."""
     given = config.batch.microbatch_tokens
-    longest = config.longest_sequence if isinstance(config, GRPOConfig) else 0
+    longest = config.longest_sequence
     step = model.plan(parallel, memory, parallel.pp)
     weights = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
     room = (

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from automodel_rl.config import GRPOConfig, RunConfig
+from automodel_rl.config import RolloutRunConfig, RunConfig
+from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.config.rollout import LARGEST_BUFFER
 from automodel_rl.estimate.memory import RankMemory
 
@@ -38,7 +39,7 @@ class RolloutPhases:
 def rollout_phases(
     config: RunConfig, language: PretrainedConfig, model_bytes: int, rank: RankMemory, device_bytes: float
 ) -> RolloutPhases:
-    """The phases of a run of reinforcement learning; all 0 for others.
+    """The phases of a run that generates; all 0 for others.
 
     Args:
         config: the run's config.
@@ -47,31 +48,35 @@ def rollout_phases(
         rank: the memory of training on the rank.
         device_bytes: memory of the device.
     """
-    if not isinstance(config, GRPOConfig):
+    run = config.generation
+    if run is None:
         return RolloutPhases()
-    rollout, memory = config.rollout, config.memory
-    buffers = _buffers(config, language, model_bytes)
+    rollout, memory = run.rollout, run.memory
+    buffers = _buffers(run, language, model_bytes)
     what = () if memory.offload is None else memory.offload.what
     weights, moments = rank.weights, rank.moments
     without_moments = 0 if "moments" in what else moments
     always = buffers + rank.reference
     lasting = always + without_moments + (0 if "weights" in what else weights)
-    if rollout.devices or (rollout.generator == "vllm" and rollout.vllm.servers):
+    generator = rollout.generator
+    if generator.is_apart:
         return RolloutPhases(buffers, always + weights + without_moments, lasting)
-    is_vllm = rollout.generator == "vllm"
-    awake = rollout.vllm.memory_fraction * device_bytes if is_vllm else float(model_bytes)
-    in_sync = model_bytes / rollout.vllm.tensor_parallel if config.sleep_level else awake
+    if isinstance(generator, VllmGeneratorConfig):
+        awake = generator.memory_fraction * device_bytes
+        in_sync = model_bytes / generator.tensor_parallel if run.sleep_level else awake
+    else:
+        awake = in_sync = float(model_bytes)
     return RolloutPhases(
-        beside_training=buffers + (ASLEEP if config.sleep_level else awake),
+        beside_training=buffers + (ASLEEP if run.sleep_level else awake),
         weight_sync=always + in_sync + weights + without_moments,
         rollout=lasting + awake,
     )
 
 
-def _buffers(config: GRPOConfig, language: PretrainedConfig, model_bytes: int) -> float:
+def _buffers(config: RolloutRunConfig, language: PretrainedConfig, model_bytes: int) -> float:
     """Bytes of the buffers of weight syncs. vLLM gets whole tensors, of which the embedding is the largest."""
     sync = config.weight_sync
     size = LARGEST_BUFFER if sync.buffer_mib == "auto" else sync.buffer_mib * 2**20
-    if config.rollout.generator == "vllm" and not (config.model.lora and sync.adapters == "alone"):
+    if config.rollout.generator.runs_vllm and not (config.model.lora and sync.adapters == "alone"):
         size = max(size, 2 * language.vocab_size * language.hidden_size)
     return sync.num_buffers * min(size, model_bytes)

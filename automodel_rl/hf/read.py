@@ -6,14 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from automodel_rl.config import RunConfig
+from automodel_rl.config import AnyRun, RunConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.generation import generation_ends
@@ -27,8 +27,6 @@ from automodel_rl.support.description import describe_model
 from automodel_rl.support.families import COMPOSITES, FAMILIES
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
-
-AnyRun = TypeVar("AnyRun", bound=RunConfig)
 
 SAMPLE_BYTES, NUM_SAMPLES = 2**16, 16
 """Size and number of the parts of a file that its fingerprint is made of."""

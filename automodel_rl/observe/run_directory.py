@@ -40,8 +40,7 @@ MAY_DIFFER = (
     *("parallel", "components", "memory.", "batch.microbatch_tokens", "data.validation", "data.num_workers"),
     *("optimizer.lr", "optimizer.warmup_", "optimizer.decay", "optimizer.min_lr_ratio", "optimizer.weight_decay"),
     *("optimizer.groups", "optimizer.max_grad_norm", "optimizer.max_skipped_steps", "model.attention"),
-    *("rollout.generator", "rollout.own_process", "rollout.devices", "rollout.vllm.", "rollout.batch_size"),
-    *("rollout.retries", "rollout.warn_logprob_error", "rollout.validation_", "weight_sync."),
+    *("rollout.generator", "rollout.retries", "rollout.warn_logprob_error", "rollout.validation_", "weight_sync."),
 )
 """Beginnings of the config keys that a resumed run may change: its length, its folder, what it shows and keeps, how it
 computes, the learning rate and its schedule, validation, and what writes completions."""

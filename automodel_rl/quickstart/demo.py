@@ -10,7 +10,6 @@ from automodel_rl.config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
-    GRPOConfig,
     LengthConfig,
     ModelConfig,
     ObserveConfig,
@@ -21,10 +20,10 @@ from automodel_rl.config import (
     PromptDataConfig,
     RewardConfig,
     RolloutConfig,
-    SFTConfig,
     SourceConfig,
     dump_config,
 )
+from automodel_rl.config.algorithms import GRPOConfig, SFTConfig
 from automodel_rl.errors import EXIT_OK
 from automodel_rl.files import new_folder
 from automodel_rl.launch.local import run_local_ranks
@@ -175,7 +174,7 @@ def _warm_up(folder: Path, seed: int, task: Task) -> SFTConfig:
 
 
 def _grpo(folder: Path, seed: int, task: Task, vllm: str | None) -> GRPOConfig:
-    generator = {} if vllm is None else {"generator": "vllm", "vllm": {"python": vllm}}
+    generator = {} if vllm is None else {"generator": {"kind": "vllm", "python": vllm}}
     rollout = {"group_size": 8, "validation_temperature": 1.0, **task.rollout, **generator}
     return GRPOConfig(
         output=str(folder / "grpo"),

@@ -90,8 +90,8 @@ def reserved(config: RayConfig, num_ranks: int, devices: Sequence[int] = ()) -> 
     expected = [*range(per_node, per_node + len(devices))]
     if [*devices] != expected:
         raise InputError(
-            f"rollout.devices={[*devices]}: on a node of the Ray cluster the {per_node} ranks have the first GPUs, and "
-            f"generators those after them: give {expected}"
+            f"rollout.generator.place={[*devices]}: on a node of the Ray cluster the {per_node} ranks have the first "
+            f"GPUs, and generators those after them: give {expected}"
         )
     count = num_ranks // per_node
     group = placement_group([bundle] * count, strategy="STRICT_SPREAD")

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from automodel_rl.config import GRPOConfig, RunConfig
+from automodel_rl.config import RunConfig
 from automodel_rl.config.launch import RayConfig
 from automodel_rl.errors import EXIT_FAILURE, EXIT_OK, InputError
 from automodel_rl.launch.flight import last_place, left_flight
@@ -140,7 +140,7 @@ def _take(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
 
 def _attempt(config: RunConfig, settings: RayConfig, arguments: Sequence[str], stop: _Stop) -> FailureRecord | None:
     """Runs the job once. Returns why it failed, or None."""
-    devices = config.rollout.devices if isinstance(config, GRPOConfig) else ()
+    devices = () if config.generation is None else config.generation.rollout.generator.devices
     with reserved(settings, config.world_size, devices) as nodes:
         job = _Job(nodes, Path(config.output).absolute() / FLIGHTS)
         try:

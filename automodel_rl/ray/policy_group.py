@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.config import GRPOConfig, RayConfig, RunConfig
+from automodel_rl.config import RayConfig, RunConfig
 from automodel_rl.engine import TrainOutput
 from automodel_rl.engine.engine import LOGPROBS
 from automodel_rl.errors import InputError
@@ -57,8 +57,8 @@ class PolicyGroup:
         try:
             if not ray.is_initialized():
                 self._stack.enter_context(connected(settings.address))
-            if isinstance(config, GRPOConfig) and config.rollout.devices:
-                raise InputError("rollout.devices: not with a PolicyGroup: name servers in rollout.vllm.servers")
+            if config.generation is not None and config.generation.rollout.generator.devices:
+                raise InputError("rollout.generator.place: no devices with a PolicyGroup: use shared, or servers")
             nodes = self._stack.enter_context(reserved(settings, config.world_size))
             self._start(nodes)
             self._ask("open", config, total_steps)
@@ -126,7 +126,7 @@ class PolicyGroup:
         self.close()
 
     def _check_generators(self) -> None:
-        if not isinstance(self.config, GRPOConfig):
+        if self.config.generation is None:
             raise InputError(f"a {type(self.config).__name__} has no generators: give a GRPOConfig")
 
     def _start(self, nodes: Nodes) -> None:

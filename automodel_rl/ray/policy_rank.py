@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch, TokenSequence
-from automodel_rl.config import GRPOConfig, RunConfig
+from automodel_rl.config import RunConfig
 from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.ends import new_ends
 from automodel_rl.data.loader import pack_step
@@ -89,7 +89,7 @@ class PolicyRank:
         os.environ.update({**environment, **os.environ, **place})
 
     def open(self, config: RunConfig, total_steps: int | None) -> None:
-        """Loads the model and, with grpo, starts the generators."""
+        """Loads the model and, where the run generates, starts the generators."""
         set_hang_limit(None)  # the program may take its time between two calls
         self.config, decided = with_memory_decided(config, read_supported_config(config))
         config = self.config
@@ -101,8 +101,8 @@ class PolicyRank:
         trusted = config.model.trust_remote_code
         self.tokenizer = load_tokenizer(folder, self.handle.config.vocab_size, None, trusted)
         self.supervisor: GeneratorSupervisor | None = None
-        if isinstance(config, GRPOConfig):
-            self.supervisor = GeneratorSupervisor(config, self.engine, self.tokenizer)
+        if config.generation is not None:
+            self.supervisor = GeneratorSupervisor(config.generation, self.engine, self.tokenizer)
             self.supervisor.load_weights()
 
     def train_step(self, sequences: Sequence[TokenSequence], loss_fn: LossFn, readout: Readout) -> TrainOutput:

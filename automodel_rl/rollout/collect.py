@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import Video, join_turns, read_routes
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config import RolloutRunConfig
 from automodel_rl.errors import InputError, RolloutError, innermost
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -84,7 +84,7 @@ class RolloutCollector:
 
     def __init__(
         self,
-        config: GRPOConfig,
+        config: RolloutRunConfig,
         supervisor: GeneratorSupervisor,
         tokenizer: PreTrainedTokenizerBase,
         scorer: Scorer,
@@ -97,7 +97,7 @@ class RolloutCollector:
     def submit(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> Pending:
         """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
-        if self.config.rollout.generator == "vllm":
+        if self.config.rollout.generator.runs_vllm:
             _check_for_vllm(prompts)
         requests = [
             Request(prompt.token_ids, self._seed(prompt, sample), sampling, media=prompt_media(prompt.media))

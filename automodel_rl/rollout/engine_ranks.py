@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from automodel_rl.config import RolloutConfig
+from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import (
     Begin,
@@ -52,18 +53,21 @@ class EngineRanks:
         Raises:
             InputError: the ranks or the GPUs of a machine are not as many as generators need.
         """
-        size = rollout.vllm.tensor_parallel if rollout.generator == "vllm" else 1
+        generator = rollout.generator
+        if not isinstance(generator, VllmGeneratorConfig):
+            return cls(tuple(range(dist.get_world_size())))
+        size = generator.tensor_parallel
         world = dist.get_world_size()
         on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        if rollout.devices and rollout.generator == "vllm":
-            led = _led_on(rollout.devices, size, on_machine)
+        if generator.devices:
+            led = _led_on(generator.devices, size, on_machine)
             return cls(tuple(rank for rank in range(world) if rank % on_machine < led), size)
         if size == 1:
             return cls(tuple(range(world)))
         if on_machine % size:
             raise InputError(
-                f"rollout.vllm.tensor_parallel={size}: the {on_machine} ranks on a machine are not whole groups of "
-                "this size: use a divisor of their number"
+                f"rollout.generator.tensor_parallel={size}: the {on_machine} ranks on a machine are not whole groups "
+                "of this size: use a divisor of their number"
             )
         groups = [[*range(first, first + size)] for first in range(0, world, size)]
         return cls(tuple(range(0, world, size)), size, own_group(groups, "gloo"))
@@ -91,7 +95,7 @@ def _led_on(devices: Sequence[int], size: int, num_ranks: int) -> int:
     led, over = divmod(len(devices), size)
     if over or not 0 < led <= num_ranks:
         raise InputError(
-            f"rollout.devices={list(devices)} with rollout.vllm.tensor_parallel={size}: each vLLM has {size} of them, "
+            f"rollout.generator.place={list(devices)} with tensor_parallel={size}: each vLLM has {size} of them, "
             f"and one of the {num_ranks} ranks on a machine leads it: list {size} for each of at most {num_ranks}"
         )
     return led

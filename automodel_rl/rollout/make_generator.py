@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import GRPOConfig, PromptDataConfig
+from automodel_rl.config import PromptDataConfig, RolloutRunConfig
+from automodel_rl.config.generators import TransformersGeneratorConfig, VllmGeneratorConfig, VllmServersConfig
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.media import open_readers
 from automodel_rl.errors import InputError
@@ -54,7 +55,7 @@ def reads_images(data: PromptDataConfig) -> dict[str, Any]:
 
 
 def make_generator(
-    config: GRPOConfig,
+    config: RolloutRunConfig,
     handle: ModelHandle,
     tokenizer: PreTrainedTokenizerBase,
     ranks: EngineRanks,
@@ -72,17 +73,22 @@ def make_generator(
     Raises:
         InputError: the generator does not start.
     """
-    if config.rollout.generator == "transformers":
-        return _transformers(config, handle, tokenizer)
-    if config.rollout.vllm.servers:
-        return _vllm_servers(config, handle, tokenizer, is_first)
-    return _vllm_process(config, handle, tokenizer, ranks)
+    match config.rollout.generator:
+        case TransformersGeneratorConfig() as generator:
+            return _transformers(generator, config, handle, tokenizer)
+        case VllmServersConfig() as generator:
+            return _vllm_servers(generator, config, handle, tokenizer, is_first)
+        case VllmGeneratorConfig() as generator:
+            return _vllm_process(generator, config, handle, tokenizer, ranks)
 
 
 def _transformers(
-    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase
+    generator: TransformersGeneratorConfig,
+    config: RolloutRunConfig,
+    handle: ModelHandle,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Generator, Transport]:
-    rollout, weights, device = config.rollout, config.weight_sync, handle.layout.device
+    weights, device = config.weight_sync, handle.layout.device
     lora = handle.model.lora if weights.adapters == "alone" else None
     pixels = (config.data.min_pixels, config.data.max_pixels)
     copy = ModelCopy(
@@ -94,18 +100,14 @@ def _transformers(
         capture_routes=config.router_replay.enabled,
         media=open_readers(handle.source, handle.whole_config, pixels),
     )
-    writing = Writing(tokenizer, rollout.batch_size, _ends(config, handle, tokenizer))
-    if not rollout.own_process:
-        generator = TransformersGenerator(copy, writing)
-        return generator, Local(generator.receiver, device)
-    if config.transport == "collective" and device.type == "cuda" and not rollout.devices:
-        raise InputError(
-            "weight_sync.transport=collective: NCCL does not join two processes on one device: use ipc, or give the "
-            "generators rollout.devices of their own"
-        )
-    _check_devices(rollout.devices)
-    process = start_transformers(copy, writing, visible_devices(rollout.devices, device))
-    if config.transport == "ipc":
+    writing = Writing(tokenizer, generator.batch_size, _ends(config, handle, tokenizer))
+    if generator.transport == "local":
+        within = TransformersGenerator(copy, writing)
+        return within, Local(within.receiver, device)
+    _check_devices(generator.devices)
+    visible = visible_devices(generator.devices, device) if device.type == "cuda" else None
+    process = start_transformers(copy, writing, visible)
+    if generator.transport == "ipc":
         return process, Ipc(process, device, weights.timeout)
     return process, Collective(process, handle, weights.timeout)
 
@@ -115,7 +117,7 @@ def _check_devices(devices: Sequence[int]) -> None:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if devices and len(devices) < local_ranks:
         raise InputError(
-            f"rollout.devices={list(devices)}: each of the {local_ranks} ranks on a machine needs one: list "
+            f"rollout.generator.place={list(devices)}: each of the {local_ranks} ranks on a machine needs one: list "
             f"{local_ranks}"
         )
 
@@ -138,22 +140,29 @@ def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -
     try:
         return GeneratorProcess([sys.executable, *TRANSFORMERS_WORKER], environment, (copy, writing))
     except RuntimeError as error:
-        raise InputError(f"rollout.own_process: the generator does not start ({error})") from None
+        raise InputError(f"rollout.generator: the generator does not start ({error})") from None
 
 
 def _vllm_servers(
-    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, is_first: bool
+    generator: VllmServersConfig,
+    config: RolloutRunConfig,
+    handle: ModelHandle,
+    tokenizer: PreTrainedTokenizerBase,
+    is_first: bool,
 ) -> tuple[Generator, Transport]:
     routes = config.router_replay.enabled
-    servers = connect_servers(config.rollout.vllm.servers, routes, some_may_be_gone=not is_first)
-    ends = _ends(config, handle, tokenizer)
-    generator = VllmServers(servers, ends, leads=dist.get_rank() == 0, routes=routes)
+    connected = connect_servers(generator.urls, routes, some_may_be_gone=not is_first)
+    servers = VllmServers(connected, _ends(config, handle, tokenizer), leads=dist.get_rank() == 0, routes=routes)
     way = VllmSameDevice if handle.layout.device.type == "cpu" else VllmNccl
-    return generator, way(generator.weights, handle.layout, config.weight_sync.timeout)
+    return servers, way(servers.weights, handle.layout, config.weight_sync.timeout)
 
 
 def _vllm_process(
-    config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, ranks: EngineRanks
+    generator: VllmGeneratorConfig,
+    config: RolloutRunConfig,
+    handle: ModelHandle,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: EngineRanks,
 ) -> tuple[Generator, Transport]:
     rollout, weights, layout = config.rollout, config.weight_sync, handle.layout
     origin = handle.adapter_origin if weights.adapters == "alone" else None
@@ -164,36 +173,36 @@ def _vllm_process(
         "model": str(handle.source),
         "dtype": name_of(sync_dtype(weights, handle)),
         "max_model_len": config.longest_sequence,
-        "gpu_memory_utilization": rollout.vllm.memory_fraction,
+        "gpu_memory_utilization": generator.memory_fraction,
         "skip_tokenizer_init": not rollout.stop and not handle.has_encoder,
-        "weight_transfer_config": {"backend": "nccl" if rollout.devices else "same_device"},
+        "weight_transfer_config": {"backend": "nccl" if generator.devices else "same_device"},
         **(reads_images(config.data) if handle.has_encoder else {}),
         **({"enable_sleep_mode": True} if config.sleep_level else {}),
         **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
         **(READS_BUFFERS if ranks.group is not None else {}),
         **({"enable_return_routed_experts": True} if config.router_replay.enabled else {}),
-        **(ON_CPU if layout.device.type == "cpu" and not rollout.devices else {}),
-        **rollout.vllm.options,
+        **(ON_CPU if layout.device.type == "cpu" and not generator.devices else {}),
+        **generator.options,
     }
     if origin is not None:
         options = adapter_options(origin.config.rank, rollout.max_staleness + 2) | options
         del options["weight_transfer_config"]
     settings = VllmSettings(options, _ends(config, handle, tokenizer))
-    devices = visible_devices(rollout.devices, layout.device, ranks.size)
-    process = start_vllm(rollout.vllm.python, settings, devices)
+    devices = visible_devices(generator.devices, layout.device, ranks.size)
+    process = start_vllm(generator.python, settings, devices)
     if process.warning and dist.get_rank() == 0:
         print(process.warning, flush=True)
     return process, _vllm_transport(process, config, handle, ranks)
 
 
 def _vllm_transport(
-    channel: GeneratorProcess | Bystander, config: GRPOConfig, handle: ModelHandle, ranks: EngineRanks
+    channel: GeneratorProcess | Bystander, config: RolloutRunConfig, handle: ModelHandle, ranks: EngineRanks
 ) -> Transport:
     weights, layout = config.weight_sync, handle.layout
     if weights.adapters == "alone":
         assert handle.adapter_origin is not None
         return VllmAdapters(channel, handle.adapter_origin, layout.device, weights.timeout)
-    if config.rollout.devices:
+    if config.rollout.generator.devices:
         return VllmNccl(channel, layout, weights.timeout)
     return VllmSameDevice(channel, layout, weights.timeout, ranks.group)
 
@@ -214,7 +223,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _ends(config: GRPOConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _ends(config: RolloutRunConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end a completion: the model's own, and those that the run asks for."""
     variables = config.data.chat_template_kwargs
     return with_asked(
@@ -262,7 +271,7 @@ def visible_devices(devices: Sequence[int], device: torch.device, count: int = 1
         own = range(device.index, device.index + count)
     if names is not None and own and max(own) >= len(names):
         raise InputError(
-            f"rollout.devices={list(devices)}: ranks see {len(names)} devices (CUDA_VISIBLE_DEVICES={visible}), whose "
-            f"numbers are 0 to {len(names) - 1}: name others"
+            f"rollout.generator.place={list(devices)}: ranks see {len(names)} devices "
+            f"(CUDA_VISIBLE_DEVICES={visible}), whose numbers are 0 to {len(names) - 1}: name others"
         )
     return ",".join(str(number) if names is None else names[number] for number in own)

@@ -150,5 +150,5 @@ def _check_room(num_bytes: int, device: torch.device) -> None:
     if num_bytes > 0.9 * free:
         raise InputError(
             f"rollout.generator=transformers: a whole copy of the model takes {num_bytes / 2**30:.0f} GiB and {device} "
-            f"has {free / 2**30:.0f} GiB left: use rollout.generator=vllm with devices or servers of its own"
+            f"has {free / 2**30:.0f} GiB left: use rollout.generator=vllm and give it devices as its place, or servers"
         )

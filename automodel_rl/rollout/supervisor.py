@@ -1,6 +1,7 @@
 """The supervisor of a rank's generator: starts it, gives it weights, restarts it when it fails, and closes it.
 
-A generator on the trainer's device may share its memory in turns, as `memory.offload` and `rollout.vllm.sleep` ask:
+A generator on the trainer's device may share its memory in turns, as `memory.offload` and `rollout.generator.sleep`
+ask:
 
     wake   moments to the host, vLLM's weights awake, weight sync, trainer's weights to the host, vLLM's cache awake
     rest   vLLM asleep, trainer's weights back on the device; moments come back for the next optimizer step
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config import RolloutRunConfig
+from automodel_rl.config.generators import VllmServersConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.rollout_offload import RolloutOffload
 from automodel_rl.errors import WeightSyncError, innermost
@@ -54,7 +56,7 @@ class GeneratorSupervisor:
         world: a process group of all ranks. Its collectives may take as long as generators do.
     """
 
-    def __init__(self, config: GRPOConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, config: RolloutRunConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
         self.config, self.handle, self.tokenizer = config, engine.handle, tokenizer
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.ranks = EngineRanks.join(config.rollout)
@@ -166,7 +168,7 @@ class GeneratorSupervisor:
 
     def _look_for_servers(self) -> None:
         """Lets the next weight sync go to the servers that are there now, if others have gone or come."""
-        if not self.config.rollout.vllm.servers:
+        if not isinstance(self.config.rollout.generator, VllmServersConfig):
             return
         have_changed = isinstance(self.generator, VllmServers) and self.generator.have_changed
         if any(gather_objects(have_changed, self.world)):

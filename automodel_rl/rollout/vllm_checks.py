@@ -36,7 +36,7 @@ def connect_servers(urls: Sequence[str], routes: bool, *, some_may_be_gone: bool
 
 def check_server(server: VllmServer, routes: bool) -> None:
     """Raises InputError if a server cannot be used; the text says how to start it."""
-    what = f"rollout.vllm.servers: {server.url}"
+    what = f"rollout.generator.urls: {server.url}"
     if server.is_exposed:
         raise InputError(
             f"{what} is not on this machine, so whoever reaches it could use it: start it with --api-key and set "

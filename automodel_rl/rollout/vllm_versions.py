@@ -5,8 +5,8 @@
     from 0.28     a tied head is a layer of its own, which a reload passes by; on a CPU it computes with packed weights
     from 0.32     a model with layers for multi-token prediction refuses a part of its weights, unless told not to
 
-Checked with the sources of vLLM 0.23 to 0.33; 0.23 and 0.33 were run on GPUs and 0.32 on a CPU. Like the files that use it, this
-one imports nothing of this package.
+Checked with the sources of vLLM 0.23 to 0.33; 0.23 and 0.33 were run on GPUs and 0.32 on a CPU. Like the files that
+use it, this one imports nothing of this package.
 """
 
 import contextlib

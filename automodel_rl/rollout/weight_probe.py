@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import Microbatch, TokenSequence
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config import RolloutRunConfig
 from automodel_rl.data.loader import pack_step, sums_of_sequences
 from automodel_rl.engine import Engine
 from automodel_rl.errors import RolloutError, innermost
@@ -56,7 +56,7 @@ class WeightProbe:
 
     def __init__(
         self,
-        config: GRPOConfig,
+        config: RolloutRunConfig,
         engine: Engine,
         supervisor: GeneratorSupervisor,
         tokenizer: PreTrainedTokenizerBase,

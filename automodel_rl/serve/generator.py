@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import LoraConfig, ServeConfig
+from automodel_rl.config.generators import VllmSamplerConfig
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.lora.rank import set_scale
@@ -56,18 +57,22 @@ def make_generator(config: ServeConfig, handle: ModelHandle, tokenizer: PreTrain
     """
     lora, device = handle.model.lora, handle.layout.device
     ends = tuple(sorted(completion_ends(handle.source, handle.whole_config, tokenizer)))
-    if config.generator == "vllm":
-        return _vllm(config, handle, tokenizer, ends)
+    if isinstance(config.generator, VllmSamplerConfig):
+        return _vllm(config.generator, config, handle, tokenizer, ends)
     adapters = None if lora is None else (lora, handle.source)
     copy = ModelCopy(handle.config, handle.family, handle.dtype, device, adapters)
-    generator = TransformersGenerator(copy, Writing(tokenizer, config.batch_size, ends))
+    generator = TransformersGenerator(copy, Writing(tokenizer, config.generator.batch_size, ends))
     return RankGenerator(
         generator, Local(generator.receiver, device), lambda scale: set_scale([generator.model], scale)
     )
 
 
 def _vllm(
-    config: ServeConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase, ends: tuple[int, ...]
+    sampler: VllmSamplerConfig,
+    config: ServeConfig,
+    handle: ModelHandle,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: tuple[int, ...],
 ) -> RankGenerator:
     layout, origin = handle.layout, handle.adapter_origin
     options = {
@@ -75,14 +80,14 @@ def _vllm(
         "tokenizer": str(tokenizer.name_or_path),
         "dtype": name_of(handle.dtype),
         "max_model_len": config.microbatch_tokens,
-        "gpu_memory_utilization": config.vllm.memory_fraction,
+        "gpu_memory_utilization": sampler.memory_fraction,
     }
     if origin is None:
         options |= {"weight_transfer_config": {"backend": "same_device"}}
     else:
         options |= adapter_options(origin.config.rank, PLACES)
-    settings = VllmSettings(options | config.vllm.options, ends)
-    process = start_vllm(config.vllm.python, settings, visible_devices((), layout.device))
+    settings = VllmSettings(options | sampler.options, ends)
+    process = start_vllm(sampler.python, settings, visible_devices((), layout.device))
     if origin is None:
         return RankGenerator(process, VllmSameDevice(process, layout, SYNC_SECONDS, None), lambda scale: None)
     transport = VllmAdapters(process, origin, layout.device, SYNC_SECONDS)

@@ -1,6 +1,5 @@
 """Rules of low-rank adapters."""
 
-from automodel_rl.config import GRPOConfig, SFTConfig
 from automodel_rl.support.model_rules import NEMO_CLASSES
 from automodel_rl.support.multimodal_rules import LLAVA
 from automodel_rl.support.rule import Combination, Example, Rule
@@ -32,7 +31,7 @@ def _lora(asked: Combination) -> str | None:
         )
     if lora.dropout and lora.has_experts:
         return f"model.lora.dropout={lora.dropout}: adapters of experts have none, and PEFT knows none: set it to 0"
-    if lora.dropout and run is not None and not isinstance(run, SFTConfig):
+    if lora.dropout and run is not None and run.compares_logprobs:
         return (
             f"model.lora.dropout={lora.dropout}: dpo and grpo compare log-probabilities, which dropout would change at "
             "random: set it to 0"
@@ -73,17 +72,17 @@ LORA = Rule(
 
 
 def _adapters_alone(asked: Combination) -> str | None:
-    run, lora = asked.run, asked.model.lora
-    if not isinstance(run, GRPOConfig) or run.weight_sync.adapters != "alone":
+    run, lora = asked.generation, asked.model.lora
+    if run is None or run.weight_sync.adapters != "alone":
         return None
     if lora is None:
         return "weight_sync.adapters=alone needs model.lora: set it, or use merged"
     if asked.description.multimodal is not None:
         name = asked.description.multimodal
         return f"weight_sync.adapters=alone: generators of a {name!r} model get merged ones: use merged"
-    if run.rollout.vllm.servers:
-        return "weight_sync.adapters=alone with rollout.vllm.servers: servers get whole weights: use merged"
-    if run.rollout.generator == "vllm" and lora.rank > VLLM_RANKS[-1]:
+    if run.rollout.generator.kind == "servers":
+        return "weight_sync.adapters=alone with rollout.generator=servers: servers get whole weights: use merged"
+    if run.rollout.generator.kind == "vllm" and lora.rank > VLLM_RANKS[-1]:
         return f"weight_sync.adapters=alone: vLLM takes ranks up to {VLLM_RANKS[-1]}, not {lora.rank}: use merged"
     if lora.modules_to_save:
         return (
@@ -109,9 +108,9 @@ ADAPTERS_ALONE = Rule(
             {"algorithm": "grpo", "model.lora": {}, **LLAVA},
         ),
         Example(
-            "weight_sync.adapters=alone with rollout.vllm.servers",
-            {"rollout.vllm.servers": ["http://localhost:1"]},
-            {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}, "rollout.generator": "vllm"},
+            "weight_sync.adapters=alone with rollout.generator=servers",
+            {"rollout.generator": {"kind": "servers", "urls": ["http://localhost:1"]}},
+            {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}},
         ),
         Example(
             "weight_sync.adapters=alone: vLLM takes ranks up to 512, not 1024",

@@ -1,6 +1,6 @@
 """The rule of multimodal models."""
 
-from automodel_rl.config import GRPOConfig, RunConfig
+from automodel_rl.config import RunConfig
 from automodel_rl.support.description import EncoderDescription
 from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
@@ -118,21 +118,22 @@ def _sets_pixels(run: RunConfig) -> bool:
 
 
 def _rollouts(asked: Combination, name: str, multimodal: str) -> str | None:
-    run = asked.run
-    if not isinstance(run, GRPOConfig):
+    run = asked.generation
+    if run is None:
         return None
     if run.rollout.has_turns:
         return f"rollout: prompts of {name} have media, and conversations have none: leave tools and environment out"
-    if run.rollout.vllm.servers:
-        return f"rollout.vllm.servers: servers get no media of {name}: let ranks start vLLM, with rollout.vllm.python"
-    if run.rollout.generator == "vllm" and MULTIMODAL_FAMILIES[multimodal].is_bidirectional:
+    generator = run.rollout.generator.kind
+    if generator == "servers":
+        return f"rollout.generator=servers: servers get no media of {name}: let ranks start vLLM, with kind vllm"
+    if generator == "vllm" and MULTIMODAL_FAMILIES[multimodal].is_bidirectional:
         return f"rollout.generator=vllm: vLLM computes causal attention in images of {name}: use transformers"
-    if run.rollout.generator == "vllm" and asked.description.hides_interleaving:
+    if generator == "vllm" and asked.description.hides_interleaving:
         return (
             f"rollout.generator=vllm: the config of {name} has no rope_parameters.mrope_interleaved, and vLLM would "
             "turn queries and keys in another order than transformers: set it to true in config.json, in text_config"
         )
-    if run.rollout.generator == "vllm" and "audio" in asked.description.encoders:
+    if generator == "vllm" and "audio" in asked.description.encoders:
         return f"rollout.generator=vllm: vLLM gets no audio of {name}: use transformers"
     return None
 
@@ -223,8 +224,8 @@ MULTIMODAL = Rule(
             {**LLAVA, "algorithm": "grpo"},
         ),
         Example(
-            "rollout.vllm.servers: servers get no media of a 'qwen2_5_vl' model: let ranks start vLLM",
-            {"rollout.generator": "vllm", "rollout.vllm.servers": ["http://127.0.0.1:1"]},
+            "rollout.generator=servers: servers get no media of a 'qwen2_5_vl' model: let ranks start vLLM",
+            {"rollout.generator": {"kind": "servers", "urls": ["http://127.0.0.1:1"]}},
             {**_QWEN, "algorithm": "grpo"},
         ),
         Example(

@@ -4,7 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_rl.config import ComponentsConfig, MemoryConfig, ModelConfig, ParallelConfig, RunConfig
+from automodel_rl.config import (
+    ComponentsConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutRunConfig,
+    RunConfig,
+)
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.families import FAMILIES, Family
@@ -34,6 +41,11 @@ class Combination:
     def family(self) -> Family:
         """Facts of the (language) model's family, which must be a known one."""
         return FAMILIES[self.description.family]
+
+    @property
+    def generation(self) -> RolloutRunConfig | None:
+        """The run's config if the run generates completions; None without a run, too."""
+        return None if self.run is None else self.run.generation
 
     @property
     def splits_backward(self) -> bool:

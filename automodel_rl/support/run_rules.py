@@ -1,6 +1,5 @@
 """Rules of runs. They do not judge a model that is loaded without a run."""
 
-from automodel_rl.config import GRPOConfig
 from automodel_rl.support.model_rules import MIXTURE, MOE_FAMILIES
 from automodel_rl.support.rule import Combination, Example, Rule
 
@@ -8,8 +7,8 @@ _GRPO = {"algorithm": "grpo"}
 
 
 def _router_replay(asked: Combination) -> str | None:
-    run = asked.run
-    if not isinstance(run, GRPOConfig) or not run.router_replay.enabled or asked.description.num_experts:
+    run = asked.generation
+    if run is None or not run.router_replay.enabled or asked.description.num_experts:
         return None
     name = asked.description.family
     return f"router_replay.enabled=true: a {name!r} model has no routers: set it to false, or use a mixture"
@@ -30,8 +29,8 @@ ROUTER_REPLAY = Rule(
 
 
 def _quantized_rollout(asked: Combination) -> str | None:
-    run, method = asked.run, asked.description.quantization
-    if not isinstance(run, GRPOConfig) or run.rollout.generator != "vllm" or run.rollout.vllm.servers or not method:
+    run, method = asked.generation, asked.description.quantization
+    if run is None or run.rollout.generator.kind != "vllm" or not method:
         return None
     return (
         f"rollout.generator=vllm: it would keep the {method} weights of model.path, and a weight sync sends plain "
@@ -54,8 +53,8 @@ QUANTIZED_ROLLOUT = Rule(
 
 
 def _rollout_length(asked: Combination) -> str | None:
-    run, context = asked.run, asked.description.context
-    if not isinstance(run, GRPOConfig) or context is None:
+    run, context = asked.generation, asked.description.context
+    if run is None or context is None:
         return None
     longest = run.longest_sequence
     if longest <= context:
@@ -79,7 +78,7 @@ ROLLOUT_LENGTH = Rule(
 
 def _rollout_offload(asked: Combination) -> str | None:
     run = asked.run
-    if run is None or isinstance(run, GRPOConfig) or asked.memory.offload is None:
+    if run is None or run.generation is not None or asked.memory.offload is None:
         return None
     return "memory.offload.during=rollout: only grpo has rollouts: leave memory.offload out"
 

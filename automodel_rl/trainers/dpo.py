@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch, add_values
-from automodel_rl.config import DPOConfig
+from automodel_rl.config.algorithms import DPOConfig
 from automodel_rl.data.examples import PairDataset
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.sampler import Draw

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_rl.batch import single_media_tokens
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.data.loader import PackedStep
 from automodel_rl.data.prompts import PromptStream
 from automodel_rl.engine import Engine, TrainOutput

@@ -6,11 +6,10 @@ import os
 import torch
 import torch.distributed as dist
 
-from automodel_rl.config import RunConfig
+from automodel_rl.config import AnyRun, RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.decide import with_memory_decided
-from automodel_rl.estimate.fit import AnyRun
 from automodel_rl.hf.read import read_supported_config
 from automodel_rl.import_path import import_function
 from automodel_rl.launch.watchdog import set_hang_limit

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import DPOConfig, SFTConfig, SourceConfig
+from automodel_rl.config import SourceConfig
+from automodel_rl.config.algorithms import DPOConfig, SFTConfig
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.examples import ExampleDataset

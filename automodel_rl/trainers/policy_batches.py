@@ -6,7 +6,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from automodel_rl.batch import Microbatch, TokenSequence, add_values
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.data.loader import PackedStep, pack_step, sums_of_sequences
 from automodel_rl.losses.advantages import advantages
 from automodel_rl.losses.terms import kl_estimate

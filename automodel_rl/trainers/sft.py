@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from automodel_rl.config import SFTConfig
+from automodel_rl.config.algorithms import SFTConfig
 from automodel_rl.data.examples import ChatDataset
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss

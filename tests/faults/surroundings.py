@@ -30,7 +30,7 @@ def _first_override_counts() -> Any:
 
 def _penalty_in_the_reward_forgotten() -> Any:
     """`on_policy: auto` does not see that a penalty in the reward reads old log-probabilities."""
-    from automodel_rl.config import GRPOConfig
+    from automodel_rl.config.algorithms import GRPOConfig
 
     own = GRPOConfig.is_on_policy.fget  # type: ignore[attr-defined]
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config import RolloutRunConfig
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.episodes.chat_turns import ChatTurns
@@ -15,6 +16,8 @@ from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike
 from automodel_rl.rollout.seeds import mixed_seed
+
+AnyRollouts = TypeVar("AnyRollouts", bound=RolloutRunConfig)
 
 
 class Conversations:
@@ -33,7 +36,7 @@ class Conversations:
         InputError: tools or the environment cannot be imported, or the chat template does not write calls.
     """
 
-    def __init__(self, config: GRPOConfig, template: ChatTemplate, folder: Path):
+    def __init__(self, config: RolloutRunConfig, template: ChatTemplate, folder: Path):
         rollout = config.rollout
         setup = Setup(
             rollout.environment,
@@ -59,7 +62,7 @@ class Conversations:
         )
         self._driver = EpisodeDriver(rollout.max_episodes)
 
-    def with_stops(self, config: GRPOConfig) -> GRPOConfig:
+    def with_stops(self, config: AnyRollouts) -> AnyRollouts:
         """The config whose completions also stop at the tokens with which the template ends turns."""
         rollout = config.rollout
         stops = tuple(sorted({*rollout.stop_token_ids, *self._codec.stop_ids}))

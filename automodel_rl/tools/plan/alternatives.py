@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from automodel_rl.config import ParallelConfig
+from automodel_rl.config import AnyRun, ParallelConfig, RunConfig
 from automodel_rl.config.keys import as_yaml
 from automodel_rl.config.load import check_config
 from automodel_rl.config.model import MemoryConfig
@@ -17,7 +17,7 @@ from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 from automodel_rl.tools.plan.devices import Device
-from automodel_rl.tools.plan.packing import AnyConfig, Packing, microbatches
+from automodel_rl.tools.plan.packing import Packing, microbatches
 from automodel_rl.tools.plan.speed import Work, rough_bubble, step_seconds, tokens_of
 
 MOST_TRIED = 150
@@ -66,7 +66,7 @@ class Search:
         self,
         model: MemoryModel,
         description: ModelDescription,
-        config: AnyConfig,
+        config: RunConfig,
         packing: Packing,
         device: Device,
         capacity: float,
@@ -90,7 +90,7 @@ class Search:
     def best(self, world_size: int) -> list[Choice]:
         """The fastest layouts on so many GPUs that fit. Where none does, also with smaller microbatches."""
         capacity = self.config.batch.capacity
-        longest = self.config.longest_sequence if self.config.algorithm == "grpo" else 1024
+        longest = self.config.longest_sequence or 1024
         for tokens in (capacity, capacity // 2, capacity // 4):
             if tokens == capacity or tokens >= longest:
                 found = self._best(world_size, tokens)
@@ -173,7 +173,7 @@ def _changes(old: ParallelConfig, new: ParallelConfig, old_memory: MemoryConfig,
     ]
 
 
-def with_layout(config: AnyConfig, parallel: ParallelConfig, memory: MemoryConfig) -> AnyConfig:
+def with_layout(config: AnyRun, parallel: ParallelConfig, memory: MemoryConfig) -> AnyRun:
     """The config with another layout.
 
     Raises:

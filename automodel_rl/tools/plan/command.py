@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from automodel_rl.config import ComponentsConfig, ParallelConfig
+from automodel_rl.config import AnyRun, ComponentsConfig, ParallelConfig, RunConfig
 from automodel_rl.config.components import one_layout
 from automodel_rl.config.keys import as_yaml
 from automodel_rl.config.model import MemoryConfig
@@ -17,7 +17,7 @@ from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.tools.plan.alternatives import Search, with_layout
 from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.encoders import EncoderMemory, plan_encoders
-from automodel_rl.tools.plan.packing import AnyConfig, Packing, measure_packing, microbatches
+from automodel_rl.tools.plan.packing import Packing, measure_packing, microbatches
 
 USABLE = 0.92
 """Share of a device's memory that a step may fill. The rest is for CUDA's context, NCCL's buffers and gaps."""
@@ -30,7 +30,7 @@ FASTER = 0.9
 """A layout is shown as a faster one if its estimated time is at most this share of the given layout's."""
 
 
-def plan(config: AnyConfig, num_gpus: int | None, device: Device, as_json: bool) -> None:
+def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool) -> None:
     """Prints the plan.
 
     Args:
@@ -101,8 +101,8 @@ def _misfit(peak: float, capacity: float, rollouts: float | None, device: Device
         )
     return (
         f"verdict: does not fit: {rollouts / GIB:.1f} GiB in rollouts or weight syncs, and {device.name} has "
-        f"{USABLE_IN_ROLLOUTS * device.num_bytes / GIB:.1f} GiB for them: lower rollout.vllm.memory_fraction, or add "
-        "--memory.offload {} --rollout.vllm.sleep auto"
+        f"{USABLE_IN_ROLLOUTS * device.num_bytes / GIB:.1f} GiB for them: lower rollout.generator.memory_fraction, or "
+        "add --memory.offload {} --rollout.generator.sleep auto"
     )
 
 
@@ -153,7 +153,7 @@ def _encoders_table(encoders: dict[str, EncoderMemory], components: ComponentsCo
     return "\n".join(lines)
 
 
-def _on_gpus(config: AnyConfig, num_gpus: int | None) -> AnyConfig:
+def _on_gpus(config: AnyRun, num_gpus: int | None) -> AnyRun:
     """The config on so many GPUs, by another dp_shard; as it is for None."""
     if num_gpus is None:
         return config

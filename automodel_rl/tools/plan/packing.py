@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from automodel_rl.batch import assign_bins
-from automodel_rl.config import DPOConfig, GRPOConfig, ParallelConfig, SFTConfig
+from automodel_rl.config import ParallelConfig, RunConfig
+from automodel_rl.config.data import ExamplesConfig
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.read import read_config
 from automodel_rl.model.multimodal import num_positions
 from automodel_rl.support.description import describe_model
-
-AnyConfig = SFTConfig | DPOConfig | GRPOConfig
 
 SAMPLE = 512
 """Number of examples that are tokenised and packed."""
@@ -40,13 +39,13 @@ class Packing:
     lacks: str = ""
 
 
-def measure_packing(config: AnyConfig) -> Packing:
+def measure_packing(config: RunConfig) -> Packing:
     """Packs a sample of the training data. Without data or a tokenizer, assumes that every sequence fills a microbatch.
 
-    For GRPO, assumes that every prompt and completion is as long as it may get.
+    Where completions are generated, assumes that every prompt and completion is as long as it may get.
     """
     capacity, count = config.batch.capacity, config.sequences_per_step
-    if isinstance(config, GRPOConfig):
+    if config.generation is not None:
         longest = config.longest_sequence
         return Packing(math.ceil(count / (capacity // longest)), None, lengths=(longest,), lacks=NO_DATA)
     from automodel_rl.data.sources import is_local
@@ -57,10 +56,11 @@ def measure_packing(config: AnyConfig) -> Packing:
     if not files.has_tokenizer:
         return Packing(count, None, lengths=(capacity,), lacks="model.path has no tokenizer to measure the data with")
     from automodel_rl.data.chat import open_chat_tokenizer
-    from automodel_rl.data.examples import ChatDataset, PairDataset, checked
+    from automodel_rl.data.examples import DATASETS, checked
     from automodel_rl.data.sampler import BatchSampler, Order
 
-    kind = ChatDataset if isinstance(config, SFTConfig) else PairDataset
+    assert isinstance(config.data, ExamplesConfig)  # a run that does not generate holds its examples
+    kind = DATASETS[config.reads]
     whole = read_config(files.folder)
     model = describe_model(whole)
     dataset = kind(config.data.train, open_chat_tokenizer(config), config.batch, model.context, config.data)

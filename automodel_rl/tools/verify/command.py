@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from automodel_rl.config import GRPOConfig, ModelConfig, ParallelConfig, RunConfig, Section, SFTConfig
+from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig, Section
 from automodel_rl.config.model import Dtype
 from automodel_rl.errors import VerificationError
 from automodel_rl.hf.read import read_supported_config, with_local_model
@@ -129,7 +129,7 @@ def case_of(
         left_out.append("optimizer.groups")
     if model.moe.bias_update_rate:
         left_out.append("model.moe.bias_update_rate")
-    if not isinstance(config, SFTConfig) or config.loss_function is not None:
+    if not config.has_likelihood_loss:
         left_out.append("loss (sft's is compared)")
     case = Case(
         parallel,
@@ -139,7 +139,7 @@ def case_of(
         implementation=model.implementation,
         attention=attention,
         memory=memory.model_copy(update={"compile": False}),
-        replay=isinstance(config, GRPOConfig) and config.router_replay.enabled,
+        replay=config.generation is not None and config.generation.router_replay.enabled,
         components=config.components,
         frozen=model.frozen,
         aux_loss=model.moe.aux_loss,

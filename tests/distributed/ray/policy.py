@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_rl.batch import TokenSequence
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.data.loader import pack_step
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 
 from automodel_rl.batch import pack_microbatch
 from automodel_rl.cli import main
-from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig, ParallelConfig, SFTConfig
+from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.algorithms import SFTConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.estimate.memory import MemoryModel

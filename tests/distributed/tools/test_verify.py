@@ -11,7 +11,8 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from automodel_rl.config import ParallelConfig, SFTConfig
+from automodel_rl.config import ParallelConfig
+from automodel_rl.config.algorithms import SFTConfig
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.errors import VerificationError
 from automodel_rl.support.model_rules import BY_LENGTH

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from automodel_rl.batch import Video
 from automodel_rl.config import RewardConfig
+from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.launch.process_group import join_process_group
@@ -83,7 +84,7 @@ def collected() -> list[tuple[str, float]]:
 
 
 def test_videos_are_not_sent_to_vllm() -> None:
-    config: Any = SimpleNamespace(rollout=SimpleNamespace(generator="vllm"))
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(generator=VllmGeneratorConfig()))
     supervisor: Any = SimpleNamespace(handle=None, world=None)
     collector = RolloutCollector(config, supervisor, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     prompt: Any = SimpleNamespace(number=3, media=(Video(0, 4, (2, 2, 2), torch.zeros(0)),))

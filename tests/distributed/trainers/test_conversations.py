@@ -38,7 +38,7 @@ def values(ending: Path, workspace: Path, output: Path, rollout: dict[str, Any],
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("pp", {"pp": 2}, {}),
-    ("cp", {"cp": 2}, {"own_process": True}),
+    ("cp", {"cp": 2}, {"generator": {"kind": "transformers", "place": "shared"}}),
     ("dp", {"dp_shard": 2}, {"max_episodes": 2}),
 ]
 

@@ -118,8 +118,8 @@ def test_adapters_may_reach_the_generator_alone(ranks: RankPool, workspace: Path
     model = {"path": str(workspace / "model"), "dtype": "float64", "lora": {"rank": 2}}
     settings = values(workspace, tmp_path / "run", model=model, length={"steps": 3}, parallel={"pp": 2})
     settings |= {"weight_sync": {"adapters": "alone", "checksum": True}}
-    for output, own_process in (("same", False), ("own", True)):
-        rollout = settings["rollout"] | {"own_process": own_process}
+    for output, place in (("same", "in_process"), ("own", "shared")):
+        rollout = settings["rollout"] | {"generator": {"kind": "transformers", "place": place}}
         ranks(2).run(train, settings | {"output": str(tmp_path / output), "rollout": rollout})
         for row in metrics_of(tmp_path / output):
             assert row["train/logprob_error"] == pytest.approx(1, abs=1e-6)

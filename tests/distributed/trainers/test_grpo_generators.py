@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.errors import RolloutError
 from automodel_rl.generator_messages import Request
 from automodel_rl.rollout.engine_ranks import Bystander, EngineRanks
@@ -142,7 +143,7 @@ def run_split(settings: Settings) -> int:
     def make(
         config: GRPOConfig, handle: Any, tokenizer: Any, ranks: EngineRanks, is_first: bool
     ) -> tuple[Generator, Transport]:
-        rollout = config.rollout.model_copy(update={"generator": "transformers"})
+        rollout = config.rollout.model_copy(update={"generator": TransformersGeneratorConfig()})
         generator, transport = make_generator(
             config.model_copy(update={"rollout": rollout}), handle, tokenizer, ranks, is_first
         )
@@ -158,8 +159,11 @@ def run_split(settings: Settings) -> int:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rollout": {"vllm": {"tensor_parallel": 2}}, "memory": {"offload": {}}},  # one on the devices of both
-        {"rollout": {"devices": [1, 2], "vllm": {"tensor_parallel": 2}}},  # one on devices of its own
+        {
+            "rollout": {"generator": {"kind": "vllm", "tensor_parallel": 2}},
+            "memory": {"offload": {}},
+        },  # one on the devices of both
+        {"rollout": {"generator": {"kind": "vllm", "place": [1, 2], "tensor_parallel": 2}}},  # on its own
     ],
     ids=str,
 )
@@ -168,7 +172,7 @@ def test_ranks_that_share_a_generator_leave_the_writing_to_the_first(
 ) -> None:
     settings = values(workspace, tmp_path / "own", length={"steps": 2, "validate_every": 2}, parallel={"dp_shard": 2})
     ranks(2).run(train, settings)
-    rollout = settings["rollout"] | {"generator": "vllm"} | changes["rollout"]
+    rollout = settings["rollout"] | changes["rollout"]
     shared = settings | changes | {"output": str(tmp_path / "shared"), "rollout": rollout}
     written, none = ranks(2).run(run_split, shared)
     assert written >= 2 * settings["rollout"]["prompts"] * settings["rollout"]["group_size"]
@@ -204,24 +208,25 @@ def test_a_generator_that_dies_in_validation_loses_no_step(ranks: RankPool, work
 
 
 PLACES: dict[str, dict[str, Any]] = {
-    "own process, shared memory": {"weight_sync": {"checksum": True}},
-    "own process, gloo": {"weight_sync": {"transport": "collective", "checksum": True, "buffer_mib": 0.02}},
+    "shared memory": {"place": "shared"},
+    "gloo": {"place": [0, 1]},
 }
 
 
 def test_it_does_not_matter_in_which_process_the_generator_is(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "same", length={"steps": 3}, parallel={"pp": 2})
     ranks(2).run(train, settings)
-    for place, changes in PLACES.items():
-        own = settings | {"output": str(tmp_path / place), **changes}
-        ranks(2).run(train, own | {"rollout": {**settings["rollout"], "own_process": True}})
+    for place, on in PLACES.items():
+        own = settings | {"output": str(tmp_path / place), "weight_sync": {"checksum": True, "buffer_mib": 0.02}}
+        own["rollout"] = {**settings["rollout"], "generator": {"kind": "transformers", **on}}
+        ranks(2).run(train, own)
         assert_same_weights(tmp_path / place / "final", tmp_path / "same" / "final")
         for row in metrics_of(tmp_path / place):
             assert row["rollout/staleness_max"] == 0
 
 
 def let_generators_be_ahead(settings: Settings, max_staleness: int) -> None:
-    settings["rollout"] |= {"own_process": True, "max_staleness": max_staleness}
+    settings["rollout"] |= {"generator": {"kind": "transformers", "place": "shared"}, "max_staleness": max_staleness}
     settings["loss"] |= {"correction": {"kind": "truncate"}}
 
 

@@ -32,11 +32,11 @@ pytestmark = needs_vllm
 STEPS = 3
 
 
-def values(workspace: Path, output: Path, vllm: dict[str, Any] | None = None, **changes: Any) -> Settings:
+def values(workspace: Path, output: Path, generator: dict[str, Any] | None = None, **changes: Any) -> Settings:
     """A run in float32, in which sampling and training agree to rounding."""
     settings = settings_of("grpo", workspace, output, length={"steps": STEPS}, **changes)
     settings["model"]["dtype"] = "float32"
-    settings["rollout"] |= {"generator": "vllm", "vllm": vllm or {"python": str(PYTHON)}}
+    settings["rollout"] |= {"generator": generator or {"kind": "vllm", "python": str(PYTHON)}}
     settings["checkpoint"] = {"every_steps": 1}
     settings["loss"] = {}
     return settings
@@ -167,7 +167,7 @@ def start_server(workspace: Path) -> Iterator[str]:
 def test_servers_get_the_weights_too(
     ranks: RankPool, workspace: Path, tmp_path: Path, whole: Path, server: str
 ) -> None:
-    ranks(1).run(train, values(workspace, tmp_path / "run", {"servers": [server]}))
+    ranks(1).run(train, values(workspace, tmp_path / "run", {"kind": "servers", "urls": [server]}))
     assert_agreement(tmp_path / "run")
     assert losses_of(tmp_path / "run") == losses_of(whole)
 

@@ -215,7 +215,7 @@ class Clock:
 
 def stop_in_time(config: Settings, minutes: float) -> str:
     import automodel_rl
-    from automodel_rl.config import SFTConfig
+    from automodel_rl.config.algorithms import SFTConfig
     from automodel_rl.errors import StoppedError
     from automodel_rl.trainers import run, run_checkpoints
 

@@ -162,7 +162,7 @@ def test_routes_of_batches_that_generators_in_processes_wrote_ahead_are_followed
     ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
 ) -> None:
     settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2}, length={"steps": 3})
-    settings["rollout"] |= {"own_process": True, "max_staleness": 1}
+    settings["rollout"] |= {"generator": {"kind": "transformers", "place": "shared"}, "max_staleness": 1}
     settings["loss"] = {"correction": {"kind": "truncate"}}
     ranks(2).run(train, settings)
     first, *others = metrics_of(tmp_path / "run")

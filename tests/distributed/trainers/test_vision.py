@@ -142,7 +142,7 @@ def test_a_generator_in_a_process_of_its_own_gets_pictures(ranks: RankPool, tmp_
         "grpo", workspace, tmp_path / "run", length={"steps": 2}, batch={"microbatch_tokens": 250},
         rewards=[{"function": "tests.light_rewards:vowels_and_pictures"}],
     )  # fmt: skip
-    settings["rollout"] |= {"own_process": True}
+    settings["rollout"] |= {"generator": {"kind": "transformers", "place": "shared"}}
     ranks(1).run(train, settings)
     assert all(row["train/logprob_error"] == pytest.approx(1, abs=1e-5) for row in metrics_of(tmp_path / "run"))
 

@@ -64,7 +64,7 @@ def test_right_weights_pass_with_adapters_and_in_another_process(
 ) -> None:
     settings = probed(workspace, tmp_path / "run", weight_sync={"adapters": "alone"})
     settings["model"]["lora"] = {"rank": 4}
-    settings["rollout"]["own_process"] = True
+    settings["rollout"]["generator"] = {"kind": "transformers", "place": "shared"}
     ranks(1).run(train, settings)
 
 

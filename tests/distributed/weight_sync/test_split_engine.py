@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.config import RolloutConfig
-from automodel_rl.config.rollout import VllmConfig
+from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import (
     Begin,
@@ -82,7 +82,7 @@ class Workers:
 def sync_over_two_ranks(folder: Path, sizes: dict[str, Any]) -> list[str]:
     """What went wrong in weight syncs, in which the channel fails at each message in turn."""
     handle, engine = trained_model(folder, sizes)
-    rollout = RolloutConfig(prompts=2, generator="vllm", vllm=VllmConfig(tensor_parallel=2))
+    rollout = RolloutConfig(prompts=2, generator=VllmGeneratorConfig(tensor_parallel=2))
     ranks = EngineRanks.join(rollout)
     workers = Workers()
     channel: Any = workers if ranks.leads else Bystander()

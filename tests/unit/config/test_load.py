@@ -10,16 +10,18 @@ from pydantic import BaseModel, ValidationError
 
 from automodel_rl.config import (
     ALGORITHMS,
-    GRPOConfig,
     MemoryConfig,
     ParallelConfig,
     ServeConfig,
+    completed,
     describe_keys,
+    differing_keys,
     dump_config,
     load_config,
     load_serve_config,
 )
-from automodel_rl.config.load import RENAMED
+from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.config.load import RENAMED, check_config
 from automodel_rl.errors import InputError
 
 SHIPPED = sorted((Path(__file__).parents[3] / "configs").glob("**/*.yaml"))
@@ -200,32 +202,67 @@ GRPO: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "transport"),
+    ("generator", "transport"),
     [
-        ({}, "local"),
-        ({"rollout": {"own_process": True}}, "ipc"),
-        ({"rollout": {"own_process": True}, "weight_sync": {"transport": "collective"}}, "collective"),
-        ({"rollout": {"own_process": True, "devices": [1]}}, "collective"),
-        ({"rollout": {"generator": "vllm", "devices": [1]}}, "vllm"),
+        (None, "local"),
+        ("transformers", "local"),
+        ({"kind": "transformers", "place": "shared"}, "ipc"),
+        ({"kind": "transformers", "place": [1]}, "collective"),
+        ({"kind": "vllm", "place": [1]}, "vllm"),
+        ({"kind": "servers", "urls": ["http://localhost:1"]}, "vllm"),
     ],
 )
-def test_weights_go_the_way_that_fits_the_generators_place(changes: dict[str, Any], transport: str) -> None:
-    rollout = GRPO["rollout"] | changes.get("rollout", {})
-    assert GRPOConfig.model_validate(GRPO | changes | {"rollout": rollout}).transport == transport
+def test_weights_go_the_way_that_fits_the_generators_place(generator: Any, transport: str) -> None:
+    rollout = GRPO["rollout"] | {"generator": generator}
+    assert GRPOConfig.model_validate(GRPO | {"rollout": rollout}).rollout.generator.transport == transport
+
+
+VLLM = {"python": "/opt/vllm/bin/python", "memory_fraction": 0.4, "options": {}, "sleep": 2, "servers": []}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "today"),
+    [
+        ({"own_process": True}, "own_process: .*: write generator: {kind: transformers, place: shared}"),
+        ({"own_process": True, "devices": [4, 5]}, "write generator: {kind: transformers, place: .4, 5.}"),
+        ({"batch_size": 8}, "write generator: {kind: transformers, batch_size: 8}"),
+        (
+            {"generator": "vllm", "vllm": VLLM},
+            "write generator: {kind: vllm, python: /opt/vllm/bin/python, memory_fraction: 0.4, sleep: 2}",
+        ),
+        (
+            {"generator": "vllm", "devices": [4], "vllm": {}},
+            "devices and vllm: the section generator has these keys now, .* write generator: {kind: vllm, place: .4.}",
+        ),
+        (
+            {"generator": "vllm", "vllm": {"servers": ["http://a:1"]}},
+            "write generator: {kind: servers, urls: .http://a:1.}",
+        ),
+        ({"generator": {"kind": "vllm"}, "vllm": {"sleep": 2}}, "rollout: vllm: the section .* by its kind$"),
+    ],
+)
+def test_keys_of_earlier_versions_are_answered_with_the_section_to_write(rollout: dict[str, Any], today: str) -> None:
+    with pytest.raises(InputError, match=today):
+        check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | rollout})
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator() -> None:
+    config = check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | {"generator": {"kind": "vllm", "sleep": 2}}})
+    values = yaml.safe_load(dump_config(config))
+    del values["rollout"]["generator"]
+    earlier = {"generator": "vllm", "own_process": False, "devices": [], "batch_size": 256}
+    values["rollout"] |= {**earlier, "vllm": {"python": None, "memory_fraction": 0.4, "options": {}, "sleep": 2}}
+    values["weight_sync"]["transport"] = "auto"
+    assert differing_keys(completed(values, config), yaml.safe_load(dump_config(config))) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_sync": {"transport": "ipc"}}, "weight_sync.transport=ipc: with this .* it can be local: use auto"),
-        (
-            {"weight_sync": {"transport": "ipc"}, "rollout": {"own_process": True, "devices": [1]}},
-            "it can be collective: use auto",
-        ),
-        ({"rollout": {"devices": [1]}}, "devices=.1. are for generators in processes: set own_process to true"),
+        ({"weight_sync": {"transport": "ipc"}}, "transport: follows from where rollout.generator runs: leave it out"),
         ({"rollout": {"max_staleness": 1}}, "a generator in this process cannot write while it trains"),
         (
-            {"rollout": {"max_staleness": 1, "own_process": True}},
+            {"rollout": {"max_staleness": 1, "generator": {"kind": "transformers", "place": "shared"}}},
             "loss.correction.kind=none: completions of older weights need a correction",
         ),
         (
@@ -233,52 +270,67 @@ def test_weights_go_the_way_that_fits_the_generators_place(changes: dict[str, An
             "vllm keeps weights in other shapes than checkpoints",
         ),
         (
-            {"rollout": {"generator": "vllm", "devices": [1], "vllm": {"sleep": 2}}},
-            "rollout.vllm.sleep=2: rollout.devices are apart from the trainer's",
+            {"rollout": {"generator": {"kind": "vllm", "place": [1], "sleep": 2}}},
+            "rollout.generator: sleep=2 with place=.1.: the trainer has other devices",
         ),
         (
-            {"rollout": {"own_process": True, "devices": [1]}, "memory": {"offload": {}}},
-            "memory.offload: rollout.devices are apart from the trainer's",
+            {"rollout": {"generator": {"kind": "vllm", "place": [1, 1]}}},
+            "place=.1, 1.: each generator needs a device of its own: name none twice",
         ),
-        ({"rollout": {"vllm": {"sleep": 2}}}, "rollout.vllm.sleep=2 with rollout.generator=transformers: only vLLM"),
         (
-            {"rollout": {"vllm": {"tensor_parallel": 2}}},
-            "rollout.vllm.tensor_parallel=2 with rollout.generator=transformers: only vLLM",
+            {"rollout": {"generator": {"kind": "transformers", "place": [1]}}, "memory": {"offload": {}}},
+            "memory.offload: rollout.generator.kind=transformers has memory apart from the trainer's",
+        ),
+        (
+            {
+                "rollout": {"generator": {"kind": "servers", "urls": "http://localhost:1"}},
+                "memory": {"offload": {}},
+            },
+            "memory.offload: rollout.generator.kind=servers has memory apart from the trainer's",
+        ),
+        (
+            {"rollout": {"generator": {"kind": "transformers", "sleep": 2}}},
+            "rollout.generator.sleep: unknown key; known keys are kind, batch_size, place",
+        ),
+        (
+            {"rollout": {"generator": {"kind": "transformers", "place": []}}},
+            "rollout.generator.place: must be 'in_process' or 'shared' or must have at least 1 of them, not",
+        ),
+        (
+            {"rollout": {"generator": {"kind": "servers"}}},
+            "rollout.generator.urls: this key is required",
+        ),
+        ({"rollout": {"generator": "vlm"}}, "rollout.generator: must be of the kind 'transformers', 'vllm', 'servers'"),
+        (
+            {"rollout": {"generator": {"sleep": 2}}},
+            "rollout.generator: must say its kind, such as {kind: transformers}",
         ),
         (
             {"memory": {"reference": "device"}},
             "memory.reference=device: this run keeps no reference policy",
         ),
         (
-            {"rollout": {"generator": "vllm", "vllm": {"sleep": "auto", "servers": ["http://localhost:1"]}}},
-            "rollout.vllm.sleep=auto: rollout.vllm.servers have memory apart from the trainer",
+            {"rollout": {"generator": {"kind": "vllm", "place": [1, 2, 3], "tensor_parallel": 2}}},
+            "place=.1, 2, 3.: not whole groups of tensor_parallel=2: list a multiple",
         ),
         (
-            {"rollout": {"generator": "vllm", "devices": [1, 2, 3], "vllm": {"tensor_parallel": 2}}},
-            "rollout.devices=.1, 2, 3. are not whole groups of rollout.vllm.tensor_parallel=2: list a multiple",
+            {"rollout": {"generator": {"kind": "vllm", "tensor_parallel": 2}}},
+            "rollout.generator.tensor_parallel=2 does not divide the 1 ranks",
         ),
         (
-            {"rollout": {"generator": "vllm", "vllm": {"tensor_parallel": 2, "servers": ["http://localhost:1"]}}},
-            "rollout.vllm.servers run already: leave it out, and start them with --tensor-parallel-size 2",
-        ),
-        (
-            {"rollout": {"generator": "vllm", "vllm": {"tensor_parallel": 2}}},
-            "rollout.vllm.tensor_parallel=2 does not divide the 1 ranks",
-        ),
-        (
-            {"rollout": {"generator": "vllm", "vllm": {"sleep": 2}}, "weight_sync": {"adapters": "alone"}},
+            {"rollout": {"generator": {"kind": "vllm", "sleep": 2}}, "weight_sync": {"adapters": "alone"}},
             "the weights that vLLM drops are not sent again: use 1 or auto",
         ),
         (
             {
-                "rollout": {"generator": "vllm", "vllm": {"sleep": 1}, "max_staleness": 1},
+                "rollout": {"generator": {"kind": "vllm", "sleep": 1}, "max_staleness": 1},
                 "loss": {"correction": {"kind": "truncate"}},
             },
-            "rollout.vllm.sleep with rollout.max_staleness=1: generators write while the model trains",
+            "rollout.generator.sleep with rollout.max_staleness=1: generators write while the model trains",
         ),
         (
             {
-                "rollout": {"own_process": True, "max_staleness": 1},
+                "rollout": {"generator": {"kind": "transformers", "place": "shared"}, "max_staleness": 1},
                 "loss": {"correction": {"kind": "truncate"}},
                 "memory": {"offload": {}},
             },
@@ -298,7 +350,7 @@ def test_weight_sync_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str
     [("none", "merged", 0), (1, "merged", 1), ("auto", "merged", 2), ("auto", "alone", 1)],
 )
 def test_vllm_sleeps_as_deep_as_its_weights_allow(sleep: Any, adapters: str, level: int) -> None:
-    rollout = GRPO["rollout"] | {"generator": "vllm", "vllm": {"sleep": sleep}}
+    rollout = GRPO["rollout"] | {"generator": {"kind": "vllm", "sleep": sleep}}
     config = GRPOConfig.model_validate(GRPO | {"rollout": rollout, "weight_sync": {"adapters": adapters}})
     assert config.sleep_level == level
 

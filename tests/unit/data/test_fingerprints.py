@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.data import fingerprints
 from automodel_rl.data.fingerprints import Change, as_json, changes, inputs_of
 from tests.tiny import save_tiny_model

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from automodel_rl.config import SFTConfig
+from automodel_rl.config.algorithms import SFTConfig
 from automodel_rl.quickstart.model import train_tokenizer
 from tests import tiny
 

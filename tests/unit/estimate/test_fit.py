@@ -3,7 +3,8 @@
 import pytest
 from transformers import Qwen3Config
 
-from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, SFTConfig
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.algorithms import SFTConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.fit import MOST_TOKENS, STEP, Fit, fit_to_device, largest_microbatch
 from automodel_rl.estimate.memory import MemoryModel

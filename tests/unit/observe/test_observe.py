@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from automodel_rl.config import SFTConfig
+from automodel_rl.config.algorithms import SFTConfig
 from automodel_rl.errors import InputError
 from automodel_rl.observe.metrics import MetricsFile, read_lines
 from automodel_rl.observe.run_directory import RunDirectory

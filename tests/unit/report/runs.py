@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from automodel_rl.config import GRPOConfig, SFTConfig
+from automodel_rl.config.algorithms import GRPOConfig, SFTConfig
 from automodel_rl.observe.metrics import MetricsFile, write_lines
 from automodel_rl.observe.run_directory import RunDirectory
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from automodel_rl.config import RolloutConfig
-from automodel_rl.config.rollout import VllmConfig
+from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.rollout import engine_ranks
 from automodel_rl.rollout.engine_ranks import EngineRanks
@@ -43,7 +43,7 @@ def test_the_first_ranks_of_each_machine_lead_a_vllm_on_devices_of_its_own(
     monkeypatch.setattr(engine_ranks.dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(engine_ranks.dist, "get_rank", lambda: 5)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    rollout = RolloutConfig(prompts=2, generator="vllm", devices=devices, vllm=VllmConfig(tensor_parallel=size))
+    rollout = RolloutConfig(prompts=2, generator=VllmGeneratorConfig(place=devices, tensor_parallel=size))
     ranks = EngineRanks.join(rollout)
     assert (ranks.writers, ranks.size, ranks.group) == (writers, size, None)
     assert ranks.leads == (5 in writers)
@@ -52,13 +52,13 @@ def test_the_first_ranks_of_each_machine_lead_a_vllm_on_devices_of_its_own(
     assert [rank for rank, share in enumerate(shares) if share] == [*writers]
 
 
-@pytest.mark.parametrize(("devices", "size"), [((4, 5, 6), 2), ((4, 5, 6), 1)])
+@pytest.mark.parametrize(("devices", "size"), [((4, 5, 6, 7, 8, 9), 2), ((4, 5, 6), 1)])
 def test_devices_that_no_rank_could_use_are_refused(
     monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], size: int
 ) -> None:
     monkeypatch.setattr(engine_ranks.dist, "get_world_size", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    rollout = RolloutConfig(prompts=2, generator="vllm", devices=devices, vllm=VllmConfig(tensor_parallel=size))
+    rollout = RolloutConfig(prompts=2, generator=VllmGeneratorConfig(place=devices, tensor_parallel=size))
     with pytest.raises(
         InputError, match=f"one of the 2 ranks on a machine leads it: list {size} for each of at most 2"
     ):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from automodel_rl.config.generators import TransformersGeneratorConfig, VllmServersConfig
 from automodel_rl.config.model import OffloadConfig
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.rollout import supervisor
@@ -88,7 +89,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> Generators:
 
 def make_supervisor(sleep_level: int = 0, log: list[str] | None = None) -> tuple[GeneratorSupervisor, Any]:
     """A supervisor and its weight sync; with a log, the trainer shares its memory."""
-    rollout = SimpleNamespace(generator="transformers", devices=(), vllm=SimpleNamespace(servers=()))
+    rollout = SimpleNamespace(generator=TransformersGeneratorConfig())
     config: Any = SimpleNamespace(weight_sync=SimpleNamespace(timeout=1.0), sleep_level=sleep_level, rollout=rollout)
     notes = [] if log is None else log
     offload = OffloadConfig() if log is not None else None
@@ -165,7 +166,7 @@ RESTING = ["sleep 2", "weights to device"]
 def test_servers_that_have_gone_or_come_make_the_ranks_connect_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made, sync = make_supervisor()
     assert not sync.resends_frozen
-    made.config.rollout.vllm.servers = ("http://localhost:1",)
+    made.config.rollout.generator = VllmServersConfig(urls=("http://localhost:1",))
     servers = VllmServers.__new__(VllmServers)
     made.generator = servers
     for have_changed in (False, True):

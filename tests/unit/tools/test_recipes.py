@@ -103,9 +103,9 @@ def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 H200 = find_device("H200").num_bytes
-SIDE_BY_SIDE = ["--rollout.vllm.memory_fraction", "0.5", "--rollout.vllm.servers", "[]"]
-APART = ["--rollout.devices", "[1]"]
-IN_TURNS = [*SIDE_BY_SIDE, "--rollout.vllm.sleep", "2", "--memory.offload", "{}"]
+SIDE_BY_SIDE = ["--rollout.generator.memory_fraction", "0.5"]
+APART = ["--rollout.generator.place", "[1]"]
+IN_TURNS = [*SIDE_BY_SIDE, "--rollout.generator.sleep", "2", "--memory.offload", "{}"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ IN_TURNS = [*SIDE_BY_SIDE, "--rollout.vllm.sleep", "2", "--memory.offload", "{}"
         ([*SIDE_BY_SIDE, "--memory.offload", "{}"], 0.5 * H200, 0.5 * H200 + 10, 0.5 * H200),
         (IN_TURNS, ASLEEP, 1010, 0.5 * H200),
         ([*IN_TURNS, "--memory.offload.what", "[moments]"], ASLEEP, 1010, 0.5 * H200 + 10),
-        ([*IN_TURNS, "--rollout.vllm.tensor_parallel", "2", "--parallel.dp_shard", "2"], ASLEEP, 510, 0.5 * H200),
+        ([*IN_TURNS, "--rollout.generator.tensor_parallel", "2", "--parallel.dp_shard", "2"], ASLEEP, 510, 0.5 * H200),
         (APART, 0, 30, 30),
     ],
 )
@@ -138,8 +138,8 @@ def test_a_plan_whose_rollouts_do_not_fit_says_how_they_may(tmp_path: Path, caps
     AutoConfig.for_model(shape.pop("model_type"), **shape).save_pretrained(tmp_path)
     file = CONFIGS / "llama3_70b" / "grpo_16_gpus.yaml"
     awake = load_config(
-        file, ["--model.path", str(tmp_path), "--rollout.vllm.sleep", "none", "--memory.offload", "null"]
+        file, ["--model.path", str(tmp_path), "--rollout.generator.sleep", "none", "--memory.offload", "null"]
     )
-    with pytest.raises(DoesNotFitError, match="add --memory.offload {} --rollout.vllm.sleep auto"):
+    with pytest.raises(DoesNotFitError, match="add --memory.offload {} --rollout.generator.sleep auto"):
         plan(awake, None, find_device("H200"), as_json=False)
     assert "in rollouts" in capsys.readouterr().out

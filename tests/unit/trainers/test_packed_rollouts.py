@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from automodel_rl.batch import Microbatch, TokenSequence, pack, unpack
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.data import loader
 from automodel_rl.losses import TokenOutputs
 from automodel_rl.rollout.groups import Group

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from automodel_rl.batch import pack, unpack
-from automodel_rl.config import GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.rollout.groups import Group
 from automodel_rl.trainers.policy_batches import _to_sequence, rollouts_of_optimizer_step, with_advantages
 from tests.unit.rollout.test_groups import group_of, rollout

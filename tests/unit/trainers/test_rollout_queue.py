@@ -50,7 +50,7 @@ class Generators:
 def make_queue(max_staleness: int) -> tuple[RolloutQueue, Any, Any]:
     prompts: Any = Prompts()
     generators: Any = Generators()
-    settings = {"prompts": 2, "own_process": True, "max_staleness": max_staleness}
+    settings = {"prompts": 2, "generator": {"kind": "transformers", "place": "shared"}, "max_staleness": max_staleness}
     return RolloutQueue(prompts, generators, RolloutConfig.model_validate(settings)), prompts, generators
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from automodel_rl.config.data import BatchConfig, DataConfig
-from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
+from automodel_rl.config.run import Records, RunConfig, refuse_idle_data_ranks
 
 
 class SFTConfig(RunConfig):
@@ -23,6 +23,26 @@ class SFTConfig(RunConfig):
 
     data: DataConfig
     batch: BatchConfig
+
+    @property
+    def reads(self) -> Records:
+        """What a record of the data holds: a chat, or a text."""
+        return "chats"
+
+    @property
+    def trained_turns(self) -> Literal["all", "last"]:
+        """The assistant's turns of a chat that are trained."""
+        return self.data.train_on
+
+    @property
+    def compares_logprobs(self) -> bool:
+        """Whether log-probabilities of several passes are compared: they are not."""
+        return False
+
+    @property
+    def has_likelihood_loss(self) -> bool:
+        """Whether the loss is the mean negative log-likelihood of the trained tokens."""
+        return self.loss_function is None
 
     @property
     def sequences_per_step(self) -> int:

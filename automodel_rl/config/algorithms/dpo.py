@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from automodel_rl.config.data import ExamplesConfig, PairBatchConfig
 from automodel_rl.config.losses import DPOLossConfig
-from automodel_rl.config.run import RunConfig, refuse_idle_data_ranks
+from automodel_rl.config.run import Records, RunConfig, refuse_idle_data_ranks
 
 
 class DPOConfig(RunConfig):
@@ -29,6 +29,11 @@ class DPOConfig(RunConfig):
     precompute_reference: bool = False
     """Compute the reference's log-probabilities of all pairs before the first step, and keep them in place of its
     weights. Steps then need no forward of the reference, but the run begins with a pass over the data."""
+
+    @property
+    def reads(self) -> Records:
+        """What a record of the data holds: two completions of a prompt."""
+        return "pairs"
 
     @property
     def needs_reference(self) -> bool:

@@ -1,0 +1,10 @@
+"""The whole configs of runs, one file for each algorithm.
+
+Only trainers and commands know them. Other rooms ask a run's config (config/run.py: RunConfig).
+"""
+
+from automodel_rl.config.algorithms.dpo import DPOConfig
+from automodel_rl.config.algorithms.grpo import GRPOConfig
+from automodel_rl.config.algorithms.sft import SFTConfig
+
+__all__ = ["DPOConfig", "GRPOConfig", "SFTConfig"]

@@ -1,0 +1,229 @@
+"""What writes completions: transformers, vLLM, or servers of vLLM that run already. Each kind has the keys that it
+needs."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from automodel_rl.config.base import Fraction, PathText, Positive, Section
+
+Transport = Literal["local", "ipc", "collective", "vllm"]
+"""How weights reach generators. local: within a process. ipc: to a process on the same device, which reads the
+trainer's buffers in place. collective: one rank of each stage broadcasts to all generators. vllm: vLLM's own weight
+transfer."""
+
+Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+"""Devices by number, among those that ranks see."""
+
+
+def _refuse_twice(devices: tuple[int, ...]) -> None:
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"place={list(devices)}: each generator needs a device of its own: name none twice")
+
+
+class TransformersSamplerConfig(Section):
+    """transformers: a whole copy of the model in every rank's process."""
+
+    kind: Literal["transformers"] = "transformers"
+
+    batch_size: Positive = 64
+    """Most completions that are written at once on each rank."""
+
+
+class TransformersGeneratorConfig(TransformersSamplerConfig):
+    """transformers: a whole copy of the model for every rank."""
+
+    place: Literal["in_process", "shared"] | Devices = "in_process"
+    """The place where it runs. in_process: its rank's process. shared: a process of its own on its rank's device. A
+    list: processes of their own on these devices, one for each rank of a machine, by number among those that ranks
+    see."""
+
+    batch_size: Positive = 256
+    """Most completions that are written at once on each rank."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices of its own; none if it shares its rank's."""
+        return () if isinstance(self.place, str) else self.place
+
+    @property
+    def has_process(self) -> bool:
+        """Whether it runs beside its rank's process."""
+        return self.place != "in_process"
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it has memory of its own, which the trainer cannot use."""
+        return bool(self.devices)
+
+    @property
+    def runs_vllm(self) -> bool:
+        return False
+
+    @property
+    def transport(self) -> Transport:
+        """How it gets weights."""
+        return "local" if not self.has_process else "collective" if self.devices else "ipc"
+
+    @model_validator(mode="after")
+    def _has_devices(self) -> "TransformersGeneratorConfig":
+        _refuse_twice(self.devices)
+        return self
+
+
+class VllmSamplerConfig(Section):
+    """vLLM in a process of its own beside every rank, on its device."""
+
+    kind: Literal["vllm"] = "vllm"
+
+    python: PathText | None = None
+    """Python interpreter of an environment with vLLM, whose pinned dependencies conflict with this package's; null
+    takes the interpreter of this process."""
+
+    memory_fraction: Fraction = 0.4
+    """Share of the device's memory for vLLM's weights and cache."""
+
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further arguments of vllm.LLM, e.g. max_num_seqs."""
+
+
+class VllmGeneratorConfig(VllmSamplerConfig):
+    """vLLM in processes of its own."""
+
+    place: Literal["shared"] | Devices = "shared"
+    """The place where it runs. shared: beside every rank, on its device. A list: these devices, by number among those
+    that ranks see. There may be fewer vLLMs than ranks: the first ranks of a machine lead one each."""
+
+    tensor_parallel: Positive = 1
+    """Number of GPUs over which each vLLM is split. So many consecutive ranks of a machine share one, and the first of
+    them leads it; it must divide the number of ranks on a machine. With devices in `place`, each vLLM has so many of
+    those."""
+
+    sleep: Literal["none", 1, 2, "auto"] = "none"
+    """Whether vLLM on a rank's device gives its memory back between rollouts. none: it keeps it. 1: its weights wait on
+    the host. 2: its weights are dropped, and each rollout begins with a whole weight sync. auto: 2, or 1 with
+    weight_sync.adapters=alone. With memory.offload each side has the device to itself."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices of its own; none if it shares its rank's."""
+        return () if isinstance(self.place, str) else self.place
+
+    @property
+    def has_process(self) -> bool:
+        return True
+
+    @property
+    def is_apart(self) -> bool:
+        return bool(self.devices)
+
+    @property
+    def runs_vllm(self) -> bool:
+        return True
+
+    @property
+    def transport(self) -> Transport:
+        return "vllm"
+
+    @model_validator(mode="after")
+    def _devices_fit(self) -> "VllmGeneratorConfig":
+        _refuse_twice(self.devices)
+        if len(self.devices) % self.tensor_parallel:
+            raise ValueError(
+                f"place={list(self.devices)}: not whole groups of tensor_parallel={self.tensor_parallel}: list a "
+                "multiple of it"
+            )
+        if self.devices and self.sleep != "none":
+            raise ValueError(
+                f"sleep={self.sleep} with place={list(self.devices)}: the trainer has other devices and could not use "
+                "the memory: leave sleep out"
+            )
+        return self
+
+
+class VllmServersConfig(Section):
+    """Servers of vLLM that run already, on devices of their own."""
+
+    kind: Literal["servers"] = "servers"
+
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """URLs of the servers, e.g. http://localhost:8000. Start them with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host
+    127.0.0.1 --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "nccl"}'. Servers on other
+    machines need a token: give it to them as --api-key, and to the run in VLLM_API_KEY."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def has_process(self) -> bool:
+        return True
+
+    @property
+    def is_apart(self) -> bool:
+        return True
+
+    @property
+    def runs_vllm(self) -> bool:
+        return True
+
+    @property
+    def transport(self) -> Transport:
+        return "vllm"
+
+
+def _of_kind(value: Any) -> Any:
+    """A kind alone, or nothing, is the section of this kind, or of the first, with its defaults."""
+    return {"kind": value or "transformers"} if isinstance(value, str | None) else value
+
+
+GeneratorConfig = Annotated[
+    Annotated[TransformersGeneratorConfig | VllmGeneratorConfig | VllmServersConfig, Field(discriminator="kind")],
+    BeforeValidator(_of_kind),
+]
+
+SamplerConfig = Annotated[
+    Annotated[TransformersSamplerConfig | VllmSamplerConfig, Field(discriminator="kind")], BeforeValidator(_of_kind)
+]
+
+EARLIER = ("own_process", "devices", "batch_size", "vllm")
+"""Keys beside `generator` in earlier versions."""
+
+
+def generator_of_earlier(section: dict[str, Any]) -> dict[str, Any] | None:
+    """The section `generator` that means what keys of earlier versions meant; None if they mean nothing together.
+
+    Args:
+        section: the section `rollout`, or a service's config, with some of `EARLIER`.
+    """
+    kind, vllm = section.get("generator") or "transformers", section.get("vllm") or {}
+    if not isinstance(kind, str) or not isinstance(vllm, dict):
+        return None
+    if kind == "vllm" and vllm.get("servers"):
+        return {"kind": "servers", "urls": vllm["servers"]}
+    place = section.get("devices") or ("shared" if section.get("own_process") else None)
+    if kind == "vllm":
+        place = None if place == "shared" else place
+        given = {key: value for key, value in vllm.items() if value not in (None, (), [], {})}
+    else:
+        given = {"batch_size": section["batch_size"]} if section.get("batch_size") else {}
+    return {"kind": kind, **({"place": place} if place else {}), **given}
+
+
+def refuse_earlier(section: Any) -> None:
+    """Raises ValueError if a section has keys of earlier versions; the text has the section to write."""
+    found = [key for key in EARLIER if isinstance(section, dict) and key in section]
+    if not found:
+        return
+    today = generator_of_earlier(section)
+    write = "" if today is None else f": write generator: {_flow(today)}"
+    raise ValueError(f"{' and '.join(found)}: the section generator has these keys now, by its kind{write}")
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_flow, value))}]"
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
