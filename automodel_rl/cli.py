@@ -116,8 +116,9 @@ def _train(algorithm: str, arguments: list[str]) -> int:
         if isinstance(config, GRPOConfig):
             check_rewards(config.rewards)
         from automodel_rl.data.chat import check_chats  # imports torch, which errors found above need not wait for
+        from automodel_rl.hf.opened_model import OpenedModel
 
-        for warning in check_chats(config, chats):
+        for warning in check_chats(config, OpenedModel.open(config.model), chats):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     on_ray = RayConfig() if launcher == "ray" and config.launch.ray is None else config.launch.ray
     if not is_rank() and on_ray is not None and launcher != "local":

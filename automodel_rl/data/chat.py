@@ -3,13 +3,12 @@
 import copy
 import functools
 import itertools
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import RunConfig
@@ -21,63 +20,26 @@ from automodel_rl.data.rendering_limits import check_length, rendering_limits
 from automodel_rl.data.template import ChatTemplate, named_templates
 from automodel_rl.data.turns import MARKS_REMEDY, Span, find_turns
 from automodel_rl.errors import InputError
-from automodel_rl.hf.find import find_model
-from automodel_rl.hf.read import read_config
-from automodel_rl.support.description import ImageForm, image_form, language_config
-
-OF_PROCESSOR = "chat_template.json"
-"""File in which transformers 4 stored the chat template of a model with images."""
+from automodel_rl.hf.opened_model import OpenedModel
+from automodel_rl.support.description import ImageForm, image_form
 
 
-def load_tokenizer(
-    folder: Path, vocab_size: int, template: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, with the user's chat template if there is one.
+def open_chat_tokenizer(config: RunConfig, model: OpenedModel) -> "ChatTokenizer":
+    """The chat tokenizer of a run.
 
     Args:
-        folder: the checkpoint's folder.
-        vocab_size: size of the model's vocabulary.
-        template: the file of a chat template in place of the tokenizer's own.
-        trust_remote_code: whether to run the code for the tokenizer that comes with the checkpoint.
-
-    Raises:
-        InputError: the tokenizer cannot be opened or does not fit the model.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"model.path={folder}: no tokenizer that transformers opens ({reason})") from None
-    if len(tokenizer) > vocab_size:
-        raise InputError(
-            f"model.path={folder}: the tokenizer has {len(tokenizer)} tokens but the model's vocabulary is "
-            f"{vocab_size}: use the tokenizer that belongs to the model"
-        )
-    if template is not None:
-        try:
-            tokenizer.chat_template = Path(template).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"data.chat_template={template}: cannot read it ({error})") from None
-    elif tokenizer.chat_template is None and (folder / OF_PROCESSOR).is_file():
-        tokenizer.chat_template = json.loads((folder / OF_PROCESSOR).read_text())["chat_template"]
-    return tokenizer
-
-
-def open_chat_tokenizer(config: RunConfig) -> "ChatTokenizer":
-    """The chat tokenizer of a config's checkpoint. The checkpoint's weights are not needed.
+        config: the run's config.
+        model: its checkpoint.
 
     Raises:
         InputError: the tokenizer cannot be opened, or has no chat template and the data hold chats.
     """
-    files = find_model(config.model, with_weights=False)
-    folder, model = files.tokenizer_folder, read_config(files.folder)
-    vocab_size, trusts = language_config(model).vocab_size, config.model.trust_remote_code
-    tokenizer = load_tokenizer(folder, vocab_size, config.data.chat_template, trusts)
+    folder, tokenizer = model.files.tokenizer_folder, model.tokenizer(config.data.chat_template)
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
     pixels = (config.data.min_pixels, config.data.max_pixels)
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    media = open_readers(files.folder, model, pixels, _breaks(tokenizer, model, folder), encode)
+    media = open_readers(model.files.folder, model.whole, pixels, _breaks(tokenizer, model.whole, folder), encode)
     return ChatTokenizer(tokenizer, config.trained_turns, media, config.data.chat_template_kwargs)
 
 
@@ -98,18 +60,19 @@ def _breaks(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, folder:
     return known[BREAKS[0]], known[BREAKS[1]]
 
 
-def check_chats(config: RunConfig, chats: Iterable[tuple[Chat, str]]) -> list[str]:
+def check_chats(config: RunConfig, model: OpenedModel, chats: Iterable[tuple[Chat, str]]) -> list[str]:
     """Raises InputError if the chat template cannot write one of the chats, or if the result cannot be trained on.
 
     Args:
         config: the run's config.
+        model: its checkpoint.
         chats: chats of the run's data, each with its place in the data.
 
     Returns:
         Warnings: what can be trained, but is hardly meant.
     """
     with rendering_limits(f"model.path={config.model.path}"):
-        tokenizer = open_chat_tokenizer(config)
+        tokenizer = open_chat_tokenizer(config, model)
     writes_prompts = config.reads == "prompts"
     warnings: list[str] = []
     for chat, where in chats:

@@ -19,7 +19,6 @@ import xxhash
 
 from automodel_rl.config import RunConfig, SourceConfig
 from automodel_rl.data.sources import Source, open_source
-from automodel_rl.hf.find import find_model
 
 WHOLE = 2**30
 """Bytes of the largest file that is read whole."""
@@ -76,14 +75,15 @@ class Change:
         return f"{self.key}: {self.before.what} -> {'another content' if same else self.after.what}"
 
 
-def inputs_of(config: RunConfig) -> dict[str, Input]:
+def inputs_of(config: RunConfig, tokenizer_folder: Path) -> dict[str, Input]:
     """What a run reads.
 
     Args:
         config: the run's config.
+        tokenizer_folder: the folder with the model's tokenizer.
 
     Raises:
-        InputError: a source cannot be opened, or there is no such model.
+        InputError: a source cannot be opened.
     """
     found = {}
     follows_of = {"train": "its place in the data would mean other records", "validation": ""}
@@ -92,12 +92,11 @@ def inputs_of(config: RunConfig) -> dict[str, Input]:
             opened = open_source(source)
             what = f"{source.path}, {len(opened)} records"
             found[f"data.{split}.{number}"] = Input(what, _hash_of_source(source, opened), follows_of[split])
-    folder = find_model(config.model, with_weights=False).tokenizer_folder
-    own = _template_of(folder)
+    own = _template_of(tokenizer_folder)
     template = own if config.data.chat_template is None else Path(config.data.chat_template).read_text()
     where = config.data.chat_template or "the tokenizer's own"
     found["tokenizer"] = Input(
-        f"of {config.model.path}", _hash_of_tokenizer(folder), "tokens would have other meanings"
+        f"of {config.model.path}", _hash_of_tokenizer(tokenizer_folder), "tokens would have other meanings"
     )
     found["data.chat_template"] = Input(where, _hash([template]), "chats would be written otherwise")
     for key, path in _import_paths(config.model_dump(mode="json")):

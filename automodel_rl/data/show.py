@@ -11,6 +11,7 @@ from automodel_rl.config import RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.data.records import READERS, Text, chats_of
 from automodel_rl.data.turn_split import open_examples
+from automodel_rl.hf.opened_model import OpenedModel
 
 BEGIN, END = "⟦", "⟧"
 """Marks around trained tokens."""
@@ -88,7 +89,7 @@ def first_examples(config: RunConfig, count: int) -> list[ShownExample]:
         >>> len(examples)
         3
     """
-    return examples_of(config, count, open_chat_tokenizer(config))
+    return examples_of(config, count, open_chat_tokenizer(config, OpenedModel.open(config.model)))
 
 
 def examples_of(config: RunConfig, count: int, chat: ChatTokenizer) -> list[ShownExample]:

@@ -2,13 +2,12 @@
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from automodel_rl.config import AnyRun, RunConfig
 from automodel_rl.config.keys import as_yaml
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.fit import GIB, Fit, fit_to_device
-from automodel_rl.hf.find import find_model
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.process_group import join_process_group
 
 LEFT_OPEN = (
@@ -23,13 +22,13 @@ ON_CPU = 8192
 """Capacity of microbatches on a CPU, where larger ones are no faster."""
 
 
-def with_memory_decided(config: AnyRun, whole: PretrainedConfig) -> tuple[AnyRun, str]:
+def with_memory_decided(config: AnyRun, model: OpenedModel) -> tuple[AnyRun, str]:
     """The config with every `auto` of a step's memory decided, and a line about it; empty if nothing was open. A
     collective.
 
     Args:
         config: the run's config.
-        whole: the Hugging Face config of the whole model.
+        model: its checkpoint.
 
     Raises:
         InputError: no microbatch fits, or none with the longest completion.
@@ -42,8 +41,8 @@ def with_memory_decided(config: AnyRun, whole: PretrainedConfig) -> tuple[AnyRun
     # The smallest device decides, for all ranks need the same.
     own = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
     dist.all_reduce(own, op=dist.ReduceOp.MIN)
-    described = config.model_copy(update={"model": find_model(config.model).described(config.model)})
-    fit = fit_to_device(described, whole, own.item())
+    described = config.model_copy(update={"model": model.model})
+    fit = fit_to_device(described, model.whole, own.item())
     if not fit.fits and config.batch.microbatch_tokens == "auto":
         raise InputError(
             f"batch.microbatch_tokens=auto: by the plan, microbatches of {fit.num_tokens} tokens fit into the "

@@ -13,20 +13,15 @@ import xxhash
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from automodel_rl.config import AnyRun, RunConfig
 from automodel_rl.errors import InputError
-from automodel_rl.hf.find import ModelFiles, find_model
-from automodel_rl.hf.generation import generation_ends
+from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import Opened, PlainTensor, TurnedTensor, stored_tensors
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
-from automodel_rl.support.description import describe_model
 from automodel_rl.support.families import COMPOSITES, FAMILIES
-from automodel_rl.support.rule import Combination
-from automodel_rl.support.table import check_supported
 
 SAMPLE_BYTES, NUM_SAMPLES = 2**16, 16
 """Size and number of the parts of a file that its fingerprint is made of."""
@@ -64,35 +59,6 @@ def read_whole_config(folder: Path) -> PretrainedConfig:
     except Exception as error:  # config classes check their fields with errors of their own
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"model.path={folder}: config.json is not a model config of transformers ({reason})") from None
-
-
-def read_supported_config(config: RunConfig) -> PretrainedConfig:
-    """Reads a run's model config and checks that the run is supported. Training, plan and verify begin with it.
-
-    It needs no weights.
-
-    Args:
-        config: the run's config.
-
-    Raises:
-        InputError: there is no such checkpoint, its config.json or generation_config.json is damaged, or the table of
-            what is supported refuses the run.
-    """
-    config = with_local_model(config)
-    model = read_config(Path(config.model.path))
-    generation_ends(Path(config.model.path), model)  # a damaged file is found now, and not when the run ends
-    check_supported(Combination.of_run(describe_model(model), config))
-    return model
-
-
-def with_local_model(config: AnyRun) -> AnyRun:
-    """A run's config with its model's local folder and the config of its adapters. It needs no weights.
-
-    Raises:
-        InputError: there is no such model.
-    """
-    files = find_model(config.model, with_weights=False)
-    return config.model_copy(update={"model": files.described(config.model)})
 
 
 class Checkpoint:

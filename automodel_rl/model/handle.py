@@ -1,5 +1,6 @@
 """ModelHandle: a Hugging Face model on its layout, whole or in pipeline stages, loaded and saved."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,8 +17,8 @@ from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Source, whole_tensors
-from automodel_rl.hf.find import find_model
-from automodel_rl.hf.read import Checkpoint, read_config, read_whole_config
+from automodel_rl.hf.opened_model import OpenedModel
+from automodel_rl.hf.read import Checkpoint, read_whole_config
 from automodel_rl.hf.sources import adapters_alone, gradient_sources, merged_sources
 from automodel_rl.hf.write import ComponentTensors, save_hf_checkpoint
 from automodel_rl.launch.process_group import join_process_group
@@ -38,10 +39,9 @@ from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout, Meshes, build_meshes
 from automodel_rl.parallel.sharding import gather_whole, local_tensor, release_gathered
-from automodel_rl.support.description import describe_model, num_deepstack
+from automodel_rl.support.description import ModelDescription, describe_model, num_deepstack
 from automodel_rl.support.families import FAMILIES
 from automodel_rl.support.rule import Combination
-from automodel_rl.support.table import check_supported
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,34 @@ class ModelHandle:
         Raises:
             InputError: the layout does not fit the model or the job, or the checkpoint is missing or damaged.
         """
-        model = ModelConfig(path=model) if isinstance(model, str) else model
+        opened = OpenedModel.open(ModelConfig(path=model) if isinstance(model, str) else model)
         parallel = (parallel or ParallelConfig()) if components is None else components.language.parallel
         memory = memory or MemoryConfig()
-        files = find_model(model)
-        config, model = read_config(files.folder), files.described(model)
-        description = describe_model(config)
+        opened.check_layout(parallel, memory, components)
+        return cls.load(opened, parallel, memory, components)
+
+    @classmethod
+    def load(
+        cls,
+        opened: OpenedModel,
+        parallel: ParallelConfig,
+        memory: MemoryConfig,
+        components: ComponentsConfig | None = None,
+    ) -> "ModelHandle":
+        """`from_pretrained` for a checkpoint that has been opened, on a layout that the table supports. A collective.
+
+        Args:
+            opened: the checkpoint.
+            parallel: sizes of the mesh axes.
+            memory: what is recomputed, offloaded or compiled.
+            components: as for `from_pretrained`.
+
+        Raises:
+            InputError: the weights are missing or damaged, or the job has another number of ranks.
+        """
+        opened = opened.with_weights()
+        files, config, model, description = opened.files, opened.whole, opened.model, opened.description
         asked = Combination(description, model, parallel, memory, components)
-        check_supported(asked)
         device = join_process_group(parallel.world_size if components is None else components.world_size)
         meshes = build_meshes(parallel, components, device, [*description.encoders])
         compute, master = dtypes_of(model)
@@ -186,6 +206,16 @@ class ModelHandle:
     def source(self) -> Path:
         """Folder of the checkpoint it was loaded from."""
         return Path(self.model.path)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Folder of the tokenizer: that of the adapters it was loaded with, if they came with one."""
+        return self.source if self._checkpoint is None else self._checkpoint.files.tokenizer_folder
+
+    @functools.cached_property
+    def description(self) -> ModelDescription:
+        """What rules judge of the model."""
+        return describe_model(self.whole_config)
 
     @property
     def family(self) -> str:

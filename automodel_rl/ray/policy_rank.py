@@ -13,15 +13,13 @@ from torch import Tensor
 
 from automodel_rl.batch import Microbatch, TokenSequence
 from automodel_rl.config import RunConfig
-from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.ends import new_ends
 from automodel_rl.data.loader import pack_step
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.estimate.decide import with_memory_decided
 from automodel_rl.generator_messages import Request
-from automodel_rl.hf.find import find_model
-from automodel_rl.hf.read import read_supported_config
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.failure import describe
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.watchdog import set_hang_limit
@@ -91,15 +89,15 @@ class PolicyRank:
     def open(self, config: RunConfig, total_steps: int | None) -> None:
         """Loads the model and, where the run generates, starts the generators."""
         set_hang_limit(None)  # the program may take its time between two calls
-        self.config, decided = with_memory_decided(config, read_supported_config(config))
+        model = OpenedModel.open(config.model)
+        model.checked(config)
+        self.config, decided = with_memory_decided(config, model)
         config = self.config
         if decided and dist.get_rank() == 0:
             print(decided, flush=True)
-        self.handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
+        self.handle = ModelHandle.load(model, config.parallel, config.memory, config.components)
         self.engine = Engine(self.handle, config.optimizer, total_steps)
-        folder = find_model(config.model, with_weights=False).tokenizer_folder
-        trusted = config.model.trust_remote_code
-        self.tokenizer = load_tokenizer(folder, self.handle.config.vocab_size, None, trusted)
+        self.tokenizer = model.tokenizer()
         self.supervisor: GeneratorSupervisor | None = None
         if config.generation is not None:
             self.supervisor = GeneratorSupervisor(config.generation, self.engine, self.tokenizer)

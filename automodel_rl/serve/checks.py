@@ -9,11 +9,9 @@ import numpy as np
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Sampling
-from automodel_rl.hf.find import find_model
-from automodel_rl.hf.read import read_config
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.serve.messages import Datum, Prompt, RunShape
 from automodel_rl.serve.requests import LARGEST, CreateModelBody, OptimizerKind, SampleBody, number_of
-from automodel_rl.support.description import describe_model
 
 TARGETS = "target_tokens"
 
@@ -33,9 +31,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {"ppo": _CLIPS, "cispo": _CLIPS, "dro": (
 """The settings of these losses."""
 
 
-def check_model(config: ServeConfig) -> None:
-    """Raises InputError if the service's model is not served."""
-    multimodal = describe_model(read_config(find_model(config.model, with_weights=False).folder)).multimodal
+def check_model(model: OpenedModel) -> None:
+    """Raises InputError if a model is not served."""
+    multimodal = model.description.multimodal
     if multimodal is not None:
         raise InputError(f"model.path: a {multimodal!r} model has encoders, and models of text alone are served")
 

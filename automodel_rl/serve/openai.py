@@ -11,13 +11,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import ServeConfig
-from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.messages import Chat, checked_messages
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
-from automodel_rl.hf.find import ModelFiles, find_model
-from automodel_rl.hf.read import read_config
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.serve import checks
 from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence
 from automodel_rl.serve.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
@@ -178,17 +176,16 @@ class Completions:
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, opened for the first request."""
-        trusted = self.config.model.trust_remote_code
-        return load_tokenizer(self._files.tokenizer_folder, self.service.ranks.vocab_size, None, trusted)
+        return self._model.tokenizer()
 
     @functools.cached_property
-    def _files(self) -> ModelFiles:
-        return find_model(self.config.model, with_weights=False)
+    def _model(self) -> OpenedModel:
+        return OpenedModel.open(self.config.model)
 
     @functools.cached_property
     def _ends(self) -> set[int]:
         """The tokens that end a completion."""
-        return completion_ends(self._files.folder, read_config(self._files.folder), self.tokenizer)
+        return completion_ends(self._model.files.folder, self._model.whole, self.tokenizer)
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:

@@ -9,10 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from automodel_rl.config import OptimizerConfig, ServeConfig
-from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
-from automodel_rl.hf.find import find_model
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.model.handle import ModelHandle
@@ -58,13 +57,13 @@ class Worker:
     """
 
     def __init__(self, config: ServeConfig):
-        check_model(config)
-        self.handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory)
+        model = OpenedModel.open(config.model)
+        check_model(model)
+        model.check_layout(config.parallel, config.memory)
+        self.handle = ModelHandle.load(model, config.parallel, config.memory)
         self.engine = Engine(self.handle, OptimizerConfig(decay="constant", max_skipped_steps=NEVER))
         self.runs = Runs(self.engine, config.microbatch_tokens)
-        folder = find_model(config.model, with_weights=False).tokenizer_folder
-        tokenizer = load_tokenizer(folder, self.handle.config.vocab_size, None, config.model.trust_remote_code)
-        self.sampler = Sampler(config, self.engine, tokenizer)
+        self.sampler = Sampler(config, self.engine, model.tokenizer())
         self._shown: tuple[str | None, str | None] | None = None
 
     def work(self, signals: list[int]) -> None:

@@ -14,7 +14,6 @@ from automodel_rl.checkpoint.state import BUFFER, WEIGHT
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.config import ModelConfig, RunConfig, load_config
 from automodel_rl.config.load import parse_overrides
-from automodel_rl.data.chat import load_tokenizer
 from automodel_rl.data.ends import new_ends
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
@@ -23,6 +22,7 @@ from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
 from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config, read_whole_config
+from automodel_rl.hf.tokenizer import load_tokenizer
 from automodel_rl.hf.write import write_description, write_weights
 from automodel_rl.lora.layers import is_adapter
 from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import PretrainedConfig
 
 from automodel_rl.config import ALGORITHMS, ModelConfig, RunConfig, SourceConfig
 from automodel_rl.config.load import check_config
@@ -21,9 +20,7 @@ from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.fit import GIB, fit_to_device
 from automodel_rl.files import check_place, write_complete, written
-from automodel_rl.hf.find import ModelFiles, find_model
-from automodel_rl.hf.read import read_config
-from automodel_rl.support.description import describe_model, language_config
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.tools.plan.devices import find_device
 
 MOST_LOOKED_AT = 200
@@ -84,8 +81,7 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     if os.path.lexists(out):
         raise InputError(f"{out}: exists already: give another file in --out")
     check_place(out.parent, f"--out {out}")
-    files = find_model(ModelConfig(path=model), with_weights=False)
-    full = read_config(files.folder)
+    opened_model = OpenedModel.open(ModelConfig(path=model))
     source = SourceConfig(path=data)
     opened = open_source(source)
     columns = guess_columns(algorithm, opened[0], opened.where(0))
@@ -106,12 +102,12 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
         size = {"sft": "sequences", "dpo": "pairs"}[algorithm]
         values["batch"] = {size: max(1, min(64, len(opened) // 4))}
         values["length"] = {"epochs": 3 if len(opened) < 5000 else 1}
-    lengths = _add_lengths(algorithm, values, full)
-    notes = [*lengths.notes, *_add_layout(values, files, devices, lengths.needed)]
-    has_adapters = files.lora is not None or "lora" in values["model"]
-    values["optimizer"]["lr"] = peak_learning_rate(algorithm, language_config(full).hidden_size, has_adapters)
+    lengths = _add_lengths(algorithm, values, opened_model)
+    notes = [*lengths.notes, *_add_layout(values, opened_model, devices, lengths.needed)]
+    has_adapters = opened_model.files.lora is not None or "lora" in values["model"]
+    values["optimizer"]["lr"] = peak_learning_rate(algorithm, opened_model.language.hidden_size, has_adapters)
     config: RunConfig = check_config(ALGORITHMS[algorithm], values)
-    notes += [f"warning: {warning}" for warning in check_chats(config, check_data(config))]
+    notes += [f"warning: {warning}" for warning in check_chats(config, opened_model, check_data(config))]
     with written(f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_complete(out, _text(values, [f"{len(opened):,} records, {lengths.said}", *notes]))
@@ -180,10 +176,10 @@ class Lengths:
     notes: tuple[str, ...] = ()
 
 
-def _add_lengths(algorithm: str, values: dict[str, Any], full: PretrainedConfig) -> Lengths:
+def _add_lengths(algorithm: str, values: dict[str, Any], model: OpenedModel) -> Lengths:
     """Adds what depends on the lengths of the data to a config."""
-    records = _lengths_of_records(algorithm, values)
-    longest, limit = max(itertools.chain.from_iterable(records)), describe_model(full).context or 32_768
+    records = _lengths_of_records(algorithm, values, model)
+    longest, limit = max(itertools.chain.from_iterable(records)), model.description.context or 32_768
     if algorithm != "grpo":
         needed = max(sum(min(length, limit) for length in record) for record in records)
         too_long = sum(max(record) > limit for record in records)
@@ -204,14 +200,14 @@ def _of_records(count: int, seen: int, remedy: str) -> tuple[str, ...]:
     return (f"{count} of the {seen} records looked at {remedy}",) if count else ()
 
 
-def _lengths_of_records(algorithm: str, values: dict[str, Any]) -> list[list[int]]:
+def _lengths_of_records(algorithm: str, values: dict[str, Any], model: OpenedModel) -> list[list[int]]:
     """The tokens of each sequence of the first records; of grpo's those of the prompts."""
     trial = {**values, "length": {"steps": 1}}
     if algorithm == "grpo":
         trial["rollout"] = {**values["rollout"], "max_prompt_tokens": 1, "max_new_tokens": 1}
     config = check_config(ALGORITHMS[algorithm], trial)
     (source,) = config.data.train
-    chat, opened = open_chat_tokenizer(config), open_source(source)
+    chat, opened = open_chat_tokenizer(config, model), open_source(source)
     write = chat.opening if algorithm == "grpo" else chat
     records = []
     for number in range(min(MOST_LOOKED_AT, len(opened))):
@@ -230,7 +226,7 @@ def _rounded(length: int, most: int) -> int:
 
 
 def _add_layout(
-    values: dict[str, Any], files: ModelFiles, devices: tuple[int | None, str | None], needed: int
+    values: dict[str, Any], model: OpenedModel, devices: tuple[int | None, str | None], needed: int
 ) -> list[str]:
     """Adds a layout that fits to a config; lines that say why."""
     count, name = devices
@@ -247,14 +243,13 @@ def _add_layout(
     else:
         card = find_device(name)
         device, memory = card.name, card.num_bytes
-    full = read_config(files.folder)
-    encoders = describe_model(full).encoders
-    for parallel in _layouts(count, full):
+    encoders = model.description.encoders
+    for parallel in _layouts(count, model.description.num_layers):
         trial = {**values, "parallel": parallel}
         try:
             config: RunConfig = check_config(ALGORITHMS[values["algorithm"]], trial)
-            config = config.model_copy(update={"model": files.described(config.model)})
-            fit = fit_to_device(config, full, memory)
+            config = config.model_copy(update={"model": model.files.described(config.model)})
+            fit = fit_to_device(config, model.whole, memory)
         except InputError:
             continue
         if fit.num_tokens >= max(fit.needed, needed, 4096):
@@ -269,7 +264,7 @@ def _add_layout(
             f"{count} x {device}: training all weights does not fit: write the config by hand, with components, frozen "
             "parts or model.lora, and ask automodel-rl plan"
         )
-    if files.lora is not None:
+    if model.files.lora is not None:
         raise InputError(
             f"{count} x {device}: training the adapters of {values['model']['path']} does not fit: name more GPUs in "
             "--gpus, or larger ones in --device"
@@ -278,9 +273,9 @@ def _add_layout(
     return [f"{count} x {device}: training all weights does not fit, so adapters are trained (model.lora)"]
 
 
-def _layouts(count: int, full: PretrainedConfig) -> list[dict[str, int]]:
+def _layouts(count: int, num_layers: int) -> list[dict[str, int]]:
     """Layouts to try, the simplest first."""
-    stages = [pp for pp in (1, 2, 4, 8) if count % pp == 0 and pp <= describe_model(full).num_layers]
+    stages = [pp for pp in (1, 2, 4, 8) if count % pp == 0 and pp <= num_layers]
     axes = [{"pp": pp, "dp_shard": count // pp} for pp in stages]
     return [{axis: number for axis, number in sizes.items() if number > 1} for sizes in axes]
 

@@ -10,7 +10,7 @@ from automodel_rl.config import AnyRun, RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.decide import with_memory_decided
-from automodel_rl.hf.read import read_supported_config
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.import_path import import_function
 from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.losses import LossFn
@@ -34,12 +34,13 @@ def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTok
     directory.take_nccl_traces()
     check_trackers(config.observe)
     _say_phase(f"loading {config.model.path} ...")
-    whole = read_supported_config(config)
-    chat = open_chat_tokenizer(config)
-    config, decided = with_memory_decided(config, whole)
+    model = OpenedModel.open(config.model)
+    model.checked(config)
+    chat = open_chat_tokenizer(config, model)
+    config, decided = with_memory_decided(config, model)
     if decided:
         _say_phase(decided)
-    handle = ModelHandle.from_pretrained(config.model, config.parallel, config.memory, config.components)
+    handle = ModelHandle.load(model, config.parallel, config.memory, config.components)
     if handle.unused_tensors:
         _say_phase(
             f"{len(handle.unused_tensors)} tensors of the checkpoint, such as {handle.unused_tensors[0]}, belong to no "

@@ -17,7 +17,6 @@ from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.samples import Sample
-from automodel_rl.support.description import describe_model
 from automodel_rl.trainers.samples import greedy_samples
 
 
@@ -80,8 +79,7 @@ class PackedData:
         return greedy_samples(engine, tokenizer, fitting, config.observe.sample_tokens, ends, say)
 
     def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
-        context = describe_model(self.handle.config).context
-        return self.kind(sources, self.chat, self.config.batch, context, self.config.data)
+        return self.kind(sources, self.chat, self.config.batch, self.handle.description.context, self.config.data)
 
     def _loader(self, sources: Sequence[SourceConfig], seed: int | None, epochs: float | None) -> PackedLoader:
         return PackedLoader(

@@ -71,7 +71,7 @@ class RunCheckpoints:
         self.sign = 1 if higher_is_better else -1
         self.best: dict[str, float] | None = None
         self._best_to_be: dict[str, float] | None = None
-        self.inputs = inputs_of(config) if dist.get_rank() == 0 else {}
+        self.inputs = inputs_of(config, engine.handle.tokenizer_folder) if dist.get_rank() == 0 else {}
         texts = {CONFIG: directory.config_text, INPUTS: as_json(self.inputs)}
         if config.data.chat_template is not None:
             texts[TEMPLATE] = Path(config.data.chat_template).read_text()

@@ -48,7 +48,7 @@ def _plain_rotary_embeddings() -> Any:
         config.rope_parameters = {**config.rope_parameters, "rope_type": "default"}
         return config
 
-    return patch("model.handle.read_config", plain)
+    return patch("hf.opened_model.read_config", plain)
 
 
 def _states_that_leak() -> Any:

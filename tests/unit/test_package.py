@@ -56,6 +56,8 @@ MADE_INSIDE = {
     "LocalMicrobatch",
     "LossTotals",
     "Meshes",
+    "ModelDescription",
+    "OpenedModel",
     "Component",
     "Source",
     "TrainedState",

@@ -11,9 +11,8 @@ from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.fit import GIB, fit_to_device
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
 from automodel_rl.estimate.rollout_phases import USABLE_IN_ROLLOUTS, RolloutPhases, rollout_phases
-from automodel_rl.hf.read import read_supported_config, with_local_model
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.model.parallelise import dtypes_of
-from automodel_rl.support.description import describe_model, language_config
 from automodel_rl.tools.plan.alternatives import Search, with_layout
 from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.encoders import EncoderMemory, plan_encoders
@@ -43,21 +42,21 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
         InputError: the layout is not supported, or does not divide the GPUs.
         DoesNotFitError: the layout needs more memory than the device has.
     """
-    config = _on_gpus(with_local_model(config), num_gpus)
-    description = describe_model(full := read_supported_config(config))
-    config = fit_to_device(config, full, device.num_bytes).of(config)
+    opened = OpenedModel.open(config.model)
+    description, config = opened.description, opened.checked(_on_gpus(config, num_gpus))
+    config = fit_to_device(config, opened.whole, device.num_bytes).of(config)
     parallel = config.parallel
-    model = MemoryModel(full, config.model, config.batch.capacity, config.optimizer)
-    packing = measure_packing(config)
+    model = MemoryModel(opened.whole, config.model, config.batch.capacity, config.optimizer)
+    packing = measure_packing(config, opened)
     step = model.plan(parallel, config.memory, microbatches(packing, parallel))
     components = (config.components or one_layout(parallel, description.encoders)) if description.encoders else None
     encoders: dict[str, EncoderMemory] = {}
     if components is not None:
-        encoders = plan_encoders(full, config.model, config.memory, components, packing, config.optimizer)
+        encoders = plan_encoders(opened.whole, config.model, config.memory, components, packing, config.optimizer)
     peak = _peak(step, encoders, components)
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
     model_bytes = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
-    phases = rollout_phases(config, language_config(full), model_bytes, fullest, device.num_bytes)
+    phases = rollout_phases(config, opened.language, model_bytes, fullest, device.num_bytes)
     capacity = USABLE * device.num_bytes - phases.beside_training
     rollouts_fit = phases.peak <= USABLE_IN_ROLLOUTS * device.num_bytes
     fits = peak <= capacity and rollouts_fit

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import ParallelConfig, RunConfig
 from automodel_rl.config.data import ExamplesConfig
-from automodel_rl.hf.find import find_model
-from automodel_rl.hf.read import read_config
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.model.multimodal import num_positions
-from automodel_rl.support.description import describe_model
 
 SAMPLE = 512
 """Number of examples that are tokenised and packed."""
@@ -39,7 +37,7 @@ class Packing:
     lacks: str = ""
 
 
-def measure_packing(config: RunConfig) -> Packing:
+def measure_packing(config: RunConfig, opened: OpenedModel) -> Packing:
     """Packs a sample of the training data. Without data or a tokenizer, assumes that every sequence fills a microbatch.
 
     Where completions are generated, assumes that every prompt and completion is as long as it may get.
@@ -52,8 +50,7 @@ def measure_packing(config: RunConfig) -> Packing:
 
     if not all(map(is_local, config.data.train)):
         return Packing(count, None, lengths=(capacity,), lacks=NO_DATA)
-    files = find_model(config.model, with_weights=False)
-    if not files.has_tokenizer:
+    if not opened.files.has_tokenizer:
         return Packing(count, None, lengths=(capacity,), lacks="model.path has no tokenizer to measure the data with")
     from automodel_rl.data.chat import open_chat_tokenizer
     from automodel_rl.data.examples import DATASETS, checked
@@ -61,9 +58,8 @@ def measure_packing(config: RunConfig) -> Packing:
 
     assert isinstance(config.data, ExamplesConfig)  # a run that does not generate holds its examples
     kind = DATASETS[config.reads]
-    whole = read_config(files.folder)
-    model = describe_model(whole)
-    dataset = kind(config.data.train, open_chat_tokenizer(config), config.batch, model.context, config.data)
+    chat = open_chat_tokenizer(config, opened)
+    dataset = kind(config.data.train, chat, config.batch, opened.description.context, config.data)
     size = min(count // kind.together, SAMPLE)
     draws = next(iter(BatchSampler(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))
     examples = [checked(dataset[draw]) for draw in draws]
@@ -71,9 +67,9 @@ def measure_packing(config: RunConfig) -> Packing:
     single = tuple(len(sequence) for example in examples for sequence in example.sequences)
     bins = assign_bins(lengths, capacity)
     share = len(draws) * kind.together / count
-    positions = dict.fromkeys(model.encoders, 0)
+    positions = dict.fromkeys(opened.description.encoders, 0)
     for item in (item for example in examples for sequence in example.sequences for item in sequence.media):
-        positions[item.encoder] += num_positions(whole, item)
+        positions[item.encoder] += num_positions(opened.whole, item)
     scaled = {name: math.ceil(number / share) for name, number in positions.items()}
     return Packing(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), scaled, single)
 

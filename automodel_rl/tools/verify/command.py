@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig, Section
 from automodel_rl.config.model import Dtype
 from automodel_rl.errors import VerificationError
-from automodel_rl.hf.read import read_supported_config, with_local_model
+from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.support.attention import ATTENTION
 from automodel_rl.support.description import describe_model
@@ -68,11 +68,11 @@ def verify(config: RunConfig, as_json: bool) -> None:
         InputError: the layout is not supported, or the model cannot be read.
         VerificationError: the layout does not compute the numbers of one process.
     """
-    config = with_local_model(config)
+    opened = OpenedModel.open(config.model)
     components = config.components
     parallel = layout_to_verify(config.parallel) if components is None else components.language.parallel
-    full = read_supported_config(config)
-    description = describe_model(full)
+    config = opened.checked(config)
+    full, description = opened.whole, opened.description
     join_process_group(ranks_to_verify(config))
     dtype, tolerances = precision(config.model, description.family, config.parallel.tp)
     is_first = dist.get_rank() == 0

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from automodel_rl.config import DataConfig, ParallelConfig, SourceConfig
 from automodel_rl.config.data import CommonBatchConfig
-from automodel_rl.data.chat import ChatTokenizer, load_tokenizer
+from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.examples import ChatDataset
 from automodel_rl.data.loader import PackedLoader
 from automodel_rl.data.sampler import Draw, Order
+from automodel_rl.hf.tokenizer import load_tokenizer
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.parallel.layout import build_layout
 from automodel_rl.quickstart.model import train_tokenizer

@@ -47,10 +47,10 @@ def config(tmp_path: Path) -> GRPOConfig:
 
 
 def test_each_change_is_found_and_nothing_else(config: GRPOConfig, tmp_path: Path) -> None:
-    before = json.loads(as_json(inputs_of(config)))
+    before = json.loads(as_json(inputs_of(config, Path(config.model.path))))
 
     def changed() -> list[Change]:
-        return changes(before, inputs_of(config))
+        return changes(before, inputs_of(config, Path(config.model.path)))
 
     os.utime(tmp_path / "train.jsonl", (0, 0))
     (tmp_path / "model" / "model.safetensors").unlink()  # weights have a fingerprint of their own
@@ -73,11 +73,11 @@ def test_each_change_is_found_and_nothing_else(config: GRPOConfig, tmp_path: Pat
 
 
 def test_code_that_the_config_names_is_compared(config: GRPOConfig, tmp_path: Path) -> None:
-    before = json.loads(as_json(inputs_of(config)))
+    before = json.loads(as_json(inputs_of(config, Path(config.model.path))))
     edited = shutil.copy("tests/light_rewards.py", tmp_path / "light_rewards.py")
     Path(edited).write_text(Path(edited).read_text() + "\n")
     with mock.patch.object(fingerprints, "_file_of", return_value=Path(edited)):
-        (one,) = changes(before, inputs_of(config))
+        (one,) = changes(before, inputs_of(config, Path(config.model.path)))
     assert (one.key, one.before.follows) == ("rewards.0.function", "")
 
 

@@ -5,14 +5,20 @@ import signal
 
 import pytest
 
+from automodel_rl.config import RunConfig
 from automodel_rl.data import rendering_limits as limits
 from automodel_rl.data.chat import check_chats
 from automodel_rl.data.messages import Chat
 from automodel_rl.errors import InputError
+from automodel_rl.hf.opened_model import OpenedModel
 from tests.unit.data.workspaces import sft_config
 
 CHAT = Chat([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}])
 LOOPS = "{% for x in range(10**5) %}{% for y in range(10**5) %}{% endfor %}{% endfor %}"
+
+
+def checked(config: RunConfig, chats: list[tuple[Chat, str]]) -> list[str]:
+    return check_chats(config, OpenedModel.open(config.model), chats)
 
 
 @pytest.mark.parametrize(
@@ -34,15 +40,15 @@ def test_a_template_without_end_is_one_line(
     monkeypatch.setattr(limits, "MOST_CHARACTERS", 1000)
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(InputError, match=message):
-        check_chats(sft_config(tmp_path, template), [(CHAT, "d.jsonl:1")])
+        checked(sft_config(tmp_path, template), [(CHAT, "d.jsonl:1")])
     assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_what_is_written_in_time_is_left_alone(tmp_path) -> None:
-    assert check_chats(sft_config(tmp_path, None), [(CHAT, "d.jsonl:1")]) == []
+    assert checked(sft_config(tmp_path, None), [(CHAT, "d.jsonl:1")]) == []
     plain = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
-    (warning,) = check_chats(sft_config(tmp_path, plain), [(CHAT, "d.jsonl:1")] * 2)
+    (warning,) = checked(sft_config(tmp_path, plain), [(CHAT, "d.jsonl:1")] * 2)
     assert warning.startswith(
         "d.jsonl:1: no trained turn ends with a special token, so the model does not learn to stop"
     )

@@ -290,7 +290,7 @@ def test_broken_requests_of_openais_api_are_refused(
     def no_tokenizer(*_: Any, **__: Any) -> None:
         raise InputError("there is no tokenizer here")
 
-    monkeypatch.setattr("automodel_rl.serve.openai.find_model", no_tokenizer)
+    monkeypatch.setattr("automodel_rl.serve.openai.OpenedModel.open", no_tokenizer)
     random_ = random.Random(0)
     good = {"model": "base", "prompt": [1, 2], "max_tokens": 4}
     with client:

@@ -1,0 +1,45 @@
+"""The tokenizer of a checkpoint, with the chat template that comes with it or that the user gives."""
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from automodel_rl.errors import InputError
+
+OF_PROCESSOR = "chat_template.json"
+"""File in which transformers 4 stored the chat template of a model with images."""
+
+
+def load_tokenizer(
+    folder: Path, vocab_size: int, template: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, with the user's chat template if there is one.
+
+    Args:
+        folder: the checkpoint's folder.
+        vocab_size: size of the model's vocabulary.
+        template: the file of a chat template in place of the tokenizer's own.
+        trust_remote_code: whether to run the code for the tokenizer that comes with the checkpoint.
+
+    Raises:
+        InputError: the tokenizer cannot be opened or does not fit the model.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"model.path={folder}: no tokenizer that transformers opens ({reason})") from None
+    if len(tokenizer) > vocab_size:
+        raise InputError(
+            f"model.path={folder}: the tokenizer has {len(tokenizer)} tokens but the model's vocabulary is "
+            f"{vocab_size}: use the tokenizer that belongs to the model"
+        )
+    if template is not None:
+        try:
+            tokenizer.chat_template = Path(template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"data.chat_template={template}: cannot read it ({error})") from None
+    elif tokenizer.chat_template is None and (folder / OF_PROCESSOR).is_file():
+        tokenizer.chat_template = json.loads((folder / OF_PROCESSOR).read_text())["chat_template"]
+    return tokenizer
