@@ -1,7 +1,7 @@
 """Messages between a rank and the process of its generator.
 
-They are pickled for the pipe of `rollout/child_process.py`. This file imports only the standard library: vLLM's worker
-loads it by its path, in an environment that has nothing else of this package.
+They are pickled for the pipe of `generators/child_process.py`. This file imports only the standard library: vLLM's
+worker loads it by its path, in an environment that has nothing else of this package.
 
     a rank sends                                     the process answers
     Start                                            Started

@@ -20,13 +20,13 @@ import torch
 from workload import TINY, WORKLOADS, write_model
 
 from automodel_rl.generator_messages import Request, Sampling, VllmSettings
+from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
+from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
 from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
-from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, do_nothing
-from automodel_rl.rollout.vllm_process import start_vllm
 
 TURNS, TURN_TOKENS, ANSWER_TOKENS, PROMPT_TOKENS = 4, 512, 64, 200
 

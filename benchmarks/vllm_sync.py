@@ -30,12 +30,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.config import WeightSyncConfig
 from automodel_rl.generator_messages import Request, Sampling, VllmSettings
+from automodel_rl.generators.protocol import Completion, Generator
+from automodel_rl.generators.vllm_checks import connect_servers
+from automodel_rl.generators.vllm_process import start_vllm
+from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.quiet import quiet_libraries
-from automodel_rl.rollout.protocol import Completion, Generator
-from automodel_rl.rollout.vllm_checks import connect_servers
-from automodel_rl.rollout.vllm_process import start_vllm
-from automodel_rl.rollout.vllm_servers import VllmServers
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm import VllmNccl, VllmSameDevice

@@ -12,6 +12,10 @@ from weight_sync import Case
 
 from automodel_rl.config import ModelConfig, ParallelConfig, WeightSyncConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.make_generator import start_transformers
+from automodel_rl.generators.model_copy import ModelCopy
+from automodel_rl.generators.transformers_generator import Writing
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.model.attention import choose_attention
@@ -19,10 +23,6 @@ from automodel_rl.model.build import build_empty_model
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.layout import Meshes, build_layout
 from automodel_rl.parallel.sharding import give_storage, local_tensor
-from automodel_rl.rollout.generator_process import GeneratorProcess
-from automodel_rl.rollout.make_generator import start_transformers
-from automodel_rl.rollout.model_copy import ModelCopy
-from automodel_rl.rollout.transformers_generator import Writing
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.rule import Combination
 from automodel_rl.weight_sync.collective import Collective

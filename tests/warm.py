@@ -222,7 +222,7 @@ def popen(command: Sequence[str], **options: Any) -> Any:
 
 def start_children_warm() -> None:
     """Lets this process start the processes that generate, and those that reward, as forks, too."""
-    importlib.import_module("automodel_rl.rollout.child_process").subprocess = types.SimpleNamespace(
+    importlib.import_module("automodel_rl.generators.child_process").subprocess = types.SimpleNamespace(
         Popen=popen, DEVNULL=subprocess.DEVNULL
     )
 

@@ -29,6 +29,16 @@ class TransformersSamplerConfig(Section):
     batch_size: Positive = 64
     """Most completions that are written at once on each rank."""
 
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices of its own; none if it shares its rank's."""
+        return ()
+
+    @property
+    def transport(self) -> Transport:
+        """How it gets weights."""
+        return "local"
+
 
 class TransformersGeneratorConfig(TransformersSamplerConfig):
     """transformers: a whole copy of the model for every rank."""
@@ -86,6 +96,16 @@ class VllmSamplerConfig(Section):
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of vllm.LLM, e.g. max_num_seqs."""
 
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices of its own; none if it shares its rank's."""
+        return ()
+
+    @property
+    def transport(self) -> Transport:
+        """How it gets weights."""
+        return "vllm"
+
 
 class VllmGeneratorConfig(VllmSamplerConfig):
     """vLLM in processes of its own."""
@@ -120,10 +140,6 @@ class VllmGeneratorConfig(VllmSamplerConfig):
     @property
     def runs_vllm(self) -> bool:
         return True
-
-    @property
-    def transport(self) -> Transport:
-        return "vllm"
 
     @model_validator(mode="after")
     def _devices_fit(self) -> "VllmGeneratorConfig":

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 from automodel_rl.config.base import PathText, Positive, Section
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.data import CommonBatchConfig, PromptDataConfig, SourcesConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.config.model import MemoryConfig, ModelConfig
@@ -259,6 +260,24 @@ class RolloutRunConfig(RunConfig):
         if not isinstance(generator, VllmGeneratorConfig) or generator.sleep == "none":
             return 0
         return (1 if self.weight_sync.adapters == "alone" else 2) if generator.sleep == "auto" else generator.sleep
+
+    @property
+    def generator_spec(self) -> GeneratorSpec:
+        """The generator that each rank asks for."""
+        rollout, data = self.rollout, self.data
+        return GeneratorSpec(
+            rollout.generator,
+            self.longest_sequence,
+            self.weight_sync,
+            self.sleep_level,
+            self.shares_memory,
+            rollout.stop_token_ids,
+            bool(rollout.stop),
+            self.router_replay.enabled,
+            (data.min_pixels, data.max_pixels),
+            data.chat_template_kwargs,
+            rollout.max_staleness + 2,
+        )
 
     @property
     def shares_memory(self) -> bool:

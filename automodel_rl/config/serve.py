@@ -5,9 +5,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from automodel_rl.config.base import PathText, Positive, Section
+from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import SamplerConfig, TransformersSamplerConfig, refuse_earlier
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.parallel import ParallelConfig
+from automodel_rl.config.rollout import WeightSyncConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -100,6 +102,12 @@ class ServeConfig(Section):
         with adapters of experts, whose tokens change their places."""
         lora = self.model.lora
         return 0 if lora is None or lora.has_experts else self.microbatch_tokens * self.parallel.world_size
+
+    @property
+    def generator_spec(self) -> GeneratorSpec:
+        """The generator that each rank samples with. Adapters come alone, so that it samples with those of any run."""
+        sync = WeightSyncConfig(adapters="merged" if self.model.lora is None else "alone")
+        return GeneratorSpec(self.generator, self.microbatch_tokens, sync, has_stop_texts=True)
 
     @property
     def base_name(self) -> str:

@@ -15,10 +15,10 @@ from automodel_rl.engine import TrainOutput
 from automodel_rl.engine.engine import LOGPROBS
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request
+from automodel_rl.generators.protocol import Completion
 from automodel_rl.losses import LossFn, Readout
 from automodel_rl.ray.cluster import Nodes, connected, device_order, environment_for_nodes, reserved
 from automodel_rl.ray.policy_rank import Failure, PolicyRank, RankPlace
-from automodel_rl.rollout.protocol import Completion
 
 KEEP_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Lets an actor see all GPUs of its node, so that all ranks number them alike."""

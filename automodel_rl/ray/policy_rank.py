@@ -19,14 +19,14 @@ from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.estimate.decide import with_memory_decided
 from automodel_rl.generator_messages import Request
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.supervisor import GeneratorSupervisor
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.failure import describe
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.losses import LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.rollout.protocol import Completion
-from automodel_rl.rollout.supervisor import GeneratorSupervisor
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class PolicyRank:
         self.tokenizer = model.tokenizer()
         self.supervisor: GeneratorSupervisor | None = None
         if config.generation is not None:
-            self.supervisor = GeneratorSupervisor(config.generation, self.engine, self.tokenizer)
+            self.supervisor = GeneratorSupervisor(config.generation.generator_spec, self.engine, self.tokenizer)
             self.supervisor.load_weights()
 
     def train_step(self, sequences: Sequence[TokenSequence], loss_fn: LossFn, readout: Readout) -> TrainOutput:

@@ -12,13 +12,14 @@ from automodel_rl.batch import Video, join_turns, read_routes
 from automodel_rl.config import RolloutRunConfig
 from automodel_rl.errors import InputError, RolloutError, innermost
 from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators.media_inputs import prompt_media
+from automodel_rl.generators.protocol import Completion, Generator, OnFinished, TurnRoutes
+from automodel_rl.generators.supervisor import GeneratorSupervisor
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.episodes.episode import Episode
-from automodel_rl.rollout.media_inputs import prompt_media
-from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike, Rollout, TurnRoutes
+from automodel_rl.rollout.protocol import Promptlike, Rollout
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
-from automodel_rl.rollout.supervisor import GeneratorSupervisor
 
 
 @dataclass

@@ -16,9 +16,10 @@ from automodel_rl.config import FilterConfig
 from automodel_rl.data.media import part_type
 from automodel_rl.data.messages import MEDIA_PARTS
 from automodel_rl.errors import InputError
+from automodel_rl.generators.protocol import Conversation
 from automodel_rl.losses.advantages import has_signal, overlong_penalty
 from automodel_rl.rollout.episodes.metrics import conversation_metrics
-from automodel_rl.rollout.protocol import Conversation, Promptlike, Rollout
+from automodel_rl.rollout.protocol import Promptlike, Rollout
 from automodel_rl.rollout.rewards.counts import error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score
 

@@ -1,95 +1,12 @@
-"""The interface of generators: the prompts they take and the completions they return."""
+"""Prompts as rollouts need them, and completions with their rewards."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from automodel_rl.batch import Media
-from automodel_rl.generator_messages import Request
+from automodel_rl.generators.protocol import Completion
 from automodel_rl.rollout.rewards.scorer import Score
-
-
-@dataclass(frozen=True)
-class TurnRoutes:
-    """Experts of a turn and of what it was asked with.
-
-    Attributes:
-        num_before, num_tokens: number of tokens before the turn, and of its own.
-        payload: the generator's report, in a form that `read_routes` takes, or None.
-    """
-
-    num_before: int
-    num_tokens: int
-    payload: Any
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """What a completion of several turns has besides its tokens.
-
-    Attributes:
-        prompt: the tokens of its prompt, with what its environment began with.
-        sampled: whether each token of the completion was sampled by the generator. The others are answers of tools or
-            of an environment, written by the chat template. Only sampled tokens are trained.
-        messages: its messages, those of the prompt included.
-        reward: the sum of the environment's rewards.
-        end: why it ended: "done", or the limit that ended it.
-        metrics: numbers of its turns, calls and environment, each added up over its turns.
-    """
-
-    prompt: list[int]
-    sampled: list[bool] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    reward: float = 0.0
-    end: str = "done"
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A completion that a generator wrote.
-
-    Attributes:
-        token_ids: the completion's tokens, including the token that ended it.
-        logprobs: the log-probability of each token under the distribution it was sampled from, temperature included.
-        finish: "stop" at an end-of-sequence token or a stop text, "length" at the limit, "error" if it failed.
-        error: why it failed.
-        versions: oldest and newest version of the weights that wrote it, None if they are not known. In a generator's
-            own completions these are numbers of weight syncs; `RolloutCollector` turns them into policy versions.
-        routes: experts of the prompt's and the completion's tokens. A generator reports them in a form that
-            `read_routes` takes, or None; a conversation has a list of `TurnRoutes`. `RolloutCollector` turns them into
-            `Routes`. They are large, so only the rank whose generator wrote the completion has them.
-        conversation: what it has besides its tokens if it may have several turns.
-        num_cached: tokens of its prompt that the generator did not compute again; None if not known.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish: Literal["stop", "length", "error"]
-    error: str = ""
-    versions: tuple[int, int] | None = None
-    routes: Any = None
-    conversation: Conversation | None = None
-    num_cached: int | None = None
-
-    @property
-    def sampled(self) -> list[bool]:
-        """Whether each token was sampled by the generator, and not written by the chat template."""
-        return [True] * len(self.token_ids) if self.conversation is None else self.conversation.sampled
-
-    @property
-    def trained(self) -> list[bool]:
-        """Whether each token can be trained on: sampled, and with a log-probability that is one."""
-        of_tokens = zip(self.sampled, self.logprobs, strict=True)
-        return [sampled and is_logprob(logprob) for sampled, logprob in of_tokens]
-
-    @property
-    def last_turn(self) -> list[int]:
-        """The tokens of the last turn: all tokens if there is one turn."""
-        sampled = self.sampled
-        start = len(sampled) - sampled[::-1].index(False) if False in sampled else 0
-        return self.token_ids[start:]
 
 
 class Promptlike(Protocol):
@@ -127,52 +44,3 @@ class Rollout:
         """The tokens before the completion, given its prompt."""
         conversation = self.completion.conversation
         return prompt.token_ids if conversation is None else conversation.prompt
-
-
-ROUNDING = 1e-3
-"""How far above 0 rounding may leave the log-probability of a token that is nearly certain."""
-
-
-def is_logprob(value: float) -> bool:
-    """Whether a number can be the log-probability of a token that was sampled: finite, and 0 or less."""
-    return math.isfinite(value) and value <= ROUNDING
-
-
-OnFinished = Callable[[int, Completion], None]
-"""Called with the place of a request and its completion, as soon as that is written, by any thread."""
-
-
-def do_nothing(place: int, completion: Completion) -> None:
-    """The `OnFinished` of those who wait for all completions."""
-
-
-class Generator(Protocol):
-    """Writes completions with weights of its own. Each rank has one, and uses it independently of the other ranks.
-
-    Attributes:
-        works_alone: whether it writes while this process does something else. If not, it writes when waited for.
-    """
-
-    works_alone: bool
-
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
-    ) -> Callable[[], list[Completion]]:
-        """Gives the generator requests. It begins at once, if it can work while this process does something else.
-
-        Args:
-            requests: the completions to write.
-            on_finished: called for every completion, also for those of a generator that is lost later.
-
-        Returns:
-            A function that waits for the completions and returns them in the order of the requests. If a single
-            request fails, its completion has an `error`.
-
-        Raises:
-            Exception: the generator is lost, and must be closed and made anew. The returned function may raise it, too.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends everything that the generator has started."""
-        ...

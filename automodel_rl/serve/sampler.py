@@ -1,6 +1,5 @@
 """Completions and log-probabilities of prompts under the weights that the trained model has."""
 
-import datetime
 import itertools
 import math
 import sys
@@ -11,22 +10,19 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence, pack
-from automodel_rl.config import ServeConfig, WeightSyncConfig
+from automodel_rl.config import ServeConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError, WeightSyncError, innermost
 from automodel_rl.generator_messages import Request
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.supervisor import GeneratorSupervisor
 from automodel_rl.parallel.host_collectives import gather_objects, interleave
-from automodel_rl.rollout.protocol import Completion
 from automodel_rl.rollout.seeds import mixed_seed
-from automodel_rl.serve.generator import make_generator
+from automodel_rl.serve.adapter_scale import AdapterScale
 from automodel_rl.serve.messages import Prompt, Refused, Sampled, SampledSequence
-from automodel_rl.weight_sync.sync import WeightSync
 
 MOST_ATTEMPTS = 3
 """Attempts at a sample, with failed generators started again in between."""
-
-PATIENCE = datetime.timedelta(hours=1)
-"""Longest time that ranks wait for a rank that is still sampling. A rank that dies is noticed at once."""
 
 
 class Sampler:
@@ -43,13 +39,9 @@ class Sampler:
 
     def __init__(self, config: ServeConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
         self.config, self.engine, self.handle, self.tokenizer = config, engine, engine.handle, tokenizer
-        self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.own = make_generator(config, self.handle, tokenizer)
-        gather_objects("", self.world)  # generators of other ranks may start for longer
-        adapters = WeightSyncConfig(adapters="merged" if self.handle.model.lora is None else "alone")
-        self.sync = WeightSync(self.handle, self.own.transport, adapters)
-        self._scale = 1.0
-        self._problem = ""
+        self._scale = AdapterScale()
+        self.supervisor = GeneratorSupervisor(config.generator_spec, engine, tokenizer, self._scale.prepare)
+        self.world = self.supervisor.world
 
     def take_weights(self, scale: float) -> None:
         """Gives the generators the adapters, or all weights, that the trained model has.
@@ -57,12 +49,8 @@ class Sampler:
         Args:
             scale: the factor of the adapters' output.
         """
-        self._scale = scale
-        self.own.set_scale(scale)
-        try:
-            self.sync.send()
-        except (WeightSyncError, OSError) as problem:  # adapters go to vLLM as files
-            self._problem = str(problem)
+        self._scale.set(scale)
+        self.supervisor.load_weights()
 
     def complete(self, prompts: list[Prompt], show: Callable[[], None]) -> list[list[SampledSequence] | Refused]:
         """Completions of each prompt, with the weights that generators got last. A prompt is refused by itself if one
@@ -82,40 +70,26 @@ class Sampler:
         ]
         for _ in range(MOST_ATTEMPTS):
             mine = self._write(requests[dist.get_rank() :: dist.get_world_size()])
-            problems = [problem for problem in gather_objects(self._problem, self.world) if problem]
+            problems = [problem for problem in gather_objects(self.supervisor.problem, self.world) if problem]
             if not problems:
                 completions = iter(interleave(gather_objects(mine, self.world)))
                 return [_sequences([*itertools.islice(completions, prompt.num_samples)]) for prompt in prompts]
             if dist.get_rank() == 0:
                 print(f"warning: a generator failed ({problems[0]}); starting it again", file=sys.stderr, flush=True)
-            self._start_again(show)
+            show()
+            self.supervisor.restart(failed=bool(self.supervisor.problem))
         raise InputError(f"sampling fails again and again ({problems[0]})")
 
     def _write(self, requests: list[Request]) -> list[Completion]:
         """Completions of this rank's requests; none if its generator has a problem."""
-        if self._problem:
+        generator = self.supervisor.generator
+        if self.supervisor.problem or generator is None:
             return []
         try:
-            return self.own.generator.generate(requests)
+            return generator.submit(requests)()
         except (RuntimeError, WeightSyncError) as problem:
-            self._problem = innermost(problem)
+            self.supervisor.problem = innermost(problem)
             return []
-
-    def _start_again(self, show: Callable[[], None]) -> None:
-        """Starts this rank's generator again if it has a problem, and gives all generators their weights."""
-        failed, self._problem = self._problem, ""
-        self.sync.disconnect()
-        if failed:
-            self.own.generator.close()
-            try:
-                self.own = make_generator(self.config, self.handle, self.tokenizer)
-            except InputError as problem:
-                self._problem = str(problem)
-            else:
-                self.sync.reconnect(self.own.transport)
-        gather_objects("", self.world)
-        show()
-        self.take_weights(self._scale)
 
     def score(self, prompts: list[Prompt]) -> list[torch.Tensor]:
         """Log-probabilities of the tokens of each prompt, [n], the first 0, by the trained model."""

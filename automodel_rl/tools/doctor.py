@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from automodel_rl.compat.versions import CHECKED
-from automodel_rl.rollout.vllm_versions import TESTED, untested
+from automodel_rl.generators.vllm_versions import TESTED, untested
 
 PACKAGE = "automodel-rl"
 

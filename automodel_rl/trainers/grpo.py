@@ -14,6 +14,8 @@ from automodel_rl.data.prompts import PromptStream
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import InputError, RolloutError
+from automodel_rl.generators.supervisor import GeneratorSupervisor
+from automodel_rl.generators.weight_probe import WeightProbe
 from automodel_rl.losses import LossFn, Readout, grpo_loss
 from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.observe.samples import Sample
@@ -30,8 +32,6 @@ from automodel_rl.rollout.groups import (
 )
 from automodel_rl.rollout.rewards.counts import ErrorWatch, error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score, Scorer
-from automodel_rl.rollout.supervisor import GeneratorSupervisor
-from automodel_rl.rollout.weight_probe import WeightProbe
 from automodel_rl.trainers.batch_epochs import shuffled, values_of, with_values
 from automodel_rl.trainers.open_run import choose_loss, layout_summary, open_run
 from automodel_rl.trainers.policy_batches import Microbatches, pack_optimizer_steps, with_advantages
@@ -86,7 +86,7 @@ class GRPOTrainer:
         self.reference = self._reference() if config.needs_reference else None
         self.errors = ErrorWatch(config.rewards)
         scorer = Scorer(config.rewards)
-        self.supervisor = GeneratorSupervisor(config, self.engine, self.tokenizer)
+        self.supervisor = GeneratorSupervisor(config.generator_spec, self.engine, self.tokenizer)
         self.probe = WeightProbe(config, self.engine, self.supervisor, self.tokenizer)
         self.rollouts = RolloutCollector(config, self.supervisor, self.tokenizer, scorer, conversations)
         self.queue = RolloutQueue(self.prompts, self.rollouts, config.rollout)

@@ -30,7 +30,7 @@ def _finish_by(is_whole: Callable[[Any, str], bool]) -> Any:
 
 def _penalty_by(tokens: Callable[[Any], list[int]]) -> Any:
     """The overlong penalty is by other tokens of a completion."""
-    from automodel_rl.rollout.protocol import Completion
+    from automodel_rl.generators.protocol import Completion
 
     return mock.patch.object(Completion, "last_turn", property(tokens))
 

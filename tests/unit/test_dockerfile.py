@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from automodel_rl.rollout.vllm_versions import untested
+from automodel_rl.generators.vllm_versions import untested
 from automodel_rl.tools.doctor import EXTRAS
 from tests.pages import ROOT
 

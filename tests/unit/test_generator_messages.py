@@ -12,15 +12,15 @@ import pytest
 
 from automodel_rl import generator_messages
 from automodel_rl.generator_messages import ProtocolError, Sampling, Start, receive_start
-from automodel_rl.rollout.generator_process import GeneratorProcess
+from automodel_rl.generators.generator_process import GeneratorProcess
 
 PACKAGE = Path(generator_messages.__file__).parent
 ALONE = {
     "generator_messages.py": set(),
-    "rollout/vllm_worker.py": {"vllm", "vllm_versions", "PIL", "transformers"},
-    "rollout/vllm_same_device.py": {"torch", "vllm", "vllm_versions"},
-    "rollout/vllm_split_worker.py": {"vllm"},
-    "rollout/vllm_versions.py": {"torch"},
+    "generators/vllm_worker.py": {"vllm", "vllm_versions", "PIL", "transformers"},
+    "generators/vllm_same_device.py": {"torch", "vllm", "vllm_versions"},
+    "generators/vllm_split_worker.py": {"vllm"},
+    "generators/vllm_versions.py": {"torch"},
 }
 
 

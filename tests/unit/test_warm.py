@@ -24,7 +24,7 @@ def test_a_fork_knows_of_itself_what_a_python_of_its_own_does(monkeypatch: pytes
     (said, end), (expected, expected_end) = fork.stdout.splitlines(), own.stdout.splitlines()
     assert end == expected_end == "at the end"
     of_fork, of_own = json.loads(said), json.loads(expected)
-    launched = {"automodel_rl.launch.rank_processes", "automodel_rl.rollout.child_process"}
+    launched = {"automodel_rl.launch.rank_processes", "automodel_rl.generators.child_process"}
     assert launched <= {*of_fork["our modules"]}, "both are changed to start forks"
     del of_fork["our modules"], of_own["our modules"]
     assert of_fork == of_own

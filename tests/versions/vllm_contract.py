@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from automodel_rl.rollout import vllm_versions
+from automodel_rl.generators import vllm_versions
 from tests.versions.wheel_sources import open_wheel
 
 WHEELS = {

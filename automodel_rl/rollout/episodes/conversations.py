@@ -9,12 +9,13 @@ import torch.distributed as dist
 from automodel_rl.config import RolloutRunConfig
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.generator_messages import Request
+from automodel_rl.generators.protocol import Completion, Generator, OnFinished
 from automodel_rl.rollout.episodes.chat_turns import ChatTurns
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
 from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.episode import Episode, Limits
-from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, Promptlike
+from automodel_rl.rollout.protocol import Promptlike
 from automodel_rl.rollout.seeds import mixed_seed
 
 AnyRollouts = TypeVar("AnyRollouts", bound=RolloutRunConfig)

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from automodel_rl.errors import innermost
+from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
 from automodel_rl.rollout.episodes.episode import ENVIRONMENT_ERRORS, Episode
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
-from automodel_rl.rollout.protocol import Completion, Generator, OnFinished, do_nothing
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.child_process import ChildEndedError, ChildProcess
+from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
 from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 

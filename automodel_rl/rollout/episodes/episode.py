@@ -11,9 +11,9 @@ import numpy as np
 
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Request
+from automodel_rl.generators.protocol import Completion, Conversation
 from automodel_rl.rollout.episodes.protocol import Environment, Message, Outcome, Turn
 from automodel_rl.rollout.episodes.transcript import Transcript
-from automodel_rl.rollout.protocol import Completion, Conversation
 
 TURNS, CALLS, MALFORMED = "turns", "calls", "malformed_calls"
 CACHED, ASKED = "cached_tokens", "asked_tokens"

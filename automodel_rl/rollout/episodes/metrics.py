@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from automodel_rl.generators.protocol import Conversation
 from automodel_rl.rollout.episodes.episode import (
     ASKED,
     CACHED,
@@ -13,7 +14,6 @@ from automodel_rl.rollout.episodes.episode import (
     TURNS,
 )
 from automodel_rl.rollout.episodes.tools import FAILED, TIMED_OUT
-from automodel_rl.rollout.protocol import Conversation
 
 OF_CALLS = (FAILED, TIMED_OUT)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from automodel_rl.rollout.protocol import Completion, TurnRoutes
+from automodel_rl.generators.protocol import Completion, TurnRoutes
 
 
 class Transcript:

@@ -14,7 +14,7 @@ from typing import Any
 
 from automodel_rl.config import RewardConfig
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.child_process import ChildEndedError, ChildProcess
+from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
 from automodel_rl.rollout.rewards.worker import ASYNC, BATCH
 
 START_SECONDS = 120.0

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from automodel_rl.batch import Video
 from automodel_rl.config import RewardConfig
-from automodel_rl.config.generators import VllmGeneratorConfig
+from automodel_rl.config.generators import TransformersGeneratorConfig, VllmGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators.engine_ranks import EngineRanks
+from automodel_rl.generators.protocol import Completion, OnFinished
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.rollout.collect import RolloutCollector
-from automodel_rl.rollout.engine_ranks import EngineRanks
-from automodel_rl.rollout.protocol import Completion, OnFinished
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from tests.rank_pool import RankPool
 
@@ -70,7 +70,7 @@ def collected() -> list[tuple[str, float]]:
         problem="",
         policy_version=0,
     )
-    rollout = SimpleNamespace(generator="transformers", retries=0, max_staleness=0, sampling=Sampling(3))
+    rollout = SimpleNamespace(generator=TransformersGeneratorConfig(), retries=0, max_staleness=0, sampling=Sampling(3))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
     config: Any = SimpleNamespace(seed=0, rollout=rollout, router_replay=SimpleNamespace(enabled=False))
     collector = RolloutCollector(config, supervisor, tokenizer, scorer)  # type: ignore[arg-type]

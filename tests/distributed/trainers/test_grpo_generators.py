@@ -1,5 +1,6 @@
 """Generators of reinforcement learning: those that die, that are in their own process, that are ahead of training."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -10,14 +11,14 @@ from unittest import mock
 
 import pytest
 
-from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.errors import RolloutError
 from automodel_rl.generator_messages import Request
-from automodel_rl.rollout.engine_ranks import Bystander, EngineRanks
-from automodel_rl.rollout.make_generator import make_generator
-from automodel_rl.rollout.protocol import Completion, Generator
-from automodel_rl.rollout.transformers_generator import TransformersGenerator
+from automodel_rl.generators.engine_ranks import Bystander, EngineRanks
+from automodel_rl.generators.make_generator import make_generator
+from automodel_rl.generators.protocol import Completion, Generator
+from automodel_rl.generators.transformers_generator import TransformersGenerator
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
@@ -82,7 +83,7 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1, works: int = 0
         return generator, transport
 
     FlakyReceiver.loads = loads
-    with mock.patch("automodel_rl.rollout.supervisor.make_generator", make):
+    with mock.patch("automodel_rl.generators.supervisor.make_generator", make):
         trainer = trainer_of(settings)
         collector = trainer.rollouts
         wait, calls = collector._wait, 0
@@ -141,17 +142,15 @@ def run_split(settings: Settings) -> int:
     """Trains with a generator that two ranks share, which fails at first. The completions that this rank wrote."""
 
     def make(
-        config: GRPOConfig, handle: Any, tokenizer: Any, ranks: EngineRanks, is_first: bool
+        spec: GeneratorSpec, handle: Any, tokenizer: Any, ranks: EngineRanks, is_first: bool
     ) -> tuple[Generator, Transport]:
-        rollout = config.rollout.model_copy(update={"generator": TransformersGeneratorConfig()})
-        generator, transport = make_generator(
-            config.model_copy(update={"rollout": rollout}), handle, tokenizer, ranks, is_first
-        )
+        within = dataclasses.replace(spec, choice=TransformersGeneratorConfig())
+        generator, transport = make_generator(within, handle, tokenizer, ranks, is_first)
         generator.__class__ = Flaky
         return (generator if ranks.leads else Bystander()), transport
 
     Flaky.left, Flaky.written = 1, 0
-    with mock.patch("automodel_rl.rollout.supervisor.make_generator", make):
+    with mock.patch("automodel_rl.generators.supervisor.make_generator", make):
         trainer_of(settings).train()
     return Flaky.written
 
@@ -270,7 +269,7 @@ def run_with_a_death(settings: Settings) -> int:
         made += 1
         return make_generator(*arguments)
 
-    with mock.patch("automodel_rl.rollout.supervisor.make_generator", make):
+    with mock.patch("automodel_rl.generators.supervisor.make_generator", make):
         trainer = trainer_of(settings)
         take, calls = trainer.rollouts.take, 0
 

@@ -10,8 +10,8 @@ import pytest
 
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request
-from automodel_rl.rollout.protocol import Completion
-from automodel_rl.rollout.transformers_generator import TransformersGenerator
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.transformers_generator import TransformersGenerator
 from tests.distributed.trainers.runs import (
     Settings,
     metrics_of,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from automodel_rl.errors import RolloutError
+from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.vllm_http import VllmServer
 from automodel_rl.launch.local import free_port
-from automodel_rl.rollout.generator_process import GeneratorProcess
-from automodel_rl.rollout.vllm_http import VllmServer
 from tests.distributed.trainers.runs import (
     Settings,
     add_turns,
@@ -149,7 +149,7 @@ def start_server(workspace: Path) -> Iterator[str]:
         "--no-enable-chunked-prefill",
     ]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    files = str(ROOT / "automodel_rl" / "rollout")
+    files = str(ROOT / "automodel_rl" / "generators")
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": files}
     server = VllmServer(f"http://127.0.0.1:{port}")
 
@@ -197,6 +197,6 @@ def test_a_head_that_keeps_its_first_weights_stops_the_run(ranks: RankPool, work
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{PYTHON}" "{tmp_path / "stale.py"}" "$@"\n')
     python.chmod(0o755)
-    (message,) = ranks(1).run(error_of, values(workspace, tmp_path / "run", {"python": str(python)}))
+    (message,) = ranks(1).run(error_of, values(workspace, tmp_path / "run", {"kind": "vllm", "python": str(python)}))
     assert "does not compute with the weights that it got" in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

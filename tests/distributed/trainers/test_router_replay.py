@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from automodel_rl.errors import RolloutError
+from automodel_rl.generators.make_generator import make_generator
+from automodel_rl.generators.protocol import Completion, Generator
+from automodel_rl.generators.transformers_generator import TransformersGenerator
 from automodel_rl.mixture.router_replay import Selection
 from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.part_forward import numbered_layers
-from automodel_rl.rollout.make_generator import make_generator
-from automodel_rl.rollout.protocol import Completion, Generator
-from automodel_rl.rollout.transformers_generator import TransformersGenerator
 from automodel_rl.support.families import FAMILIES
 from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
@@ -75,7 +75,7 @@ def noisy(inner: Callable[..., Any], top_k: int, hidden: Tensor) -> Any:
 
 
 def train_noisily(settings: Settings) -> None:
-    with mock.patch("automodel_rl.rollout.supervisor.make_generator", noisy_generator):
+    with mock.patch("automodel_rl.generators.supervisor.make_generator", noisy_generator):
         trainer_of(settings).train()
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from automodel_rl.errors import RolloutError
-from automodel_rl.rollout.supervisor import GeneratorSupervisor
-from automodel_rl.rollout.transformers_generator import TransformersGenerator
+from automodel_rl.generators.supervisor import GeneratorSupervisor
+from automodel_rl.generators.transformers_generator import TransformersGenerator
 from tests.distributed.trainers.runs import Settings, metrics_of, settings_of, train, trainer_of
 from tests.rank_pool import RankPool
 

@@ -15,10 +15,10 @@ from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, Para
 from automodel_rl.config import WeightSyncConfig
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Message
+from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import local_box, local_tensor
-from automodel_rl.rollout.generator_process import GeneratorProcess
 from automodel_rl.support.families import FAMILIES
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.generator_end import GeneratorEnd

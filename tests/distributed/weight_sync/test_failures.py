@@ -11,7 +11,7 @@ import torch
 
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Begin, Failure
-from automodel_rl.rollout.generator_process import GeneratorProcess
+from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.generator_end import GeneratorEnd
 from automodel_rl.weight_sync.ipc import Ipc

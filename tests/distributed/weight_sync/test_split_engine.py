@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from automodel_rl.config import RolloutConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import (
@@ -21,7 +21,7 @@ from automodel_rl.generator_messages import (
     Message,
     Ready,
 )
-from automodel_rl.rollout.engine_ranks import Bystander, EngineRanks
+from automodel_rl.generators.engine_ranks import Bystander, EngineRanks
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.vllm import VllmSameDevice
 from tests.distributed.weight_sync.generators import own_tensors, sync_config, train, trained_model
@@ -82,8 +82,8 @@ class Workers:
 def sync_over_two_ranks(folder: Path, sizes: dict[str, Any]) -> list[str]:
     """What went wrong in weight syncs, in which the channel fails at each message in turn."""
     handle, engine = trained_model(folder, sizes)
-    rollout = RolloutConfig(prompts=2, generator=VllmGeneratorConfig(tensor_parallel=2))
-    ranks = EngineRanks.join(rollout)
+    spec = GeneratorSpec(VllmGeneratorConfig(tensor_parallel=2), 8, sync_config())
+    ranks = EngineRanks.join(spec)
     workers = Workers()
     channel: Any = workers if ranks.leads else Bystander()
     config = sync_config(num_buffers=2, timeout=5.0)

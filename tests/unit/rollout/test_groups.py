@@ -9,9 +9,10 @@ import pytest
 
 from automodel_rl.config import FilterConfig
 from automodel_rl.generator_messages import Written
-from automodel_rl.rollout.completions import completion_of
+from automodel_rl.generators.completions import completion_of
+from automodel_rl.generators.protocol import Completion
 from automodel_rl.rollout.groups import Group, rollout_metrics, rollout_records, shaped_rewards
-from automodel_rl.rollout.protocol import Completion, Rollout
+from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rewards.scorer import Score
 
 PROMPT: Any = SimpleNamespace(token_ids=[1, 2], example={}, messages=[], number=0, media=())

@@ -3,8 +3,9 @@
 import pytest
 
 from automodel_rl.config import FilterConfig
+from automodel_rl.generators.protocol import Completion, Conversation
 from automodel_rl.rollout import groups
-from automodel_rl.rollout.protocol import Completion, Conversation, Rollout
+from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rewards.scorer import Score
 
 

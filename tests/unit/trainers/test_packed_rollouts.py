@@ -10,9 +10,10 @@ import torch
 from automodel_rl.batch import Microbatch, TokenSequence, pack, unpack
 from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.data import loader
+from automodel_rl.generators.protocol import Completion, Conversation
 from automodel_rl.losses import TokenOutputs
 from automodel_rl.rollout.groups import Group
-from automodel_rl.rollout.protocol import Completion, Conversation, Rollout
+from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rewards.scorer import Score
 from automodel_rl.trainers import policy_batches
 from automodel_rl.trainers.grpo import _own_loss

@@ -12,11 +12,11 @@ from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.tool_formats import PROBE_TOOL
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators.protocol import Completion
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.rollout.episodes.chat_turns import ChatTurns
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.episodes.tools import ToolEnvironment
-from automodel_rl.rollout.protocol import Completion
 from tests.unit.data.stock_templates import CALLING, SILENT, stock_tokenizer
 
 UNKNOWN = tuple(name for name in CALLING if name.startswith(("lfm2", "gemma4", "diffusion_gemma", "muse_glimmer")))

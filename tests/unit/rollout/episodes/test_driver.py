@@ -7,10 +7,10 @@ import pytest
 
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
-from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
 
 END = 99
 

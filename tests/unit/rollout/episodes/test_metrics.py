@@ -1,9 +1,9 @@
 """Metrics of a step's conversations add up what each has counted."""
 
+from automodel_rl.generators.protocol import Conversation
 from automodel_rl.rollout.episodes import metrics
 from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, ENVIRONMENT_ERRORS, MALFORMED, SECONDS, TURNS
 from automodel_rl.rollout.episodes.tools import FAILED
-from automodel_rl.rollout.protocol import Conversation
 
 
 def test_shares_are_of_turns_and_calls_and_means_of_conversations() -> None:

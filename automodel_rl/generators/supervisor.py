@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import RolloutRunConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmServersConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.rollout_offload import RolloutOffload
 from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.generators.engine_ranks import EngineRanks
+from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.make_generator import make_generator
+from automodel_rl.generators.protocol import Generator
+from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.parallel.host_collectives import gather_objects
-from automodel_rl.rollout.engine_ranks import EngineRanks
-from automodel_rl.rollout.generator_process import GeneratorProcess
-from automodel_rl.rollout.make_generator import make_generator
-from automodel_rl.rollout.protocol import Generator
-from automodel_rl.rollout.vllm_servers import VllmServers
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
 
@@ -40,9 +40,10 @@ class GeneratorSupervisor:
     """Owns this rank's generator and its weight syncs. Methods are collectives of all ranks.
 
     Args:
-        config: the run's config.
+        spec: the generator that is asked for.
         engine: trains the model whose weights the generator gets.
         tokenizer: the model's tokenizer.
+        prepare: called with every generator that is started and its transport, before it gets weights.
 
     Raises:
         InputError: the generator does not start.
@@ -56,10 +57,16 @@ class GeneratorSupervisor:
         world: a process group of all ranks. Its collectives may take as long as generators do.
     """
 
-    def __init__(self, config: RolloutRunConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
-        self.config, self.handle, self.tokenizer = config, engine.handle, tokenizer
+    def __init__(
+        self,
+        spec: GeneratorSpec,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        prepare: Callable[[Generator, Transport], None] = lambda generator, transport: None,
+    ):
+        self.spec, self.handle, self.tokenizer, self.prepare = spec, engine.handle, tokenizer, prepare
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.ranks = EngineRanks.join(config.rollout)
+        self.ranks = EngineRanks.join(spec)
         self.offload = RolloutOffload(engine)
         self._is_awake = False
         self.problem = ""
@@ -68,7 +75,7 @@ class GeneratorSupervisor:
         self.generator, transport = self._start(is_first=True)
         gather_objects("", self.world)  # waits until the generators that use this rank's device sleep
         self.offload.restore()
-        self.sync = WeightSync(self.handle, transport, config.weight_sync, resends_frozen=config.sleep_level == 2)
+        self.sync = WeightSync(self.handle, transport, spec.weight_sync, resends_frozen=spec.sleep_level == 2)
         self.policy_version = 0
         self._policy_version_of: dict[int, int] = {0: 0}  # by the number of the weight sync
 
@@ -81,7 +88,7 @@ class GeneratorSupervisor:
     def load_weights_again(self) -> None:
         """Gives all generators the weights that the model has now, as the same policy version as before."""
         self._look_for_servers()
-        if not self.config.sleep_level:
+        if not self.spec.sleep_level:
             self._send()
 
     @contextlib.contextmanager
@@ -92,7 +99,7 @@ class GeneratorSupervisor:
         Args:
             time: a block that measures how long the phase with this name takes.
         """
-        if not self.config.shares_memory:
+        if not self.spec.shares_memory:
             yield
             return
         try:
@@ -109,14 +116,14 @@ class GeneratorSupervisor:
         self.offload.before_sync()
         self._free_unused()
         self.ranks.meet()  # the generator may use the devices of all of them
-        if self.config.sleep_level:
-            self._ask(lambda generator: generator.wake("weights", self.config.weight_sync.timeout))
+        if self.spec.sleep_level:
+            self._ask(lambda generator: generator.wake("weights", self.spec.weight_sync.timeout))
             self._send()
         self.offload.after_sync()
         self._free_unused()
         self.ranks.meet()
-        if self.config.sleep_level:
-            self._ask(lambda generator: generator.wake("kv_cache", self.config.weight_sync.timeout))
+        if self.spec.sleep_level:
+            self._ask(lambda generator: generator.wake("kv_cache", self.spec.weight_sync.timeout))
 
     def rest(self) -> None:
         """Gives the shared memory back to the trainer, whose weights then are there. Does nothing if generators have
@@ -128,8 +135,8 @@ class GeneratorSupervisor:
         """Lets generators give the shared memory back. The trainer's weights stay where they are."""
         if not self._is_awake:
             return
-        if self.config.sleep_level:
-            self._ask(lambda generator: generator.sleep(self.config.sleep_level, PATIENCE.total_seconds()))
+        if self.spec.sleep_level:
+            self._ask(lambda generator: generator.sleep(self.spec.sleep_level, PATIENCE.total_seconds()))
             if self.problem and self.generator is not None:
                 self.generator.close()  # the trainer needs the memory
         self.ranks.meet()
@@ -155,7 +162,7 @@ class GeneratorSupervisor:
         gather_objects("", self.world)
         was_awake = self._is_awake
         self.rest()
-        if not self.config.sleep_level:
+        if not self.spec.sleep_level:
             self._send()
         if was_awake:
             self.wake()
@@ -168,7 +175,7 @@ class GeneratorSupervisor:
 
     def _look_for_servers(self) -> None:
         """Lets the next weight sync go to the servers that are there now, if others have gone or come."""
-        if not isinstance(self.config.rollout.generator, VllmServersConfig):
+        if not isinstance(self.spec.choice, VllmServersConfig):
             return
         have_changed = isinstance(self.generator, VllmServers) and self.generator.have_changed
         if any(gather_objects(have_changed, self.world)):
@@ -185,20 +192,21 @@ class GeneratorSupervisor:
 
     def _start(self, is_first: bool) -> tuple[Generator, Transport]:
         """Starts this rank's generator, which then sleeps if it shares memory."""
-        generator, transport = make_generator(self.config, self.handle, self.tokenizer, self.ranks, is_first)
-        if self.config.sleep_level and isinstance(generator, GeneratorProcess):
+        generator, transport = make_generator(self.spec, self.handle, self.tokenizer, self.ranks, is_first)
+        if self.spec.sleep_level and isinstance(generator, GeneratorProcess):
             try:
-                generator.sleep(self.config.sleep_level, PATIENCE.total_seconds())
+                generator.sleep(self.spec.sleep_level, PATIENCE.total_seconds())
             except WeightSyncError:
                 generator.close()
                 raise
+        self.prepare(generator, transport)
         return generator, transport
 
     def _send(self) -> None:
         self._policy_version_of[self.sync.version + 1] = self.policy_version
         try:
             self.sync.send()
-        except WeightSyncError as problem:
+        except (WeightSyncError, OSError) as problem:  # adapters go to vLLM as files
             self.problem = self.problem or str(problem)  # what failed first is the cause
 
     def _free_unused(self) -> None:

@@ -13,10 +13,10 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators.model_copy import ModelCopy
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
 from automodel_rl.quickstart.model import train_tokenizer
-from automodel_rl.rollout.model_copy import ModelCopy
-from automodel_rl.rollout.protocol import Completion
-from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing
 from tests.tiny import save_tiny_model
 from tests.tiny_families import VOCAB
 from tests.weights import receive

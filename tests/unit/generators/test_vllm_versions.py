@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_rl.rollout.vllm_versions import untested
+from automodel_rl.generators.vllm_versions import untested
 from tests.versions import vllm_contract
 from tests.versions.vllm_contract import ROOMS, Sources, problems_of
 from tests.vllm_environment import FOLDER, needs_vllm

@@ -1,6 +1,6 @@
 """The process that runs a transformers generator. It writes completions, and takes weights between two tokens.
 
-python -m automodel_rl.rollout.transformers_worker DESCRIPTOR
+python -m automodel_rl.generators.transformers_worker DESCRIPTOR
 
 The rank's messages (`generator_messages`) come over the connection with that file descriptor. `Start` carries a
 `ModelCopy` and a `Writing`.
@@ -24,9 +24,9 @@ from automodel_rl.generator_messages import (
     Written,
     receive_start,
 )
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.transformers_generator import TransformersGenerator
 from automodel_rl.launch.quiet import quiet_libraries
-from automodel_rl.rollout.protocol import Completion
-from automodel_rl.rollout.transformers_generator import TransformersGenerator
 from automodel_rl.weight_sync.generator_end import GeneratorEnd
 
 

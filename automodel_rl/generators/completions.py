@@ -1,7 +1,7 @@
 """Checks what workers and servers report, and makes completions of it. A server need not be trustworthy."""
 
 from automodel_rl.generator_messages import Written
-from automodel_rl.rollout.protocol import Completion
+from automodel_rl.generators.protocol import Completion
 
 
 def completion_of(written: Written) -> Completion:

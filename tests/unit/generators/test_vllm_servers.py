@@ -14,8 +14,8 @@ import pytest
 
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Committed, InitTransfer, Ready, Request, Sampling
-from automodel_rl.rollout.vllm_checks import connect_servers
-from automodel_rl.rollout.vllm_servers import VllmServers
+from automodel_rl.generators.vllm_checks import connect_servers
+from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.weight_sync.channel import expect
 from tests.weights import send_weights
 

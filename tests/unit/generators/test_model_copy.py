@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.data.media import MediaReaders
+from automodel_rl.generators.model_copy import ModelCopy, build_model, synced_tensors
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import persistent_tensors, read_config
 from automodel_rl.lora.experts import STACKED
 from automodel_rl.lora.peft import AdapterFolder
 from automodel_rl.model.multimodal import split_modules
-from automodel_rl.rollout.model_copy import ModelCopy, build_model, synced_tensors
 from automodel_rl.support.description import language_config
 from tests.tiny import save_tiny_model, save_tiny_multimodal_model
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.vllm_http import PROBE_SECONDS, TOKEN_VARIABLE, VllmServer
+from automodel_rl.generators.vllm_http import PROBE_SECONDS, TOKEN_VARIABLE, VllmServer
 
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs "

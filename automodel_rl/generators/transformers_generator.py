@@ -11,9 +11,9 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from automodel_rl.compat.modules import with_cache
 from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.rollout.media_inputs import MediaInputs, next_positions
-from automodel_rl.rollout.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
-from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.media_inputs import MediaInputs, next_positions
+from automodel_rl.generators.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
+from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32

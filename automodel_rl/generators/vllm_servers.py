@@ -10,11 +10,11 @@ import numpy as np
 
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Request, Written
-from automodel_rl.rollout.completions import completion_of
-from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
-from automodel_rl.rollout.vllm_checks import check_server
-from automodel_rl.rollout.vllm_http import VllmServer
-from automodel_rl.rollout.vllm_server_weights import ServerWeights, is_there
+from automodel_rl.generators.completions import completion_of
+from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.vllm_checks import check_server
+from automodel_rl.generators.vllm_http import VllmServer
+from automodel_rl.generators.vllm_server_weights import ServerWeights, is_there
 
 REQUESTS_AT_ONCE = 64
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from automodel_rl.config import RolloutConfig
+from automodel_rl.config import WeightSyncConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import InputError
-from automodel_rl.rollout import engine_ranks
-from automodel_rl.rollout.engine_ranks import EngineRanks
-from automodel_rl.rollout.make_generator import _check_devices, visible_devices, with_asked
+from automodel_rl.generators import engine_ranks
+from automodel_rl.generators.engine_ranks import EngineRanks
+from automodel_rl.generators.make_generator import _check_devices, visible_devices, with_asked
 
 
 def device(
@@ -43,8 +44,8 @@ def test_the_first_ranks_of_each_machine_lead_a_vllm_on_devices_of_its_own(
     monkeypatch.setattr(engine_ranks.dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(engine_ranks.dist, "get_rank", lambda: 5)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    rollout = RolloutConfig(prompts=2, generator=VllmGeneratorConfig(place=devices, tensor_parallel=size))
-    ranks = EngineRanks.join(rollout)
+    spec = GeneratorSpec(VllmGeneratorConfig(place=devices, tensor_parallel=size), 8, WeightSyncConfig())
+    ranks = EngineRanks.join(spec)
     assert (ranks.writers, ranks.size, ranks.group) == (writers, size, None)
     assert ranks.leads == (5 in writers)
     shares = ranks.deal(9)
@@ -58,11 +59,11 @@ def test_devices_that_no_rank_could_use_are_refused(
 ) -> None:
     monkeypatch.setattr(engine_ranks.dist, "get_world_size", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    rollout = RolloutConfig(prompts=2, generator=VllmGeneratorConfig(place=devices, tensor_parallel=size))
+    spec = GeneratorSpec(VllmGeneratorConfig(place=devices, tensor_parallel=size), 8, WeightSyncConfig())
     with pytest.raises(
         InputError, match=f"one of the 2 ranks on a machine leads it: list {size} for each of at most 2"
     ):
-        EngineRanks.join(rollout)
+        EngineRanks.join(spec)
 
 
 def test_a_generator_shares_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from automodel_rl.data.loader import pack_step, sums_of_sequences
 from automodel_rl.engine import Engine
 from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.supervisor import GeneratorSupervisor
 from automodel_rl.model.changed_weights import changed_weights
 from automodel_rl.parallel.host_collectives import gather_objects
-from automodel_rl.rollout.protocol import Completion
-from automodel_rl.rollout.supervisor import GeneratorSupervisor
 from automodel_rl.weight_sync.sync import sync_dtype
 
 TEXTS = (

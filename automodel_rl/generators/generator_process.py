@@ -21,9 +21,9 @@ from automodel_rl.generator_messages import (
     Started,
     Wake,
 )
-from automodel_rl.rollout.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
-from automodel_rl.rollout.completions import completion_of
-from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
+from automodel_rl.generators.completions import completion_of
+from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.weight_sync.channel import expect
 
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from automodel_rl.rollout.child_process import ChildProcess
+from automodel_rl.generators.child_process import ChildProcess
 from tests.processes import is_alive
 
 CHILD = """

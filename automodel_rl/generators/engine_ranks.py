@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from automodel_rl.config import RolloutConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import (
@@ -23,9 +23,9 @@ from automodel_rl.generator_messages import (
     Ready,
     Request,
 )
+from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import own_group
-from automodel_rl.rollout.protocol import Completion, OnFinished, do_nothing
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,20 @@ class EngineRanks:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(cls, rollout: RolloutConfig) -> "EngineRanks":
+    def join(cls, spec: GeneratorSpec) -> "EngineRanks":
         """This rank's generator. A collective of all ranks.
 
         Args:
-            rollout: the config's section `rollout`.
+            spec: the generator that is asked for.
 
         Raises:
             InputError: the ranks or the GPUs of a machine are not as many as generators need.
         """
-        generator = rollout.generator
-        if not isinstance(generator, VllmGeneratorConfig):
-            return cls(tuple(range(dist.get_world_size())))
-        size = generator.tensor_parallel
+        size, devices = spec.tensor_parallel, spec.choice.devices
         world = dist.get_world_size()
         on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        if generator.devices:
-            led = _led_on(generator.devices, size, on_machine)
+        if devices and isinstance(spec.choice, VllmGeneratorConfig):
+            led = _led_on(devices, size, on_machine)
             return cls(tuple(rank for rank in range(world) if rank % on_machine < led), size)
         if size == 1:
             return cls(tuple(range(world)))

@@ -1,4 +1,4 @@
-"""Makes the generator that a config asks for, and the transport of weights to it."""
+"""Makes the generator that is asked for, and the transport of weights to it."""
 
 import dataclasses
 import os
@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import PromptDataConfig, RolloutRunConfig
-from automodel_rl.config.generators import TransformersGeneratorConfig, VllmGeneratorConfig, VllmServersConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
+from automodel_rl.config.generators import TransformersSamplerConfig, VllmSamplerConfig, VllmServersConfig
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.media import open_readers
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
+from automodel_rl.generators.engine_ranks import Bystander, EngineRanks
+from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.model_copy import ModelCopy
+from automodel_rl.generators.protocol import Generator
+from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
+from automodel_rl.generators.vllm_checks import connect_servers
+from automodel_rl.generators.vllm_process import start_vllm
+from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.rollout.engine_ranks import Bystander, EngineRanks
-from automodel_rl.rollout.generator_process import GeneratorProcess
-from automodel_rl.rollout.model_copy import ModelCopy
-from automodel_rl.rollout.protocol import Generator
-from automodel_rl.rollout.transformers_generator import TransformersGenerator, Writing
-from automodel_rl.rollout.vllm_checks import connect_servers
-from automodel_rl.rollout.vllm_process import start_vllm
-from automodel_rl.rollout.vllm_servers import VllmServers
 from automodel_rl.support.lora_rules import VLLM_RANKS
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.ipc import Ipc
@@ -34,7 +34,7 @@ from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm import VllmNccl, VllmSameDevice
 from automodel_rl.weight_sync.vllm_adapters import VllmAdapters
 
-TRANSFORMERS_WORKER = ("-m", "automodel_rl.rollout.transformers_worker")
+TRANSFORMERS_WORKER = ("-m", "automodel_rl.generators.transformers_worker")
 
 SPLIT = {"distributed_executor_backend": "mp"}
 """Arguments of vllm.LLM if it is split over several GPUs, with a process for each."""
@@ -47,15 +47,15 @@ READS_BUFFERS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
 """Further arguments if these are the GPUs of ranks, whose buffers its processes read."""
 
 
-def reads_images(data: PromptDataConfig) -> dict[str, Any]:
+def reads_images(pixels: tuple[int | None, int | None]) -> dict[str, Any]:
     """Further arguments of vLLM for prompts with images: the image processor that the trainer uses, for the fast one
     resizes by another library, so that pixels differ; its limits; and no memory for videos."""
-    limits = {key: value for key, value in data if key in ("min_pixels", "max_pixels") and value is not None}
+    limits = {key: value for key, value in zip(("min_pixels", "max_pixels"), pixels, strict=True) if value is not None}
     return {"mm_processor_kwargs": {"use_fast": False, **limits}, "limit_mm_per_prompt": {"video": 0}}
 
 
 def make_generator(
-    config: RolloutRunConfig,
+    spec: GeneratorSpec,
     handle: ModelHandle,
     tokenizer: PreTrainedTokenizerBase,
     ranks: EngineRanks,
@@ -64,50 +64,47 @@ def make_generator(
     """Starts this rank's generator, and makes the transport by which it gets weights.
 
     Args:
-        config: the run's config.
+        spec: the generator that is asked for.
         handle: the model that is trained.
         tokenizer: the model's tokenizer.
         ranks: the ranks that lead generators, and those that share this rank's.
-        is_first: whether it is the run's first. Later, some servers may be gone.
+        is_first: whether it is the first. Later, some servers may be gone.
 
     Raises:
         InputError: the generator does not start.
     """
-    match config.rollout.generator:
-        case TransformersGeneratorConfig() as generator:
-            return _transformers(generator, config, handle, tokenizer)
-        case VllmServersConfig() as generator:
-            return _vllm_servers(generator, config, handle, tokenizer, is_first)
-        case VllmGeneratorConfig() as generator:
-            return _vllm_process(generator, config, handle, tokenizer, ranks)
+    own = completion_ends(handle.source, handle.whole_config, tokenizer, spec.template_variables)
+    ends = with_asked(own, spec.stop_token_ids, handle.config.vocab_size)
+    match spec.choice:
+        case VllmServersConfig() as servers:
+            return _vllm_servers(servers, spec, handle, ends, is_first)
+        case VllmSamplerConfig() as vllm:
+            return _vllm_process(vllm, spec, handle, tokenizer, ends, ranks)
+        case TransformersSamplerConfig() as transformers:
+            return _transformers(transformers, spec, handle, Writing(tokenizer, transformers.batch_size, ends))
 
 
 def _transformers(
-    generator: TransformersGeneratorConfig,
-    config: RolloutRunConfig,
-    handle: ModelHandle,
-    tokenizer: PreTrainedTokenizerBase,
+    choice: TransformersSamplerConfig, spec: GeneratorSpec, handle: ModelHandle, writing: Writing
 ) -> tuple[Generator, Transport]:
-    weights, device = config.weight_sync, handle.layout.device
+    weights, device = spec.weight_sync, handle.layout.device
     lora = handle.model.lora if weights.adapters == "alone" else None
-    pixels = (config.data.min_pixels, config.data.max_pixels)
     copy = ModelCopy(
         handle.whole_config,
         handle.family,
         sync_dtype(weights, handle),
         device,
         adapters=None if lora is None else (lora, handle.source),
-        capture_routes=config.router_replay.enabled,
-        media=open_readers(handle.source, handle.whole_config, pixels),
+        capture_routes=spec.reports_routes,
+        media=open_readers(handle.source, handle.whole_config, spec.pixels),
     )
-    writing = Writing(tokenizer, generator.batch_size, _ends(config, handle, tokenizer))
-    if generator.transport == "local":
+    if choice.transport == "local":
         within = TransformersGenerator(copy, writing)
         return within, Local(within.receiver, device)
-    _check_devices(generator.devices)
-    visible = visible_devices(generator.devices, device) if device.type == "cuda" else None
+    _check_devices(choice.devices)
+    visible = visible_devices(choice.devices, device) if device.type == "cuda" else None
     process = start_transformers(copy, writing, visible)
-    if generator.transport == "ipc":
+    if choice.transport == "ipc":
         return process, Ipc(process, device, weights.timeout)
     return process, Collective(process, handle, weights.timeout)
 
@@ -144,65 +141,68 @@ def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -
 
 
 def _vllm_servers(
-    generator: VllmServersConfig,
-    config: RolloutRunConfig,
-    handle: ModelHandle,
-    tokenizer: PreTrainedTokenizerBase,
-    is_first: bool,
+    choice: VllmServersConfig, spec: GeneratorSpec, handle: ModelHandle, ends: tuple[int, ...], is_first: bool
 ) -> tuple[Generator, Transport]:
-    routes = config.router_replay.enabled
-    connected = connect_servers(generator.urls, routes, some_may_be_gone=not is_first)
-    servers = VllmServers(connected, _ends(config, handle, tokenizer), leads=dist.get_rank() == 0, routes=routes)
+    connected = connect_servers(choice.urls, spec.reports_routes, some_may_be_gone=not is_first)
+    servers = VllmServers(connected, ends, leads=dist.get_rank() == 0, routes=spec.reports_routes)
     way = VllmSameDevice if handle.layout.device.type == "cpu" else VllmNccl
-    return servers, way(servers.weights, handle.layout, config.weight_sync.timeout)
+    return servers, way(servers.weights, handle.layout, spec.weight_sync.timeout)
 
 
 def _vllm_process(
-    generator: VllmGeneratorConfig,
-    config: RolloutRunConfig,
+    choice: VllmSamplerConfig,
+    spec: GeneratorSpec,
+    handle: ModelHandle,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: tuple[int, ...],
+    ranks: EngineRanks,
+) -> tuple[Generator, Transport]:
+    if not ranks.leads:
+        bystander = Bystander()
+        return bystander, _vllm_transport(bystander, spec, handle, ranks)
+    settings = VllmSettings(_vllm_options(choice, spec, handle, tokenizer, ranks), ends)
+    process = start_vllm(choice.python, settings, visible_devices(choice.devices, handle.layout.device, ranks.size))
+    if process.warning and dist.get_rank() == 0:
+        print(process.warning, flush=True)
+    return process, _vllm_transport(process, spec, handle, ranks)
+
+
+def _vllm_options(
+    choice: VllmSamplerConfig,
+    spec: GeneratorSpec,
     handle: ModelHandle,
     tokenizer: PreTrainedTokenizerBase,
     ranks: EngineRanks,
-) -> tuple[Generator, Transport]:
-    rollout, weights, layout = config.rollout, config.weight_sync, handle.layout
-    origin = handle.adapter_origin if weights.adapters == "alone" else None
-    if not ranks.leads:
-        bystander = Bystander()
-        return bystander, _vllm_transport(bystander, config, handle, ranks)
-    options = {
+) -> dict[str, Any]:
+    """Arguments of vllm.LLM."""
+    device, needs_tokenizer = handle.layout.device, spec.has_stop_texts or handle.has_encoder
+    origin = handle.adapter_origin if spec.weight_sync.adapters == "alone" else None
+    transfer = {"weight_transfer_config": {"backend": "nccl" if choice.devices else "same_device"}}
+    return {
         "model": str(handle.source),
-        "dtype": name_of(sync_dtype(weights, handle)),
-        "max_model_len": config.longest_sequence,
-        "gpu_memory_utilization": generator.memory_fraction,
-        "skip_tokenizer_init": not rollout.stop and not handle.has_encoder,
-        "weight_transfer_config": {"backend": "nccl" if generator.devices else "same_device"},
-        **(reads_images(config.data) if handle.has_encoder else {}),
-        **({"enable_sleep_mode": True} if config.sleep_level else {}),
+        "dtype": name_of(sync_dtype(spec.weight_sync, handle)),
+        "max_model_len": spec.longest_sequence,
+        "gpu_memory_utilization": choice.memory_fraction,
+        **({"tokenizer": str(tokenizer.name_or_path)} if needs_tokenizer else {"skip_tokenizer_init": True}),
+        **(transfer if origin is None else adapter_options(origin.config.rank, spec.num_adapters)),
+        **(reads_images(spec.pixels) if handle.has_encoder else {}),
+        **({"enable_sleep_mode": True} if spec.sleep_level else {}),
         **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
         **(READS_BUFFERS if ranks.group is not None else {}),
-        **({"enable_return_routed_experts": True} if config.router_replay.enabled else {}),
-        **(ON_CPU if layout.device.type == "cpu" and not generator.devices else {}),
-        **generator.options,
+        **({"enable_return_routed_experts": True} if spec.reports_routes else {}),
+        **(ON_CPU if device.type == "cpu" and not choice.devices else {}),
+        **choice.options,
     }
-    if origin is not None:
-        options = adapter_options(origin.config.rank, rollout.max_staleness + 2) | options
-        del options["weight_transfer_config"]
-    settings = VllmSettings(options, _ends(config, handle, tokenizer))
-    devices = visible_devices(generator.devices, layout.device, ranks.size)
-    process = start_vllm(generator.python, settings, devices)
-    if process.warning and dist.get_rank() == 0:
-        print(process.warning, flush=True)
-    return process, _vllm_transport(process, config, handle, ranks)
 
 
 def _vllm_transport(
-    channel: GeneratorProcess | Bystander, config: RolloutRunConfig, handle: ModelHandle, ranks: EngineRanks
+    channel: GeneratorProcess | Bystander, spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks
 ) -> Transport:
-    weights, layout = config.weight_sync, handle.layout
+    weights, layout = spec.weight_sync, handle.layout
     if weights.adapters == "alone":
         assert handle.adapter_origin is not None
         return VllmAdapters(channel, handle.adapter_origin, layout.device, weights.timeout)
-    if config.rollout.generator.devices:
+    if spec.choice.devices:
         return VllmNccl(channel, layout, weights.timeout)
     return VllmSameDevice(channel, layout, weights.timeout, ranks.group)
 
@@ -221,16 +221,6 @@ def adapter_options(rank: int, places: int) -> dict[str, Any]:
 def name_of(dtype: torch.dtype) -> str:
     """vLLM's name of a dtype."""
     return str(dtype).removeprefix("torch.")
-
-
-def _ends(config: RolloutRunConfig, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a completion: the model's own, and those that the run asks for."""
-    variables = config.data.chat_template_kwargs
-    return with_asked(
-        completion_ends(handle.source, handle.whole_config, tokenizer, variables),
-        config.rollout.stop_token_ids,
-        handle.config.vocab_size,
-    )
 
 
 def with_asked(own: set[int], asked: Sequence[int], vocab_size: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
-from automodel_rl.rollout.generator_process import GeneratorProcess
+from automodel_rl.generators.generator_process import GeneratorProcess
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 

@@ -1,18 +1,21 @@
 """A generator's supervisor: versions of weights, and what a failure costs. Ranks and weights are stand-ins."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from automodel_rl.config import WeightSyncConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import TransformersGeneratorConfig, VllmServersConfig
 from automodel_rl.config.model import OffloadConfig
 from automodel_rl.errors import InputError, WeightSyncError
-from automodel_rl.rollout import supervisor
-from automodel_rl.rollout.generator_process import GeneratorProcess
-from automodel_rl.rollout.supervisor import GeneratorSupervisor
-from automodel_rl.rollout.vllm_servers import VllmServers
+from automodel_rl.generators import supervisor
+from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.supervisor import GeneratorSupervisor
+from automodel_rl.generators.vllm_servers import VllmServers
 
 
 class Sync:
@@ -89,8 +92,7 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> Generators:
 
 def make_supervisor(sleep_level: int = 0, log: list[str] | None = None) -> tuple[GeneratorSupervisor, Any]:
     """A supervisor and its weight sync; with a log, the trainer shares its memory."""
-    rollout = SimpleNamespace(generator=TransformersGeneratorConfig())
-    config: Any = SimpleNamespace(weight_sync=SimpleNamespace(timeout=1.0), sleep_level=sleep_level, rollout=rollout)
+    spec = GeneratorSpec(TransformersGeneratorConfig(), 8, WeightSyncConfig(timeout=1.0), sleep_level, log is not None)
     notes = [] if log is None else log
     offload = OffloadConfig() if log is not None else None
     handle = SimpleNamespace(
@@ -100,7 +102,7 @@ def make_supervisor(sleep_level: int = 0, log: list[str] | None = None) -> tuple
         to_device=lambda: notes.append("weights to device"),
     )
     engine: Any = SimpleNamespace(handle=handle, moments_to_host=lambda: notes.append("moments to host"))
-    made = GeneratorSupervisor(config, engine, None)  # type: ignore[arg-type]
+    made = GeneratorSupervisor(spec, engine, None)  # type: ignore[arg-type]
     sync: Any = made.sync
     if log is not None:
         sync.log = log
@@ -166,7 +168,7 @@ RESTING = ["sleep 2", "weights to device"]
 def test_servers_that_have_gone_or_come_make_the_ranks_connect_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made, sync = make_supervisor()
     assert not sync.resends_frozen
-    made.config.rollout.generator = VllmServersConfig(urls=("http://localhost:1",))
+    made.spec = dataclasses.replace(made.spec, choice=VllmServersConfig(urls=("http://localhost:1",)))
     servers = VllmServers.__new__(VllmServers)
     made.generator = servers
     for have_changed in (False, True):

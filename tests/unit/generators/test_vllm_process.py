@@ -30,8 +30,8 @@ from automodel_rl.generator_messages import (
     Sampling,
     VllmSettings,
 )
-from automodel_rl.rollout.generator_process import GeneratorProcess
-from automodel_rl.rollout.vllm_process import WORKER, start_vllm
+from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.vllm_process import WORKER, start_vllm
 from automodel_rl.weight_sync.channel import expect
 from tests.vllm_stand_in import NUMBERS, write_vllm
 from tests.weights import send_weights

@@ -20,7 +20,7 @@ from automodel_rl.generator_messages import (
     Ready,
     unknown,
 )
-from automodel_rl.rollout.vllm_http import PROBE_SECONDS, VllmServer, at_once
+from automodel_rl.generators.vllm_http import PROBE_SECONDS, VllmServer, at_once
 
 
 class ServerWeights:

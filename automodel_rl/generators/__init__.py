@@ -1,0 +1,1 @@
+"""Generators: what writes completions, in which process and on which device, how it is started and supervised."""
