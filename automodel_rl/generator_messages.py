@@ -3,22 +3,13 @@
 They are pickled for the pipe of `generators/child_process.py`. This file imports only the standard library: vLLM's
 worker loads it by its path, in an environment that has nothing else of this package.
 
-    a rank sends                                     the process answers
-    Start                                            Started
-    Generate                                         Finished for each completion, or Failed
-    Hello                                            Hello, with the same number
-    weights for this package's own generator:
-    Agree, OpenBuffers, MakeRoom, Join, Leave        Agreed, Opened, Room, Joined, Left
-    Begin, then Bucket... or Receive, then Commit    Taken..., Received, Committed
-    weights for vLLM:
-    InitTransfer                                     Ready
-    Begin, then LoadWeights..., then Commit          Loaded..., Committed
-    LoadAdapter                                      Committed
-    GiveUp, in place of Commit
-    memory of vLLM:
-    Sleep, Wake                                      MemoryChanged
+    a rank sends      the process answers
+    Start             an Answer to "start", with a line for the console, or empty
+    Generate          Finished for each completion, as soon as it is written, or Failed
+    Hello             Hello, with the same number
+    Call              an Answer to its verb; none to "begin" and "give_up"
 
-`Failure` may replace any answer, except the answers to Generate.
+A `Call` is one of `VERBS` with its arguments. `Failure` may replace any answer, except the answers to Generate.
 """
 
 import dataclasses
@@ -141,13 +132,6 @@ class Start(Message):
 
 
 @dataclass(frozen=True)
-class Started(Message):
-    """The generator is ready. `warning` is a line for the console, or empty."""
-
-    warning: str = ""
-
-
-@dataclass(frozen=True)
 class Failure(Message):
     """The process could not do what the rank asked for; `text` is the reason, in one line."""
 
@@ -187,179 +171,67 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
-class Agree(Message):
-    """The tensors that senders will send: one `hf.buckets.Plan` for each sender."""
+class Call(Message):
+    """A thing to do, by its verb.
 
-    plans: list[Any]
+    Attributes:
+        verb: one of `VERBS`.
+        arguments: as `VERBS` names them.
 
+    Raises:
+        ProtocolError: there is no such verb, or it has other arguments.
+    """
 
-@dataclass(frozen=True)
-class Agreed(Message):
-    """The names, shapes and dtypes of the plans match the generator's tensors."""
+    verb: str
+    arguments: tuple[Any, ...] = ()
 
-
-@dataclass(frozen=True)
-class OpenBuffers(Message):
-    """Buffers to share: `weight_sync.shared_memory.SharedBuffer`s."""
-
-    buffers: list[Any]
-
-
-@dataclass(frozen=True)
-class Opened(Message):
-    """The buffers are open. On CUDA, `handles` are those of the events that say when each buffer has been read."""
-
-    handles: list[bytes]
+    def __post_init__(self) -> None:
+        names = VERBS.get(self.verb)
+        if names is None or len(names) != len(self.arguments):
+            raise ProtocolError(f"{self.verb} takes {names}, not {len(self.arguments)} arguments")
 
 
 @dataclass(frozen=True)
-class MakeRoom(Message):
-    """Buffers that the generator must allocate for itself."""
+class Answer(Message):
+    """The thing of this verb is done; `value` is what it gives."""
 
-    num_bytes: int
-    num_buffers: int
-
-
-@dataclass(frozen=True)
-class Room(Message):
-    """The number of buffers that fitted into memory."""
-
-    num_buffers: int
+    verb: str
+    value: Any = None
 
 
 @dataclass(frozen=True)
-class Join(Message):
-    """Links to join, one for each sender, at the `weight_sync.link.Address` of their store. Every generator joins all
-    links, under its number, from 0. `seconds` is the longest wait for a peer."""
-
-    address: Any
-    num_senders: int
-    generator: int
-    num_generators: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Joined(Message):
-    """All links are joined."""
-
-
-@dataclass(frozen=True)
-class Leave(Message):
-    """All links must be closed."""
-
-
-@dataclass(frozen=True)
-class Left(Message):
-    """No link is open any more."""
-
-
-@dataclass(frozen=True)
-class InitTransfer(Message):
-    """How vLLM's workers connect to the sender: arguments of vLLM's weight transfer."""
-
-    info: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Ready(Message):
-    """vLLM's workers are connected to the sender."""
-
-
-@dataclass(frozen=True)
-class Begin(Message):
-    """A weight sync begins; up to its commit weights are incomplete. `seconds` is the longest silence of the rank."""
-
-    version: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Bucket(Message):
-    """A sender has filled the shared buffer `slot` with the bucket of this number in its plan."""
-
-    sender: int
-    number: int
-    slot: int
-
-
-@dataclass(frozen=True)
-class Taken(Message):
-    """A shared buffer has been read, and can be filled again."""
-
-    slot: int
-
-
-@dataclass(frozen=True)
-class Receive(Message):
-    """Buckets will come over the links: all, or those that are not frozen."""
-
-    frozen: bool
-
-
-@dataclass(frozen=True)
-class Received(Message):
-    """All buckets have come."""
-
-
-@dataclass(frozen=True)
-class LoadWeights(Message):
-    """Tensors that vLLM must load: arguments of vLLM's weight transfer."""
-
-    info: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Loaded(Message):
-    """vLLM has loaded the tensors."""
-
-
-@dataclass(frozen=True)
-class LoadAdapter(Message):
-    """A sync of adapters alone, in PEFT's format in a folder that is there until the answer. Completions that are being
-    written end with the adapter that they began with."""
-
-    version: int
-    folder: str
-
-
-@dataclass(frozen=True)
-class Commit(Message):
-    """All weights are sent. `sums` asks for checksums of the generator's tensors."""
-
-    sums: bool
-
-
-@dataclass(frozen=True)
-class Committed(Message):
-    """The generator has the weights of this weight sync. `checksums` are those of its tensors, if asked for."""
+class Committed:
+    """What "commit" and "load_adapter" give: the generator has the weights of this weight sync. `checksums` are those
+    of its tensors, if asked for."""
 
     version: int | None
     checksums: dict[str, int] | None = None
 
 
-@dataclass(frozen=True)
-class GiveUp(Message):
-    """The end of a weight sync without a commit."""
-
-
-@dataclass(frozen=True)
-class Sleep(Message):
-    """vLLM must give its device memory back, once all is written. Level 1 keeps its weights on the host."""
-
-    level: int
-
-
-@dataclass(frozen=True)
-class Wake(Message):
-    """vLLM must take device memory again: for its `weights`, and after those for its `kv_cache`."""
-
-    what: str
-
-
-@dataclass(frozen=True)
-class MemoryChanged(Message):
-    """vLLM has given its memory back, or has it again."""
+VERBS: dict[str, tuple[str, ...]] = {
+    # Weights for this package's own generator.
+    "agree": ("plans",),  # hf.buckets.Plan of each sender; answered if names, shapes and dtypes are the generator's
+    "open_buffers": ("buffers",),  # weight_sync.shared_memory.SharedBuffer of each; gives handles of CUDA events
+    "make_room": ("num_bytes", "num_buffers"),  # to allocate; gives the number of buffers that fit
+    # A link for each sender, at the weight_sync.link.Address of their store; generators count from 0.
+    "join": ("address", "num_senders", "generator", "num_generators", "seconds"),
+    "leave": (),  # closes all links
+    "bucket": ("sender", "number", "slot"),  # a shared buffer holds this bucket; gives the slot, once it is read
+    "receive": ("frozen",),  # buckets come over the links: all, or those that are not frozen
+    # Weights for vLLM, by its own weight transfer.
+    "init_transfer": ("info",),  # connects its workers to the sender
+    "load_weights": ("info",),
+    # Adapters alone, in PEFT's format; completions that are being written end with those that they began with.
+    "load_adapter": ("version", "folder"),  # gives Committed
+    # Of every weight sync.
+    "begin": ("version", "seconds"),  # weights are incomplete from here on; the longest silence of the rank
+    "commit": ("sums",),  # all weights are sent; gives Committed, with checksums if asked for
+    "give_up": (),  # the end without a commit
+    # Memory of vLLM.
+    "sleep": ("level",),  # gives it back once all is written; level 1 keeps weights on the host
+    "wake": ("what",),  # takes it again: for its weights, and after those for its kv_cache
+}
+"""What a process may be asked to do, with the names of the arguments."""
 
 
 def receive_start(connection: Connection) -> Start:
@@ -380,7 +252,8 @@ def receive_start(connection: Connection) -> Start:
 
 def unknown(message: object) -> ProtocolError:
     """The error for a message that its receiver does not handle, or not at this point."""
-    return ProtocolError(f"the generator got {type(message).__name__}, which it does not know, or not at this point")
+    name = message.verb if isinstance(message, Call) else type(message).__name__
+    return ProtocolError(f"the generator got {name}, which it does not know, or not at this point")
 
 
 OTHER_VERSION = (
@@ -389,9 +262,10 @@ OTHER_VERSION = (
 
 
 def _fingerprint() -> str:
-    """A hash that changes with every name of a message or of a message's field."""
+    """A hash that changes with every name of a message, of a message's field, of a verb and of its arguments."""
     classes = {name: value for name, value in globals().items() if dataclasses.is_dataclass(value)}
     lines = [f"{name}: {[part.name for part in dataclasses.fields(value)]}" for name, value in classes.items()]
+    lines += [f"{verb}{arguments}" for verb, arguments in VERBS.items()]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 

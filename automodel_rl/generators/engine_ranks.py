@@ -10,19 +10,7 @@ import torch.distributed as dist
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import InputError
-from automodel_rl.generator_messages import (
-    Begin,
-    Commit,
-    Committed,
-    GiveUp,
-    InitTransfer,
-    LoadAdapter,
-    Loaded,
-    LoadWeights,
-    Message,
-    Ready,
-    Request,
-)
+from automodel_rl.generator_messages import Answer, Call, Committed, Message, Request
 from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import own_group
@@ -120,18 +108,16 @@ class Bystander:
 
     def send(self, message: Message) -> None:
         match message:
-            case Begin(version):
+            case Call("begin", (version, _)):
                 self._coming = version
-            case InitTransfer():
-                self._answers.append(Ready())
-            case LoadWeights():
-                self._answers.append(Loaded())
-            case Commit():
-                self._answers.append(Committed(self._coming))
-            case GiveUp():
+            case Call("give_up"):
                 self._answers.clear()
-            case LoadAdapter(version):
-                self._answers.append(Committed(version))
+            case Call("commit"):
+                self._answers.append(Answer("commit", Committed(self._coming)))
+            case Call("load_adapter", (version, _)):
+                self._answers.append(Answer("load_adapter", Committed(version)))
+            case Call(verb):
+                self._answers.append(Answer(verb))
 
     def ready(self) -> bool:
         return bool(self._answers)

@@ -8,23 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from automodel_rl.errors import WeightSyncError, innermost
-from automodel_rl.generator_messages import (
-    Failed,
-    Failure,
-    Finished,
-    Generate,
-    MemoryChanged,
-    Message,
-    Request,
-    Sleep,
-    Start,
-    Started,
-    Wake,
-)
+from automodel_rl.generator_messages import Answer, Failed, Failure, Finished, Generate, Message, Request, Start
 from automodel_rl.generators.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
 from automodel_rl.generators.completions import completion_of
 from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
-from automodel_rl.weight_sync.channel import expect
+from automodel_rl.weight_sync.channel import call
 
 
 class _Batch:
@@ -90,12 +78,12 @@ class GeneratorProcess:
             self.child.send(Start(settings))
             self._wait_for(lambda: bool(self._answers))
             match self.receive():
-                case Started(warning):
+                case Answer("start", warning):
                     self.warning = warning
                 case Failure(text):
                     raise RuntimeError(text)
                 case other:
-                    raise RuntimeError(f"it answered {type(other).__name__} where Started was due")
+                    raise RuntimeError(f"it answered {type(other).__name__} where start was due")
         except RuntimeError:
             self.close()
             raise
@@ -128,8 +116,7 @@ class GeneratorProcess:
         Raises:
             WeightSyncError: it could not.
         """
-        self.send(Sleep(level))
-        expect(self, MemoryChanged, seconds)
+        call(self, "sleep", level, seconds=seconds)
 
     def wake(self, what: Literal["weights", "kv_cache"], seconds: float) -> None:
         """Gives vLLM its device memory again, first that of its weights.
@@ -137,8 +124,7 @@ class GeneratorProcess:
         Raises:
             WeightSyncError: it could not take it.
         """
-        self.send(Wake(what))
-        expect(self, MemoryChanged, seconds)
+        call(self, "wake", what, seconds=seconds)
 
     def close(self) -> None:
         self.child.close(self.end_seconds)

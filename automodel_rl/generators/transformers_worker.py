@@ -14,13 +14,13 @@ from multiprocessing.connection import Connection
 
 from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import (
+    Answer,
     Failed,
     Failure,
     Finished,
     Generate,
     Message,
     ProtocolError,
-    Started,
     Written,
     receive_start,
 )
@@ -41,7 +41,7 @@ def main() -> None:
     except Exception as error:
         connection.send(Failure(innermost(error)))
         return
-    connection.send(Started())
+    connection.send(Answer("start", ""))
     Worker(generator, connection).run()
 
 

@@ -7,19 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from automodel_rl.errors import WeightSyncError, innermost
-from automodel_rl.generator_messages import (
-    Begin,
-    Commit,
-    Committed,
-    Failure,
-    GiveUp,
-    InitTransfer,
-    Loaded,
-    LoadWeights,
-    Message,
-    Ready,
-    unknown,
-)
+from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Message, unknown
 from automodel_rl.generators.vllm_http import PROBE_SECONDS, VllmServer, at_once
 
 
@@ -90,22 +78,22 @@ class ServerWeights:
         """Does on all servers what a message asks for. Running requests pause while a weight sync runs."""
         try:
             match message:
-                case InitTransfer(info):
+                case Call("init_transfer", (info,)):
                     self._init(info)
-                    self._answers.append(Ready())
-                case Begin(version):
+                    self._answers.append(Answer("init_transfer"))
+                case Call("begin", (version, _)):
                     self._coming, self.is_broken = version, False
                     self._to_all("/pause?mode=keep", {})
                     self._to_all("/start_weight_update", {"is_checkpoint_format": True})
-                case LoadWeights(info) if not self.is_broken:
+                case Call("load_weights", (info,)) if not self.is_broken:
                     self._to_all("/update_weights", {"update_info": info})
-                    self._answers.append(Loaded())
-                case Commit() if not self.is_broken:
+                    self._answers.append(Answer("load_weights"))
+                case Call("commit") if not self.is_broken:
                     self._to_all("/finish_weight_update", {})
                     self.version = self._coming
                     self._to_all("/resume", {})
-                    self._answers.append(Committed(self.version))
-                case LoadWeights() | Commit() | GiveUp():
+                    self._answers.append(Answer("commit", Committed(self.version)))
+                case Call("load_weights" | "commit" | "give_up"):
                     pass  # left over from a weight sync that failed
                 case _:
                     raise unknown(message)
@@ -116,17 +104,17 @@ class ServerWeights:
     def _count(self, message: Message) -> None:
         """Counts versions, and answers in place of the servers."""
         match message:
-            case InitTransfer(info):
+            case Call("init_transfer", (info,)):
                 self.members = [server for server in self.servers if server.url in info.get("servers", self.addresses)]
-                self._answers.append(Ready())
-            case Begin(version):
+                self._answers.append(Answer("init_transfer"))
+            case Call("begin", (version, _)):
                 self._coming = version
-            case LoadWeights():
-                self._answers.append(Loaded())
-            case Commit():
+            case Call("load_weights"):
+                self._answers.append(Answer("load_weights"))
+            case Call("commit"):
                 self.version = self._coming
-                self._answers.append(Committed(self.version))
-            case GiveUp():
+                self._answers.append(Answer("commit", Committed(self.version)))
+            case Call("give_up"):
                 pass
             case _:
                 raise unknown(message)

@@ -47,7 +47,7 @@ def main() -> None:
         traceback.print_exc()
         connection.send(messages.Failure(describe(error)))
         return
-    connection.send(messages.Started(worker.warning))
+    connection.send(messages.Answer("start", worker.warning))
     while True:
         try:
             worker.turn()
@@ -105,26 +105,26 @@ class Worker:
                     self.held.append(message)
                 case known.Generate():
                     self.generate(message)
-                case known.InitTransfer():
-                    self.engine.init_weight_transfer_engine({"init_info": message.info})
-                    self.connection.send(known.Ready())
-                case known.Begin():
-                    self.coming, self.version = message.version, None
+                case known.Call("init_transfer", (info,)):
+                    self.engine.init_weight_transfer_engine({"init_info": info})
+                    self.answer("init_transfer")
+                case known.Call("begin", (version, _)):
+                    self.coming, self.version = version, None
                     self.engine.start_weight_update()
-                case known.LoadWeights() if self.coming is not None:
-                    self.engine.update_weights({"update_info": message.info})
-                    self.connection.send(known.Loaded())
-                case known.Commit() if self.coming is not None:
+                case known.Call("load_weights", (info,)) if self.coming is not None:
+                    self.engine.update_weights({"update_info": info})
+                    self.answer("load_weights")
+                case known.Call("commit") if self.coming is not None:
                     self.commit()
-                case known.LoadAdapter(version, folder):
+                case known.Call("load_adapter", (version, folder)):
                     self.load_adapter(version, folder)
-                case known.Sleep(level):
+                case known.Call("sleep", (level,)):
                     self.sleep(level)
-                case known.Wake(what):
+                case known.Call("wake", (what,)):
                     self.wake(what)
-                case known.GiveUp():
+                case known.Call("give_up"):
                     self.give_up()
-                case known.LoadWeights() | known.Commit():
+                case known.Call("load_weights" | "commit"):
                     pass  # left over from a weight sync that failed; only a new process gets complete weights
                 case _:
                     raise known.unknown(message)
@@ -132,6 +132,9 @@ class Worker:
             traceback.print_exc()
             self.give_up()
             self.connection.send(known.Failure(describe(error)))
+
+    def answer(self, verb: str, value: Any = None) -> None:
+        self.connection.send(self.messages.Answer(verb, value))
 
     def generate(self, order: Any) -> None:
         from vllm import SamplingParams
@@ -172,13 +175,13 @@ class Worker:
         if not self.is_asleep:
             self.is_asleep = True
             self.engine.sleep(level=level)
-        self.connection.send(self.messages.MemoryChanged())
+        self.answer("sleep")
 
     def wake(self, what: str) -> None:
         """Takes memory again: first for the weights, for vLLM restores buffers at its first wake-up."""
         self.engine.wake_up([what])
         self.is_asleep = what == "weights"
-        self.connection.send(self.messages.MemoryChanged())
+        self.answer("wake")
 
     def step(self) -> None:
         try:
@@ -233,7 +236,7 @@ class Worker:
             raise RuntimeError(f"vLLM did not take the adapters of weight sync {version}")
         self.adapters[version] = request
         self.version = version
-        self.connection.send(self.messages.Committed(version))
+        self.answer("load_adapter", self.messages.Committed(version))
 
     def commit(self) -> None:
         self.engine.finish_weight_update()
@@ -242,7 +245,7 @@ class Worker:
             raise RuntimeError("vLLM keeps its cache of keys and values of the old weights")
         self.engine.llm_engine.reset_encoder_cache()  # it has embeddings of images
         self.version, self.coming = self.coming, None
-        self.connection.send(self.messages.Committed(self.version))
+        self.answer("commit", self.messages.Committed(self.version))
         self._take_held()
 
     def give_up(self) -> None:

@@ -1,16 +1,14 @@
-"""A rank's conversation with its generator about weights: messages that it sends, and answers that it expects."""
+"""A rank's conversation with its generator: what it calls for, and the answers that it expects."""
 
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.generator_messages import Agree, Agreed, Failure, GiveUp, Hello, Message
+from automodel_rl.generator_messages import Answer, Call, Failure, Hello, Message
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.slots import wait_until
-
-Answer = TypeVar("Answer", bound=Message)
 
 
 class Channel(Protocol):
@@ -29,26 +27,42 @@ class Channel(Protocol):
         ...
 
 
-def expect(channel: Channel, kind: type[Answer], seconds: float, watch: Callable[[], None] = lambda: None) -> Answer:
-    """Waits for an answer.
+def tell(channel: Channel, verb: str, *arguments: Any) -> None:
+    """Calls for something. What is answered must be taken by `expect`.
+
+    Raises:
+        WeightSyncError: the generator is gone.
+    """
+    channel.send(Call(verb, arguments))
+
+
+def expect(channel: Channel, verb: str, seconds: float, watch: Callable[[], None] = lambda: None) -> Any:
+    """Waits for the answer to an earlier call, and returns what it gives.
 
     Args:
         channel: the channel to the generator.
-        kind: the class of the answer.
+        verb: the verb of the call.
         seconds: longest wait.
         watch: called now and then; raises if there is no use in waiting any longer.
 
     Raises:
         WeightSyncError: the answer did not come, or reports a failure.
     """
-    wait_until(channel.ready, _answer(kind), seconds, watch)
+    wait_until(channel.ready, f"the generator's answer ({verb})", seconds, watch)
     match channel.receive():
         case Failure(text):
             raise WeightSyncError(text)
-        case kind() as answer:
-            return answer
+        case Answer(answered, value) if answered == verb:
+            return value
         case other:
-            raise WeightSyncError(f"the generator answered {type(other).__name__} where {kind.__name__} was due")
+            name = other.verb if isinstance(other, Answer) else type(other).__name__
+            raise WeightSyncError(f"the generator answered {name} where {verb} was due")
+
+
+def call(channel: Channel, verb: str, *arguments: Any, seconds: float) -> Any:
+    """Calls for something, waits until it is done, and returns what it gives. It raises the same as `expect`."""
+    tell(channel, verb, *arguments)
+    return expect(channel, verb, seconds)
 
 
 def greet(channel: Channel, plans: Sequence[Plan], seconds: float) -> None:
@@ -60,15 +74,10 @@ def greet(channel: Channel, plans: Sequence[Plan], seconds: float) -> None:
     hello = Hello(next(_GREETINGS))
     channel.send(hello)
     while True:
-        wait_until(channel.ready, _answer(Hello), seconds, lambda: None)
+        wait_until(channel.ready, "the generator's answer (hello)", seconds, lambda: None)
         if channel.receive() == hello:
             break
-    channel.send(Agree(list(plans)))
-    expect(channel, Agreed, seconds)
-
-
-def _answer(kind: type[Message]) -> str:
-    return f"the generator's answer ({kind.__name__})"
+    call(channel, "agree", list(plans), seconds=seconds)
 
 
 _GREETINGS = itertools.count()
@@ -82,4 +91,4 @@ def patience(seconds: float) -> float:
 def end_quietly(channel: Channel) -> None:
     """Ends the weight sync for the generator, if the generator is still there."""
     with contextlib.suppress(WeightSyncError):
-        channel.send(GiveUp())
+        tell(channel, "give_up")

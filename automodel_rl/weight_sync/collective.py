@@ -7,23 +7,11 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from automodel_rl.errors import WeightSyncError, reason
-from automodel_rl.generator_messages import (
-    Begin,
-    Commit,
-    Committed,
-    Join,
-    Joined,
-    Leave,
-    Left,
-    MakeRoom,
-    Receive,
-    Received,
-    Room,
-)
+from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
-from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, greet, patience
+from automodel_rl.weight_sync.channel import Channel, call, end_quietly, expect, greet, patience, tell
 from automodel_rl.weight_sync.link import Address, Link, raise_failure, report_failure
 from automodel_rl.weight_sync.senders import Senders
 from automodel_rl.weight_sync.slots import Slot, Slots
@@ -60,18 +48,18 @@ class Collective(Transport):
         self._all_agree(lambda: self._prepare_generator(plans, largest, num_buffers))
         address = self._address()
         num_generators = dist.get_world_size()
-        self.channel.send(Join(address, len(plans), dist.get_rank(), num_generators, patience(self.seconds)))
+        tell(self.channel, "join", address, len(plans), dist.get_rank(), num_generators, patience(self.seconds))
         self.store = address.store(self.seconds)
         for sender in self.senders:
             name, size = f"sender{sender}", 1 + num_generators
             self.links[sender] = Link(self.store, name, 0, size, self.layout.device, self.seconds)
-        expect(self.channel, Joined, self.seconds)
+        expect(self.channel, "join", self.seconds)
         return Slots.allocate(num_bytes, num_buffers, self.layout.device)
 
     def begin(self, version: int, *, frozen: bool) -> None:
         self.under_way = {}
-        self.channel.send(Begin(version, patience(self.seconds)))
-        self.channel.send(Receive(frozen))
+        tell(self.channel, "begin", version, patience(self.seconds))
+        tell(self.channel, "receive", frozen)
 
     def release(self, slot: Slot) -> None:
         sending = self.under_way.pop(slot.number, None)
@@ -88,9 +76,9 @@ class Collective(Transport):
     def commit(self, version: int, *, sums: bool) -> Committed:
         for link, done in self.under_way.values():
             link.wait(done, self._watch)
-        expect(self.channel, Received, self.seconds, self._watch)
-        self.channel.send(Commit(sums))
-        return expect(self.channel, Committed, self.seconds)
+        expect(self.channel, "receive", self.seconds, self._watch)
+        committed: Committed = call(self.channel, "commit", sums, seconds=self.seconds)
+        return committed
 
     def give_up(self) -> None:
         if self.store is not None:
@@ -103,11 +91,11 @@ class Collective(Transport):
         was_open = self.store is not None
         if was_open:
             with contextlib.suppress(WeightSyncError):
-                self.channel.send(Leave())
+                tell(self.channel, "leave")
         self._leave()  # both sides at once, because NCCL waits for the other
         if was_open:
             with contextlib.suppress(WeightSyncError):
-                expect(self.channel, Left, LEAVE_SECONDS)
+                expect(self.channel, "leave", LEAVE_SECONDS)
 
     def _leave(self) -> None:
         self.store = None
@@ -118,8 +106,7 @@ class Collective(Transport):
 
     def _prepare_generator(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> None:
         greet(self.channel, plans, self.seconds)
-        self.channel.send(MakeRoom(num_bytes, num_buffers))
-        expect(self.channel, Room, self.seconds)
+        call(self.channel, "make_room", num_bytes, num_buffers, seconds=self.seconds)
 
     def _all_agree(self, work: Callable[[], None]) -> None:
         """Does work on every rank. If it fails on one, it raises on all, so that none waits for that rank in vain."""

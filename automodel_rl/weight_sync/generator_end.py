@@ -4,37 +4,15 @@ import functools
 import queue
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.errors import WeightSyncError, reason
-from automodel_rl.generator_messages import (
-    Agree,
-    Agreed,
-    Begin,
-    Bucket,
-    Commit,
-    Committed,
-    Failure,
-    GiveUp,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    Left,
-    MakeRoom,
-    Message,
-    OpenBuffers,
-    Opened,
-    Receive,
-    Received,
-    Room,
-    Taken,
-    unknown,
-)
-from automodel_rl.weight_sync.link import Link, raise_failure
+from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Hello, Message, unknown
+from automodel_rl.weight_sync.link import Address, Link, raise_failure
 from automodel_rl.weight_sync.receiver import Receiver, in_turn
 from automodel_rl.weight_sync.shared_memory import SharedBuffer
 from automodel_rl.weight_sync.slots import Slots
@@ -74,28 +52,33 @@ class GeneratorEnd:
             match message:
                 case Hello():
                     self.answer(message)
-                case Agree(plans):
-                    self.receiver.agree(plans)
-                    self.answer(Agreed())
-                case OpenBuffers(buffers):
-                    self.answer(Opened(self._open(buffers)))
-                case MakeRoom(num_bytes, num_buffers):
-                    self.answer(Room(self._make_room(num_bytes, num_buffers)))
-                case Join():
-                    self._join(message)
-                    self.answer(Joined())
-                case Leave():
-                    self._leave()
-                    self.answer(Left())
-                case Begin(version, seconds):
+                case Call("begin", (version, seconds)):
                     self._sync(version, seconds)
-                case Bucket() | Receive() | Commit() | GiveUp():
+                case Call("bucket" | "receive" | "commit" | "give_up"):
                     pass  # left over from a weight sync that failed
+                case Call(verb, arguments):
+                    self.answer(Answer(verb, self._do(verb, arguments)))
                 case _:
                     raise unknown(message)
         except Exception as error:
             self._leave()
             self.answer(Failure(reason(error)))
+
+    def _do(self, verb: str, arguments: tuple[Any, ...]) -> Any:
+        """Does what is done between weight syncs, and returns what it gives."""
+        match verb:
+            case "agree":
+                return self.receiver.agree(*arguments)
+            case "open_buffers":
+                return self._open(*arguments)
+            case "make_room":
+                return self._make_room(*arguments)
+            case "join":
+                return self._join(*arguments)
+            case "leave":
+                return self._leave()
+            case _:
+                raise unknown(Call(verb, arguments))
 
     def _open(self, buffers: Sequence[SharedBuffer]) -> list[bytes]:
         self.slots = Slots([buffer.open(self.device) for buffer in buffers])
@@ -123,11 +106,11 @@ class GeneratorEnd:
             link.close(broken=True)
         self.links = []
 
-    def _join(self, order: Join) -> None:
-        self.store = order.address.store(order.seconds)
+    def _join(self, address: Address, num_senders: int, generator: int, num_generators: int, seconds: float) -> None:
+        store = self.store = address.store(seconds)
         self.links = [
-            Link(self.store, f"sender{n}", 1 + order.generator, 1 + order.num_generators, self.device, order.seconds)
-            for n in range(order.num_senders)
+            Link(store, f"sender{sender}", 1 + generator, 1 + num_generators, self.device, seconds)
+            for sender in range(num_senders)
         ]
 
     def _sync(self, version: int, seconds: float) -> None:
@@ -141,17 +124,18 @@ class GeneratorEnd:
                     f"the trainer was silent for {seconds:g} s in the middle of a weight sync"
                 ) from None
             match message:
-                case Bucket(sender, number, slot):
+                case Call("bucket", (sender, number, slot)):
                     self._take(sender, number, slot)
-                    self.answer(Taken(slot))
-                case Receive(frozen):
+                    self.answer(Answer("bucket", slot))
+                case Call("receive", (frozen,)):
                     self._receive(frozen)
-                    self.answer(Received())
-                case Commit(sums):
+                    self.answer(Answer("receive"))
+                case Call("commit", (sums,)):
                     self._commit(version)
-                    self.answer(Committed(self.receiver.version, self.receiver.checksums() if sums else None))
+                    checksums = self.receiver.checksums() if sums else None
+                    self.answer(Answer("commit", Committed(self.receiver.version, checksums)))
                     return
-                case GiveUp():
+                case Call("give_up"):
                     return
                 case _:
                     raise unknown(message)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from automodel_rl.generator_messages import Begin, Bucket, Commit, Committed, OpenBuffers, Opened, Taken
+from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.buckets import Plan
-from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, greet, patience
+from automodel_rl.weight_sync.channel import Channel, call, end_quietly, expect, greet, patience, tell
 from automodel_rl.weight_sync.shared_memory import SharedBuffer, share, unlink
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.transport import Transport
@@ -44,18 +44,17 @@ class Ipc(Transport):
         ]
         shared: list[SharedBuffer] = [description for _, description in made]
         try:
-            self.channel.send(OpenBuffers(shared))
-            opened = expect(self.channel, Opened, self.seconds)
+            handles = call(self.channel, "open_buffers", shared, seconds=self.seconds)
         finally:
             for description in shared:
                 unlink(description)
-        self.emptied = [torch.cuda.Event.from_ipc_handle(self.device, handle) for handle in opened.handles]
+        self.emptied = [torch.cuda.Event.from_ipc_handle(self.device, handle) for handle in handles]
         self.out = set()
         return Slots([buffer for buffer, _ in made])
 
     def begin(self, version: int, *, frozen: bool) -> None:
         self.out = set()
-        self.channel.send(Begin(version, patience(self.seconds)))
+        tell(self.channel, "begin", version, patience(self.seconds))
 
     def release(self, slot: Slot) -> None:
         while slot.number in self.out:
@@ -66,14 +65,15 @@ class Ipc(Transport):
     def send(self, sender: int, number: int, slot: Slot) -> None:
         if slot.stream is not None:
             self.filled[slot.number].record(slot.stream)
-        self.channel.send(Bucket(sender, number, slot.number))
+        tell(self.channel, "bucket", sender, number, slot.number)
         self.out.add(slot.number)
 
     def commit(self, version: int, *, sums: bool) -> Committed:
-        self.channel.send(Commit(sums))
+        tell(self.channel, "commit", sums)
         while self.out:
             self._take_answer()
-        return expect(self.channel, Committed, self.seconds)
+        committed: Committed = expect(self.channel, "commit", self.seconds)
+        return committed
 
     def give_up(self) -> None:
         end_quietly(self.channel)
@@ -82,4 +82,4 @@ class Ipc(Transport):
         """Does nothing: the buffers are freed with the slots."""
 
     def _take_answer(self) -> None:
-        self.out.remove(expect(self.channel, Taken, self.seconds).slot)
+        self.out.remove(expect(self.channel, "bucket", self.seconds))

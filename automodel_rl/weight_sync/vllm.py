@@ -12,12 +12,12 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from automodel_rl.errors import WeightSyncError, innermost, reason
-from automodel_rl.generator_messages import Begin, Commit, Committed, InitTransfer, Loaded, LoadWeights, Ready
+from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.launch.local import free_port
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.weight_sync.channel import Channel, end_quietly, expect, patience
+from automodel_rl.weight_sync.channel import Channel, call, end_quietly, expect, patience, tell
 from automodel_rl.weight_sync.nccl import NcclSender
 from automodel_rl.weight_sync.shared_memory import interprocess_event, share, unlink
 from automodel_rl.weight_sync.slots import Slot, Slots, in_time, wait_until
@@ -62,25 +62,25 @@ class _Vllm(Transport):
 
     def begin(self, version: int, *, frozen: bool) -> None:
         self.asked = 0
-        self.channel.send(Begin(version, patience(self.seconds)))
+        tell(self.channel, "begin", version, patience(self.seconds))
 
     def commit(self, version: int, *, sums: bool) -> Committed:
         self._take_answers(0)
-        self.channel.send(Commit(sums=False))
-        return expect(self.channel, Committed, self.seconds)
+        committed: Committed = call(self.channel, "commit", False, seconds=self.seconds)
+        return committed
 
     def give_up(self) -> None:
         end_quietly(self.channel)
         self.close()
 
     def _load(self, info: dict[str, Any]) -> None:
-        self.channel.send(LoadWeights(info))
+        tell(self.channel, "load_weights", info)
         self.asked += 1
 
     def _take_answers(self, left: int) -> None:
         """Waits until at most `left` buckets have no answer yet."""
         while self.asked > left:
-            expect(self.channel, Loaded, self.seconds)
+            expect(self.channel, "load_weights", self.seconds)
             self.asked -= 1
 
     def _describe(self, sender: int, number: int) -> dict[str, Any]:
@@ -145,8 +145,7 @@ class VllmSameDevice(_Vllm):
         return self._together(functools.partial(super().commit, version, sums=sums))
 
     def _open(self, of_workers: list[list[tuple[Any, ...]]]) -> None:
-        self.channel.send(InitTransfer({"buffers": of_workers}))
-        expect(self.channel, Ready, self.seconds)
+        call(self.channel, "init_transfer", {"buffers": of_workers}, seconds=self.seconds)
 
     def _together(self, work: Callable[[], T]) -> T:
         """Does work on all ranks of the engine. If it fails on one, it raises on all, and no rank waits for another."""
@@ -187,12 +186,12 @@ class VllmNccl(_Vllm):
         (host, port), world_size = places[0], 1 + sum(workers)
         init = {"master_address": host, "master_port": port, "world_size": world_size}
         init |= {"servers": addresses[0]} if addresses[0] else {}
-        self.channel.send(InitTransfer({**init, "rank_offset": 1 + sum(workers[:rank])}))
+        tell(self.channel, "init_transfer", {**init, "rank_offset": 1 + sum(workers[:rank])})
         self.is_ready = False
         if rank == 0:
             self.sender = self._meet(host, port, world_size)
         if not self.is_ready:
-            expect(self.channel, Ready, self.seconds)
+            expect(self.channel, "init_transfer", self.seconds)
         return Slots.allocate(num_bytes, num_buffers, self.layout.device)
 
     def release(self, slot: Slot) -> None:
@@ -232,7 +231,7 @@ class VllmNccl(_Vllm):
         )
 
     def _take_early_answer(self) -> None:
-        """Takes an answer that comes while this rank joins: an error, or Ready if it has just joined."""
+        """Takes an answer that comes while this rank joins: an error, or that it has just joined."""
         if self.channel.ready():
-            expect(self.channel, Ready, self.seconds)
+            expect(self.channel, "init_transfer", self.seconds)
             self.is_ready = True

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from automodel_rl.generator_messages import Committed, LoadAdapter
+from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.adapter_pieces import write_for_vllm
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.lora.peft import AdapterOrigin
-from automodel_rl.weight_sync.channel import Channel, expect
+from automodel_rl.weight_sync.channel import Channel, call
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.transport import Transport
 
@@ -63,8 +63,8 @@ class VllmAdapters(Transport):
         folder = Path(tempfile.mkdtemp(prefix="automodel_rl_", dir=IN_MEMORY if IN_MEMORY.is_dir() else None))
         try:
             write_for_vllm(folder, self.tensors, self.origin)
-            self.channel.send(LoadAdapter(version, str(folder)))
-            return expect(self.channel, Committed, self.seconds)
+            committed: Committed = call(self.channel, "load_adapter", version, str(folder), seconds=self.seconds)
+            return committed
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

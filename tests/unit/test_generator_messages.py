@@ -64,10 +64,13 @@ def test_a_rank_that_knows_other_messages_is_refused(monkeypatch: pytest.MonkeyP
             receive_start(theirs)
 
 
-def test_the_fingerprint_changes_with_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_changes_with_every_field_and_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     assert generator_messages._fingerprint() == generator_messages.PROTOCOL
-    other = dataclasses.make_dataclass("Bucket", ["sender", "number", "place"])
-    monkeypatch.setattr(generator_messages, "Bucket", other)
+    other = dataclasses.make_dataclass("Finished", ["number", "place", "completion"])
+    with monkeypatch.context() as patch:
+        patch.setattr(generator_messages, "Finished", other)
+        assert generator_messages._fingerprint() != generator_messages.PROTOCOL
+    monkeypatch.setitem(generator_messages.VERBS, "bucket", ("sender", "number", "place"))
     assert generator_messages._fingerprint() != generator_messages.PROTOCOL
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from automodel_rl.generator_messages import Started, receive_start
+from automodel_rl.generator_messages import Answer, receive_start
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.weight_sync.generator_end import GeneratorEnd
 from automodel_rl.weight_sync.receiver import Receiver
@@ -52,7 +52,7 @@ def main() -> None:
                 os._exit(0)
 
     receive_start(connection)
-    connection.send(Started())
+    connection.send(Answer("start", ""))
     threading.Thread(target=read, daemon=True).start()
     end = GeneratorEnd(receiver, device, messages, connection.send)
     while True:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.generator_messages import Begin, Failure
+from automodel_rl.generator_messages import Call, Failure
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.generator_end import GeneratorEnd
@@ -205,7 +205,7 @@ def test_a_trainer_that_falls_silent_leaves_the_generator_without_weights() -> N
             assert timeout == 7.0
             raise queue.Empty
 
-    GeneratorEnd(receiver, CPU, Silence(), answers.append).handle(Begin(4, 7.0))
+    GeneratorEnd(receiver, CPU, Silence(), answers.append).handle(Call("begin", (4, 7.0)))
     (answer,) = answers
     assert answer == Failure("the trainer was silent for 7 s in the middle of a weight sync")
     assert receiver.version is None

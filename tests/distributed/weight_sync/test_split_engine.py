@@ -10,17 +10,7 @@ from torch import Tensor
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.generator_messages import (
-    Begin,
-    Commit,
-    Committed,
-    Failure,
-    InitTransfer,
-    Loaded,
-    LoadWeights,
-    Message,
-    Ready,
-)
+from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Message
 from automodel_rl.generators.engine_ranks import Bystander, EngineRanks
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.vllm import VllmSameDevice
@@ -41,10 +31,10 @@ class Workers:
         self.version, self.fails_at = 0, ""
 
     def send(self, message: Message) -> None:
-        if type(message).__name__ == self.fails_at:
+        if isinstance(message, Call) and message.verb == self.fails_at:
             raise WeightSyncError(f"gone at {self.fails_at}")
         match message:
-            case InitTransfer(info):
+            case Call("init_transfer", (info,)):
                 self.buffers = [
                     [
                         torch.from_file(file, shared=True, size=Path(file).stat().st_size, dtype=torch.uint8)
@@ -52,13 +42,13 @@ class Workers:
                     ]
                     for own in info["buffers"]
                 ]
-                self.answers.append(Ready())
-            case Begin(version):
+                self.answers.append(Answer("init_transfer"))
+            case Call("begin", (version, _)):
                 self.version, self.loaded = version, {}
-            case LoadWeights(info):
+            case Call("load_weights", (info,)):
                 self.answers.append(self._load(info))
-            case Commit():
-                self.answers.append(Committed(self.version))
+            case Call("commit"):
+                self.answers.append(Answer("commit", Committed(self.version)))
 
     def _load(self, info: dict[str, Any]) -> Message:
         first, second = (buffers[info["buffer"]] for buffers in self.buffers)
@@ -70,7 +60,7 @@ class Workers:
                 return Failure(f"{name} differs between the workers")
             self.loaded[name] = first[part].clone().view(like.dtype).view(shape)
             start += like.nbytes
-        return Loaded()
+        return Answer("load_weights")
 
     def ready(self) -> bool:
         return bool(self.answers)
@@ -89,9 +79,9 @@ def sync_over_two_ranks(folder: Path, sizes: dict[str, Any]) -> list[str]:
     config = sync_config(num_buffers=2, timeout=5.0)
     sync = WeightSync(handle, VllmSameDevice(channel, handle.layout, 5.0, ranks.group), config)
     problems = []
-    for seed, fails_at in enumerate(("", "InitTransfer", "Begin", "LoadWeights", "Commit", "")):
+    for seed, fails_at in enumerate(("", "init_transfer", "begin", "load_weights", "commit", "")):
         workers.fails_at = fails_at
-        if fails_at == "InitTransfer":
+        if fails_at == "init_transfer":
             sync.disconnect()
         try:
             sync.send()
@@ -114,5 +104,5 @@ def test_every_worker_gets_every_byte_and_failures_reach_all_ranks(
     ranks: RankPool, tmp_path: Path, sizes: dict[str, Any]
 ) -> None:
     save_tiny_model(tmp_path)
-    expected = ["", *(f"gone at {name}" for name in ("InitTransfer", "Begin", "LoadWeights", "Commit")), ""]
+    expected = ["", *(f"gone at {name}" for name in ("init_transfer", "begin", "load_weights", "commit")), ""]
     assert ranks(2).run(sync_over_two_ranks, tmp_path, sizes) == [expected, expected]

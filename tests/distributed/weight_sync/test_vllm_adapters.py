@@ -11,7 +11,7 @@ from torch import Tensor
 
 from automodel_rl.config import ModelConfig, ParallelConfig, WeightSyncConfig
 from automodel_rl.config.model import LoraConfig
-from automodel_rl.generator_messages import Committed, LoadAdapter, Message
+from automodel_rl.generator_messages import Answer, Call, Committed, Message
 from automodel_rl.hf.adapter_pieces import one_by_one
 from automodel_rl.lora.peft import CONFIG, PEFT_PREFIX, WEIGHTS, AdapterFolder
 from automodel_rl.model.handle import ModelHandle
@@ -32,11 +32,13 @@ class Reader:
         self.answers: list[Message] = []
 
     def send(self, message: Message) -> None:
-        assert isinstance(message, LoadAdapter)
-        self.folders.append(Path(message.folder))
-        self.tensors = load_file(Path(message.folder, WEIGHTS))
-        self.config = json.loads(Path(message.folder, CONFIG).read_text())
-        self.answers.append(Committed(message.version))
+        assert isinstance(message, Call)
+        assert message.verb == "load_adapter"
+        version, folder = message.arguments
+        self.folders.append(Path(folder))
+        self.tensors = load_file(Path(folder, WEIGHTS))
+        self.config = json.loads(Path(folder, CONFIG).read_text())
+        self.answers.append(Answer("load_adapter", Committed(version)))
 
     def ready(self) -> bool:
         return bool(self.answers)

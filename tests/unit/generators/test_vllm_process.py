@@ -14,25 +14,10 @@ import pytest
 from PIL import Image as Picture
 
 from automodel_rl.errors import InputError, WeightSyncError
-from automodel_rl.generator_messages import (
-    Begin,
-    Commit,
-    Committed,
-    GiveUp,
-    InitTransfer,
-    LoadAdapter,
-    Loaded,
-    LoadWeights,
-    MakeRoom,
-    PromptMedia,
-    Ready,
-    Request,
-    Sampling,
-    VllmSettings,
-)
+from automodel_rl.generator_messages import Committed, PromptMedia, Request, Sampling, VllmSettings
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.vllm_process import WORKER, start_vllm
-from automodel_rl.weight_sync.channel import expect
+from automodel_rl.weight_sync.channel import call, expect, tell
 from tests.vllm_stand_in import NUMBERS, write_vllm
 from tests.weights import send_weights
 
@@ -64,8 +49,7 @@ def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
         assert first.versions == (0, 0)
         (aborted,) = generator.generate([Request([1, 2], 7, Sampling(3, 0.5))])
         assert (aborted.finish, aborted.error) == ("error", "the generator ended it: abort")
-        generator.send(InitTransfer({"buffers": []}))
-        expect(generator, Ready, 5.0)
+        call(generator, "init_transfer", {"buffers": []}, seconds=5.0)
         assert send_weights(generator, 4, "a", "b") == Committed(4)
         (after,) = generator.generate(requests[:1])
         assert (after.token_ids, after.versions) == ([1, 2, 2], (4, 4))
@@ -86,12 +70,12 @@ def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
 def test_weights_that_a_process_cannot_load_leave_it_refusing_to_generate() -> None:
     generator = make_process()
     try:
-        generator.send(Begin(1, 5.0))
-        generator.send(LoadWeights({"names": ["bad"]}))
+        tell(generator, "begin", 1, 5.0)
+        tell(generator, "load_weights", {"names": ["bad"]})
         with pytest.raises(WeightSyncError, match="ValueError: no parameter called bad"):
-            expect(generator, Loaded, 5.0)
-        generator.send(LoadWeights({"names": ["a"]}))  # were on their way
-        generator.send(Commit(sums=False))
+            expect(generator, "load_weights", 5.0)
+        tell(generator, "load_weights", {"names": ["a"]})  # were on their way
+        tell(generator, "commit", False)
         with pytest.raises(RuntimeError, match="no complete weights"):
             generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
     finally:
@@ -121,16 +105,15 @@ def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
     generator = make_process()
     try:
         request = Request([1, 2], 8, Sampling(3, 0.5))
-        generator.send(Begin(1, 5.0))
+        tell(generator, "begin", 1, 5.0)
         wait = generator.submit([request])
-        generator.send(LoadWeights({"names": ["a"]}))
-        expect(generator, Loaded, 5.0)
-        generator.send(Commit(sums=False))
-        expect(generator, Committed, 5.0)
+        tell(generator, "load_weights", {"names": ["a"]})
+        expect(generator, "load_weights", 5.0)
+        call(generator, "commit", False, seconds=5.0)
         assert [completion.versions for completion in wait()] == [(1, 1)]
-        generator.send(Begin(2, 5.0))
+        tell(generator, "begin", 2, 5.0)
         wait = generator.submit([request])
-        generator.send(GiveUp())
+        tell(generator, "give_up")
         with pytest.raises(RuntimeError, match="no complete weights"):
             wait()
     finally:
@@ -215,9 +198,9 @@ def test_pictures_go_with_their_prompt_and_one_that_vllm_sees_otherwise_fails_it
 def test_a_message_that_is_not_for_vllm_is_refused_by_name() -> None:
     generator = make_process()
     try:
-        generator.send(MakeRoom(1, 1))
-        with pytest.raises(WeightSyncError, match="got MakeRoom, which it does not know, or not at this point"):
-            expect(generator, Ready, 5.0)
+        tell(generator, "make_room", 1, 1)
+        with pytest.raises(WeightSyncError, match="got make_room, which it does not know, or not at this point"):
+            expect(generator, "make_room", 5.0)
     finally:
         generator.close()
 
@@ -272,14 +255,14 @@ def test_completions_end_with_the_adapter_that_they_began_with_and_no_place_is_l
             generator.generate(many)  # nothing is written by the base alone
         before: Any = None
         for version in range(1, 101):
-            generator.send(LoadAdapter(version, str(tmp_path / "adapters")))
-            assert expect(generator, Committed, 5.0) == Committed(version)
+            tell(generator, "load_adapter", version, str(tmp_path / "adapters"))
+            assert expect(generator, "load_adapter", 5.0) == Committed(version)
             written = generator.submit(many)
             if before is not None:
                 assert {completion.versions for completion in before()} == {(version - 1, version - 1)}
             before = written
-        generator.send(LoadAdapter(101, str(tmp_path / "not there")))
+        tell(generator, "load_adapter", 101, str(tmp_path / "not there"))
         with pytest.raises(WeightSyncError, match="FileNotFoundError"):
-            expect(generator, Committed, 5.0)
+            expect(generator, "load_adapter", 5.0)
     finally:
         generator.close()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from automodel_rl.errors import InputError, WeightSyncError
-from automodel_rl.generator_messages import Committed, InitTransfer, Ready, Request, Sampling
+from automodel_rl.generator_messages import Committed, Request, Sampling
 from automodel_rl.generators.vllm_checks import connect_servers
 from automodel_rl.generators.vllm_servers import VllmServers
-from automodel_rl.weight_sync.channel import expect
+from automodel_rl.weight_sync.channel import call
 from tests.weights import send_weights
 
 
@@ -119,8 +119,7 @@ def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str) -
     generator = connect([url, url])
     assert generator.weights.num_workers == 4
     Server.told.clear()
-    generator.weights.send(InitTransfer({"rank_offset": 1, "world_size": 5}))
-    expect(generator.weights, Ready, 5.0)
+    call(generator.weights, "init_transfer", {"rank_offset": 1, "world_size": 5}, seconds=5.0)
     offsets = sorted(body["init_info"]["rank_offset"] for _, body in Server.told)
     assert offsets == [1, 3]
     Server.told.clear()
@@ -150,8 +149,7 @@ def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str) -
 
 def init(generator: VllmServers, servers: list[str]) -> None:
     """The beginning of a connection, as the transport does it."""
-    generator.weights.send(InitTransfer({"rank_offset": 1, "world_size": 5, "servers": servers}))
-    expect(generator.weights, Ready, 5.0)
+    call(generator.weights, "init_transfer", {"rank_offset": 1, "world_size": 5, "servers": servers}, seconds=5.0)
 
 
 def test_the_others_write_for_a_server_that_is_gone_until_it_has_weights_again(url: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.generator_messages import Agree, Agreed, Failure, Hello, Loaded, Message, Ready, Taken
+from automodel_rl.generator_messages import Answer, Call, Failure, Hello, Message, ProtocolError
 from automodel_rl.weight_sync.channel import expect, greet
 from automodel_rl.weight_sync.collective import Collective
 
@@ -36,19 +36,29 @@ class Scripted:
 
 
 def test_an_answer_of_another_kind_and_a_failure_are_errors() -> None:
-    assert expect(Scripted(Taken(3)), Taken, 1.0) == Taken(3)
-    with pytest.raises(WeightSyncError, match="the generator answered Loaded where Ready was due"):
-        expect(Scripted(Loaded()), Ready, 1.0)
+    assert expect(Scripted(Answer("bucket", 3)), "bucket", 1.0) == 3
+    with pytest.raises(WeightSyncError, match="the generator answered load_weights where init_transfer was due"):
+        expect(Scripted(Answer("load_weights")), "init_transfer", 1.0)
+    with pytest.raises(WeightSyncError, match="the generator answered Hello where commit was due"):
+        expect(Scripted(Hello(1)), "commit", 1.0)
     with pytest.raises(WeightSyncError, match="^no room$"):
-        expect(Scripted(Failure("no room")), Ready, 1.0)
+        expect(Scripted(Failure("no room")), "make_room", 1.0)
     with pytest.raises(WeightSyncError, match="the generator is gone"):
-        expect(Scripted(), Ready, 1.0)
+        expect(Scripted(), "commit", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments"), [("comit", (True,)), ("commit", ()), ("leave", (1,)), ("bucket", (1, 2))]
+)
+def test_a_call_is_one_of_the_known_verbs_with_its_arguments(verb: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ProtocolError, match=f"{verb} takes"):
+        Call(verb, arguments)
 
 
 def test_a_greeting_passes_over_what_is_left_of_the_sync_before() -> None:
-    channel = Scripted(Taken(0), Failure("the sync before"), Agreed(), greeted=True)
+    channel = Scripted(Answer("bucket", 0), Failure("the sync before"), Answer("agree"), greeted=True)
     greet(channel, [], 1.0)
-    assert channel.sent[1:] == [Agree([])]
+    assert channel.sent[1:] == [Call("agree", ([],))]
     assert not channel.answers
 
 
