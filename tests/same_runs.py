@@ -128,7 +128,9 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     commit, names = sys.argv[1], sys.argv[2:]
-    wrong = 0
+    wrong, known = 0, [name for name, _ in cases(ROOT)]
+    if unknown := {*names} - {*known}:
+        sys.exit(f"no such run: {', '.join(unknown)}: use {'; '.join(known)}")
     with tempfile.TemporaryDirectory(prefix="same_runs_") as temporary:
         folder = Path(temporary)
         before = folder / "before"

@@ -1,16 +1,18 @@
 """What writes completions: transformers, vLLM, or servers of vLLM that run already. Each kind has the keys that it
 needs."""
 
+import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from automodel_rl.config.base import Fraction, PathText, Positive, Section
 
-Transport = Literal["local", "ipc", "collective", "vllm"]
-"""How weights reach generators. local: within a process. ipc: to a process on the same device, which reads the
-trainer's buffers in place. collective: one rank of each stage broadcasts to all generators. vllm: vLLM's own weight
-transfer."""
+Transport = Literal["local", "ipc", "collective"]
+"""How weights reach transformers generators. local: within a process. ipc: to a process on the same device, which
+reads the trainer's buffers in place. collective: one rank of each stage broadcasts to all generators."""
 
 Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
 """Devices by number, among those that ranks see."""
@@ -101,11 +103,6 @@ class VllmSamplerConfig(Section):
         """Devices of its own; none if it shares its rank's."""
         return ()
 
-    @property
-    def transport(self) -> Transport:
-        """How it gets weights."""
-        return "vllm"
-
 
 class VllmGeneratorConfig(VllmSamplerConfig):
     """vLLM in processes of its own."""
@@ -183,14 +180,14 @@ class VllmServersConfig(Section):
     def runs_vllm(self) -> bool:
         return True
 
-    @property
-    def transport(self) -> Transport:
-        return "vllm"
-
 
 def _of_kind(value: Any) -> Any:
     """A kind alone, or nothing, is the section of this kind, or of the first, with its defaults."""
-    return {"kind": value or "transformers"} if isinstance(value, str | None) else value
+    if value is None or (isinstance(value, str) and value):
+        return {"kind": value or "transformers"}
+    if isinstance(value, dict | Section):
+        return value
+    raise ValueError(f"must be a name, or a section with its name as kind, not {value!r}")
 
 
 GeneratorConfig = Annotated[
@@ -226,20 +223,21 @@ def generator_of_earlier(section: dict[str, Any]) -> dict[str, Any] | None:
     return {"kind": kind, **({"place": place} if place else {}), **given}
 
 
-def refuse_earlier(section: Any) -> None:
-    """Raises ValueError if a section has keys of earlier versions; the text has the section to write."""
-    found = [key for key in EARLIER if isinstance(section, dict) and key in section]
+def refuse_earlier(section: Any, earlier: Sequence[str] = EARLIER) -> None:
+    """Raises ValueError if a section has keys of earlier versions; the text has the section to write.
+
+    Args:
+        section: the section `rollout`, or a service's config.
+        earlier: its keys of earlier versions.
+    """
+    found = [key for key in earlier if isinstance(section, dict) and key in section]
     if not found:
         return
     today = generator_of_earlier(section)
-    write = "" if today is None else f": write generator: {_flow(today)}"
-    raise ValueError(f"{' and '.join(found)}: the section generator has these keys now, by its kind{write}")
+    write = "add them there" if today is None else f"write generator: {_flow(today)}"
+    raise ValueError(f"{', '.join(found)}: the section generator has such keys now, by its kind: {write}")
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_flow, value))}]"
-    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    """A section as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=sys.maxsize).strip()

@@ -56,11 +56,18 @@ def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def _keys_of_kinds(kinds: dict[str, type[BaseModel]], prefix: str) -> Iterator[Key]:
-    """The keys of all kinds but `kind` itself, each with the kind that has it."""
+    """The keys of all kinds but `kind` itself, each once, with the kinds that have it."""
+    found: dict[str, list[Key]] = {}
     for kind, section in kinds.items():
         for key in describe_keys(section, prefix):
-            if key.name != f"{prefix}kind":
-                yield key._replace(meaning=f"{kind}: {key.meaning}")
+            default = f"required with {kind}" if key.default == "required" else key.default
+            own = key._replace(meaning=f"{kind}: {key.meaning}", default=default)
+            found.setdefault(key.name, []).append(own)
+    for name, (first, *others) in found.items():
+        if name != f"{prefix}kind":
+            meaning = " ".join(key.meaning for key in (first, *others))
+            values = "|".join(dict.fromkeys(v for key in (first, *others) for v in key.values.split("|")))
+            yield first._replace(meaning=meaning, values=values)
 
 
 def inner_section(annotation: Any) -> type[BaseModel] | None:

@@ -2,7 +2,7 @@
 
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ ALGORITHMS: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "g
 
 TELLING = {"grpo": {"rollout", "rewards", "weight_sync"}}
 """Sections by which a config without the key `algorithm` is known."""
+
+EARLIER_DUMP = {*EARLIER}
+"""Keys of `rollout` by which a config that an earlier version has written is known: it has all of them."""
 
 RENAMED = {
     "rollout.engine": "rollout.generator",
@@ -55,8 +58,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
         >>> config.algorithm, config.optimizer.lr
         ('sft', 1e-05)
     """
-    values = _read(path, overrides)
-    likely = next((name for name, keys in TELLING.items() if keys & values.keys()), algorithm or "sft")
+    values = _read(path, overrides, lambda values: ALGORITHMS[_likely(values, algorithm)])
+    likely = _likely(values, algorithm)
     given = values.get("algorithm", likely)
     if isinstance(given, dict):  # a section of that name, of another trainer
         raise InputError("; ".join(answers("algorithm", given, ALGORITHMS[likely])) or f"{path}: algorithm: is a text")
@@ -69,15 +72,34 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
 
 def load_serve_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> ServeConfig:
     """The config of a service, read and checked as by `load_config`."""
-    return check_config(ServeConfig, _read(path, overrides))
+    return check_config(ServeConfig, _read(path, overrides, lambda _: ServeConfig))
 
 
-def _read(path: str | Path, overrides: typing.Sequence[str]) -> dict[str, Any]:
-    """The values of a YAML file, with overrides."""
+def _likely(values: dict[str, Any], algorithm: str | None) -> str:
+    """The algorithm that a config is for, as far as its values tell."""
+    given = values.get("algorithm")
+    if isinstance(given, str) and given in ALGORITHMS:
+        return given
+    return next((name for name, keys in TELLING.items() if keys & values.keys()), algorithm or "sft")
+
+
+def _read(
+    path: str | Path, overrides: typing.Sequence[str], kind_of: Callable[[dict[str, Any]], type[BaseModel]]
+) -> dict[str, Any]:
+    """The values of a YAML file, with overrides.
+
+    Args:
+        path: the file.
+        overrides: as of `load_config`.
+        kind_of: the kind of config that the file's values are for.
+    """
     values = _read_yaml(Path(path))
-    likely = ALGORITHMS.get(str(values.get("algorithm")), SFTConfig)
-    for key, text in parse_overrides(overrides, likely):
-        _assign(values, key, _parse_value(key, text), likely)
+    rollout = values.get("rollout")
+    if isinstance(rollout, dict) and rollout.keys() >= EARLIER_DUMP:
+        values = _of_today(values)
+    kind = kind_of(values)
+    for key, text in parse_overrides(overrides, kind):
+        _assign(values, key, _parse_value(key, text), kind)
     return values
 
 
@@ -213,8 +235,17 @@ def _assign(values: Any, key: str, value: Any, kind: type[BaseModel] = SFTConfig
             raise InputError(f"--{key}: {answer(key, kind) or f'{name} is a value, not a section'}")
     if isinstance(values, list):
         values[_list_place(key, last, values)] = value
+    elif _names_the_kind_of(value, values.get(last), _kinds_at(kind, [*path, last])):
+        values[last]["kind"] = value
     else:
         values[last] = value
+
+
+def _names_the_kind_of(value: Any, section: Any, kinds: Iterable[str]) -> bool:
+    """Whether a value is the name of the kind that a section has, or that it does not say."""
+    return (
+        isinstance(value, str) and isinstance(section, dict) and value in kinds and section.get("kind", value) == value
+    )
 
 
 def _kinds_at(kind: type[BaseModel], path: Sequence[str]) -> Iterable[str]:
@@ -246,8 +277,6 @@ KINDS = {
     "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
     "too_short": "must have at least {min_length} of them",
-    "union_tag_not_found": "must say its kind, such as {{kind: transformers}}",
-    "union_tag_invalid": "must be of the kind {expected_tags}",
     "too_long": "must have at most {max_length} of them",
 }
 """The rule that a value breaks, by the beginning of pydantic's name of the error."""
@@ -300,6 +329,8 @@ def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> st
     """The message for the errors of one key: `key: the rule, not the given value`. A value that may have several types
     breaks a rule of each."""
     detail = details[0]
+    if detail["type"].startswith("union_tag_"):
+        return f"{where}: {_kind_rule(detail, kind)}"
     if detail["type"] == "extra_forbidden":
         if where in RENAMED:
             return f"{where} is now called {RENAMED[where]}: rename it"
@@ -311,6 +342,22 @@ def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> st
     rule = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
     hint = answer(where, kind) if detail["type"].startswith("model_") else None
     return f"{prefix}{rule}, not {detail['input']!r}{f'; {hint}' if hint else ''}"
+
+
+def _kind_rule(detail: Detail, kind: type[BaseModel]) -> str:
+    """The message for a section that says no kind, or one that there is not."""
+    *before, last = detail["loc"]
+    kinds, given = _inside(_section_at(kind, tuple(before)), last)[1], detail["input"]
+    known = ", ".join(kinds)
+    if detail["type"] == "union_tag_invalid":
+        tag = str(given["kind"])
+        near = closest(tag, [*kinds])
+        return f"must be one of {known}, not {tag!r}" + (f"; did you mean {near}?" if near else "")
+    slip = closest("kind", [str(key) for key in given])
+    if slip:
+        return f"{slip}: unknown key; did you mean kind?"
+    fit = [name for name, section in kinds.items() if given.keys() <= section.model_fields.keys()]
+    return f"must say its kind, {f'such as kind: {fit[0]}' if fit else f'one of {known}'}, beside {', '.join(given)}"
 
 
 def _rule(detail: Detail) -> str:
@@ -325,6 +372,10 @@ def _unknown(where: str, detail: Detail, kind: type[BaseModel]) -> str:
     if section is None:
         return f"{where}: unknown key"
     known = [info.alias or name for name, info in section.model_fields.items()]
+    others = _kinds_with(detail["loc"], kind)
+    if others:
+        own = section.model_fields["kind"].default
+        return f"{where}: is a key of {' and '.join(others)}, and this is {own}; its keys are {', '.join(known)}"
     close = closest(str(detail["loc"][-1]), known)
     foreign = answers(where, detail["input"], kind)
     if foreign:
@@ -333,6 +384,15 @@ def _unknown(where: str, detail: Detail, kind: type[BaseModel]) -> str:
         names = [found.name for found in describe_keys(section)]
         close = next((name for name in names if name.split(".")[-1] == where), None)
     return f"{where}: unknown key; " + (f"did you mean {close}?" if close else f"known keys are {', '.join(known)}")
+
+
+def _kinds_with(location: tuple[int | str, ...], kind: type[BaseModel]) -> list[str]:
+    """The kinds that have a key, where the section at a location is of another kind, which has not."""
+    if len(location) < 3:
+        return []
+    *before, holder, own, key = location
+    kinds = _inside(_section_at(kind, tuple(before)), holder)[1]
+    return [name for name, section in kinds.items() if own in kinds and key in section.model_fields]
 
 
 def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:

@@ -318,9 +318,10 @@ class RolloutRunConfig(RunConfig):
                 "compared: set it to false"
             )
         if self.memory.offload is not None and generator.is_apart:
+            where = f"place={[*generator.devices]}" if generator.devices else f"kind={generator.kind}"
             raise ValueError(
-                f"memory.offload: rollout.generator.kind={generator.kind} has memory apart from the trainer's, and "
-                "could not use it: leave it out"
+                f"memory.offload: rollout.generator.{where} has memory apart from the trainer's, and could not use it: "
+                "leave it out"
             )
         if self.sleep_level == 2 and self.weight_sync.adapters == "alone":
             raise ValueError(

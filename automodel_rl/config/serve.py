@@ -117,7 +117,7 @@ class ServeConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _keys_of_today(cls, values: Any) -> Any:
-        refuse_earlier(values)
+        refuse_earlier(values, ("batch_size", "vllm"))
         return values
 
     @model_validator(mode="after")

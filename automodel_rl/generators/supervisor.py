@@ -44,6 +44,7 @@ class GeneratorSupervisor:
         engine: trains the model whose weights the generator gets.
         tokenizer: the model's tokenizer.
         prepare: called with every generator that is started and its transport, before it gets weights.
+        patience: longest time that ranks wait for a rank whose generator is slow. A rank that dies is noticed at once.
 
     Raises:
         InputError: the generator does not start.
@@ -63,9 +64,10 @@ class GeneratorSupervisor:
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         prepare: Callable[[Generator, Transport], None] = lambda generator, transport: None,
+        patience: datetime.timedelta = PATIENCE,
     ):
         self.spec, self.handle, self.tokenizer, self.prepare = spec, engine.handle, tokenizer, prepare
-        self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.world = dist.new_group(backend="gloo", timeout=patience)
         self.ranks = EngineRanks.join(spec)
         self.offload = RolloutOffload(engine)
         self._is_awake = False
@@ -206,7 +208,7 @@ class GeneratorSupervisor:
         self._policy_version_of[self.sync.version + 1] = self.policy_version
         try:
             self.sync.send()
-        except (WeightSyncError, OSError) as problem:  # adapters go to vLLM as files
+        except WeightSyncError as problem:
             self.problem = self.problem or str(problem)  # what failed first is the cause
 
     def _free_unused(self) -> None:

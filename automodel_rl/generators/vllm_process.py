@@ -61,9 +61,9 @@ def start_vllm(python: str | None, settings: VllmSettings, device: str | None) -
             end_seconds=END_SECONDS if num_workers > 1 else 0.0,
         )
     except OSError as error:
-        raise InputError(f"vllm.python={python}: cannot start it ({error.strerror})") from None
+        raise InputError(f"generator.python={python}: cannot start it ({error.strerror})") from None
     except RuntimeError as error:
         raise InputError(
-            f"generator=vllm: it does not start ({error}): give vllm.python the interpreter of an "
-            "environment with vLLM, or change its memory_fraction or options"
+            f"generator=vllm: it does not start ({error}): give generator.python the "
+            "interpreter of an environment with vLLM, or change its memory_fraction or options"
         ) from None

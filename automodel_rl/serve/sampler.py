@@ -1,5 +1,6 @@
 """Completions and log-probabilities of prompts under the weights that the trained model has."""
 
+import datetime
 import itertools
 import math
 import sys
@@ -21,6 +22,9 @@ from automodel_rl.rollout.seeds import mixed_seed
 from automodel_rl.serve.adapter_scale import AdapterScale
 from automodel_rl.serve.messages import Prompt, Refused, Sampled, SampledSequence
 
+PATIENCE = datetime.timedelta(hours=1)
+"""Longest time that ranks wait for a rank that is still sampling. A rank that dies is noticed at once."""
+
 MOST_ATTEMPTS = 3
 """Attempts at a sample, with failed generators started again in between."""
 
@@ -38,9 +42,9 @@ class Sampler:
     """
 
     def __init__(self, config: ServeConfig, engine: Engine, tokenizer: PreTrainedTokenizerBase):
-        self.config, self.engine, self.handle, self.tokenizer = config, engine, engine.handle, tokenizer
+        self.config, self.engine, self.handle = config, engine, engine.handle
         self._scale = AdapterScale()
-        self.supervisor = GeneratorSupervisor(config.generator_spec, engine, tokenizer, self._scale.prepare)
+        self.supervisor = GeneratorSupervisor(config.generator_spec, engine, tokenizer, self._scale.prepare, PATIENCE)
         self.world = self.supervisor.world
 
     def take_weights(self, scale: float) -> None:

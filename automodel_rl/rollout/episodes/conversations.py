@@ -18,7 +18,7 @@ from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.protocol import Promptlike
 from automodel_rl.rollout.seeds import mixed_seed
 
-AnyRollouts = TypeVar("AnyRollouts", bound=RolloutRunConfig)
+AnyRolloutRun = TypeVar("AnyRolloutRun", bound=RolloutRunConfig)
 
 
 class Conversations:
@@ -63,7 +63,7 @@ class Conversations:
         )
         self._driver = EpisodeDriver(rollout.max_episodes)
 
-    def with_stops(self, config: AnyRollouts) -> AnyRollouts:
+    def with_stops(self, config: AnyRolloutRun) -> AnyRolloutRun:
         """The config whose completions also stop at the tokens with which the template ends turns."""
         rollout = config.rollout
         stops = tuple(sorted({*rollout.stop_token_ids, *self._codec.stop_ids}))

@@ -21,6 +21,7 @@ from automodel_rl.config import (
     load_serve_config,
 )
 from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.config.load import RENAMED, check_config
 from automodel_rl.errors import InputError
 
@@ -208,13 +209,13 @@ GRPO: dict[str, Any] = {
         ("transformers", "local"),
         ({"kind": "transformers", "place": "shared"}, "ipc"),
         ({"kind": "transformers", "place": [1]}, "collective"),
-        ({"kind": "vllm", "place": [1]}, "vllm"),
-        ({"kind": "servers", "urls": ["http://localhost:1"]}, "vllm"),
     ],
 )
 def test_weights_go_the_way_that_fits_the_generators_place(generator: Any, transport: str) -> None:
     rollout = GRPO["rollout"] | {"generator": generator}
-    assert GRPOConfig.model_validate(GRPO | {"rollout": rollout}).rollout.generator.transport == transport
+    generator = GRPOConfig.model_validate(GRPO | {"rollout": rollout}).rollout.generator
+    assert isinstance(generator, TransformersGeneratorConfig)
+    assert generator.transport == transport
 
 
 VLLM = {"python": "/opt/vllm/bin/python", "memory_fraction": 0.4, "options": {}, "sleep": 2, "servers": []}
@@ -232,13 +233,16 @@ VLLM = {"python": "/opt/vllm/bin/python", "memory_fraction": 0.4, "options": {},
         ),
         (
             {"generator": "vllm", "devices": [4], "vllm": {}},
-            "devices and vllm: the section generator has these keys now, .* write generator: {kind: vllm, place: .4.}",
+            "devices, vllm: the section generator has such keys now, .* write generator: {kind: vllm, place: .4.}",
         ),
         (
             {"generator": "vllm", "vllm": {"servers": ["http://a:1"]}},
-            "write generator: {kind: servers, urls: .http://a:1.}",
+            "write generator: {kind: servers, urls: .*http://a:1.*}",
         ),
-        ({"generator": {"kind": "vllm"}, "vllm": {"sleep": 2}}, "rollout: vllm: the section .* by its kind$"),
+        (
+            {"generator": {"kind": "vllm"}, "vllm": {"sleep": 2}},
+            "rollout: vllm: the section .* by its kind: add them there$",
+        ),
     ],
 )
 def test_keys_of_earlier_versions_are_answered_with_the_section_to_write(rollout: dict[str, Any], today: str) -> None:
@@ -246,7 +250,38 @@ def test_keys_of_earlier_versions_are_answered_with_the_section_to_write(rollout
         check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | rollout})
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator() -> None:
+OVERRIDES: list[tuple[Any, list[str], dict[str, Any]]] = [
+    (None, ["--rollout.generator", "vllm"], {"kind": "vllm"}),
+    ("vllm", ["--rollout.generator.sleep", "2"], {"kind": "vllm", "sleep": 2}),
+    ("vllm", ["--rollout.generator.sleep", "2", "--rollout.generator", "vllm"], {"kind": "vllm", "sleep": 2}),
+    (None, ["--rollout.generator.sleep", "2", "--rollout.generator", "vllm"], {"kind": "vllm", "sleep": 2}),
+    ({"kind": "vllm", "python": "/p"}, ["--rollout.generator", "vllm"], {"kind": "vllm", "python": "/p"}),
+    ({"kind": "vllm", "python": "/p"}, ["--rollout.generator", "transformers"], {"kind": "transformers"}),
+]
+
+
+@pytest.mark.parametrize(("given", "overrides", "found"), OVERRIDES, ids=str)
+def test_a_generator_may_be_named_or_changed_by_overrides(
+    tmp_path: Path, given: Any, overrides: list[str], found: dict[str, Any]
+) -> None:
+    values = {key: value for key, value in GRPO.items() if key != "algorithm"}
+    values["rollout"] = GRPO["rollout"] | ({} if given is None else {"generator": given})
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values))
+    generator = load_config(tmp_path / "grpo.yaml", overrides, "grpo").rollout.generator
+    assert generator.model_dump(exclude_unset=True) == found
+
+
+def test_a_services_generator_may_be_changed_by_overrides(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump({"output": "o", "model": {"path": "m"}, "generator": "vllm"}))
+    config = load_serve_config(tmp_path / "serve.yaml", ["--generator.memory_fraction", "0.5"])
+    assert config.generator.model_dump(exclude_unset=True) == {"kind": "vllm", "memory_fraction": 0.5}
+    with pytest.raises(
+        InputError, match="vllm: the section generator .*: write generator: {kind: vllm, memory_fraction"
+    ):
+        load_serve_config(tmp_path / "serve.yaml", ["--vllm.memory_fraction", "0.5"])
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator(tmp_path: Path) -> None:
     config = check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | {"generator": {"kind": "vllm", "sleep": 2}}})
     values = yaml.safe_load(dump_config(config))
     del values["rollout"]["generator"]
@@ -254,6 +289,8 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator() -> None:
     values["rollout"] |= {**earlier, "vllm": {"python": None, "memory_fraction": 0.4, "options": {}, "sleep": 2}}
     values["weight_sync"]["transport"] = "auto"
     assert differing_keys(completed(values, config), yaml.safe_load(dump_config(config))) == []
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))  # export and --resume read it
+    assert load_config(tmp_path / "config.yaml").rollout == config.rollout
 
 
 @pytest.mark.parametrize(
@@ -279,7 +316,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator() -> None:
         ),
         (
             {"rollout": {"generator": {"kind": "transformers", "place": [1]}}, "memory": {"offload": {}}},
-            "memory.offload: rollout.generator.kind=transformers has memory apart from the trainer's",
+            "memory.offload: rollout.generator.place=.1. has memory apart from the trainer's",
         ),
         (
             {
@@ -290,7 +327,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator() -> None:
         ),
         (
             {"rollout": {"generator": {"kind": "transformers", "sleep": 2}}},
-            "rollout.generator.sleep: unknown key; known keys are kind, batch_size, place",
+            "rollout.generator.sleep: is a key of vllm, and this is transformers; its keys are kind, batch_size, place",
         ),
         (
             {"rollout": {"generator": {"kind": "transformers", "place": []}}},
@@ -300,10 +337,22 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator() -> None:
             {"rollout": {"generator": {"kind": "servers"}}},
             "rollout.generator.urls: this key is required",
         ),
-        ({"rollout": {"generator": "vlm"}}, "rollout.generator: must be of the kind 'transformers', 'vllm', 'servers'"),
+        (
+            {"rollout": {"generator": "vlm"}},
+            "rollout.generator: must be one of transformers, vllm, servers, not 'vlm'; did you",
+        ),
+        ({"rollout": {"generator": {"knd": "vllm"}}}, "rollout.generator: knd: unknown key; did you mean kind"),
+        (
+            {"rollout": {"generator": True}},
+            "generator: must be a name, or a section with its name as kind, not True",
+        ),
+        (
+            {"rollout": {"generator": {"urls": [], "sleep": 2}}},
+            "must say its kind, one of transformers, vllm, servers",
+        ),
         (
             {"rollout": {"generator": {"sleep": 2}}},
-            "rollout.generator: must say its kind, such as {kind: transformers}",
+            "rollout.generator: must say its kind, such as kind: vllm, beside sleep",
         ),
         (
             {"memory": {"reference": "device"}},

@@ -124,7 +124,7 @@ def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
 @pytest.mark.parametrize(
     ("python", "model", "message"),
     [
-        ("/no/such/python", "m", "vllm.python=/no/such/python: cannot start it"),
+        ("/no/such/python", "m", "generator.python=/no/such/python: cannot start it"),
         (sys.executable, "missing", "does not start .FileNotFoundError: no such model"),
     ],
 )
