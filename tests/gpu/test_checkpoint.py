@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from tests.distributed.checkpoint.test_state import stop_and_resume
+from tests.needs import need_gpus
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -21,8 +21,7 @@ pytestmark = pytest.mark.gpu
 )
 def test_training_goes_on_while_it_is_written(ranks: RankPool, tmp_path: Path, sizes: dict, memory: dict) -> None:
     parallel = ParallelConfig(**sizes)
-    if torch.cuda.device_count() < parallel.world_size:
-        pytest.skip(f"needs {parallel.world_size} CUDA devices")
+    need_gpus(parallel.world_size)
     # Large enough that copying takes longer than a kernel.
     save_tiny_model(tmp_path, vocab_size=20_000, hidden_size=1024, intermediate_size=2048, head_dim=64)
     config = ModelConfig(path=str(tmp_path), dtype="float32")

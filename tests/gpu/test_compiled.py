@@ -10,6 +10,7 @@ from automodel_rl.batch import Microbatch, empty_microbatch, pack_microbatch
 from automodel_rl.compat.compilation import compiled_so_far
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig
+from tests.needs import need_gpus
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 from tests.tiny_families import VOCAB
@@ -73,8 +74,9 @@ CASES = [
 def test_microbatches_of_any_size_compile_nothing_anew(
     ranks: RankPool, tmp_path: Path, family: str, sizes: dict, recomputed: str, options: dict
 ) -> None:
-    save_tiny_model(tmp_path, family, dtype=torch.bfloat16, head_dim=64, num_layers=4)
     size = ParallelConfig(**sizes).world_size
+    need_gpus(size)
+    save_tiny_model(tmp_path, family, dtype=torch.bfloat16, head_dim=64, num_layers=4)
     eager = MemoryConfig(compile=False, activation_checkpointing=recomputed)
     expected, _ = ranks(size).run(train, tmp_path, sizes, eager, options)[0]
     memory = MemoryConfig(activation_checkpointing=recomputed)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from automodel_rl.config import ParallelConfig
 from tests.distributed.parallel.test_parity import check
+from tests.needs import need_gpus
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -31,8 +31,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_float64_equals_transformers(ranks: RankPool, tmp_path: Path, parallel: ParallelConfig, tied: bool) -> None:
-    if torch.cuda.device_count() < parallel.world_size:
-        pytest.skip(f"needs {parallel.world_size} CUDA devices")
+    need_gpus(parallel.world_size)
     family = "qwen3_moe" if parallel.ep > 1 else "qwen3"
     save_tiny_model(tmp_path, family, tied=tied)
     check(ranks, tmp_path, family, **parallel.model_dump())

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.tools.verify.command import FLOAT64
 from automodel_rl.tools.verify.comparison import Case
 from tests.distributed.parallel.test_parity import assert_equal, differences
+from tests.needs import need_gpus
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -26,8 +26,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("parallel", "recomputed"), LAYOUTS, ids=str)
 def test_replay_equals_transformers(ranks: RankPool, tmp_path: Path, parallel: ParallelConfig, recomputed: str) -> None:
-    if torch.cuda.device_count() < parallel.world_size:
-        pytest.skip(f"needs {parallel.world_size} CUDA devices")
+    need_gpus(parallel.world_size)
     save_tiny_model(tmp_path, "qwen3_moe")
     memory = MemoryConfig(activation_checkpointing=recomputed)
     assert_equal(differences(ranks, tmp_path, Case(parallel, memory=memory, replay=True)), FLOAT64)

@@ -25,6 +25,7 @@ from tests.distributed.model.test_vision import (
     assert_equal,
     components_of,
 )
+from tests.needs import need_gpus
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_multimodal_model
 
@@ -56,8 +57,7 @@ FURTHER = [
 
 
 def needs(components: ComponentsConfig) -> int:
-    if torch.cuda.device_count() < components.world_size:
-        pytest.skip(f"needs {components.world_size} CUDA devices")
+    need_gpus(components.world_size)
     return components.world_size
 
 

@@ -24,6 +24,7 @@ from tests.distributed.weight_sync.generators import (
     train,
     trained_model,
 )
+from tests.needs import need_gpus
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -75,23 +76,18 @@ def sync_all(folder: Path, layouts: list[dict[str, Any]], way: str, first_genera
     return wrong
 
 
-def needs(num_devices: int) -> None:
-    if torch.cuda.device_count() < num_devices:
-        pytest.skip(f"needs {num_devices} CUDA devices")
-
-
 @pytest.mark.parametrize("way", ["local", "ipc"])
 @pytest.mark.parametrize(("family", "layouts"), [("qwen3", DENSE), ("qwen3_moe", MIXTURE)])
 def test_two_ranks_with_generators_on_their_devices(
     ranks: RankPool, tmp_path: Path, way: str, family: str, layouts: list[dict[str, Any]]
 ) -> None:
-    needs(2)
+    need_gpus(2)
     save_tiny_model(tmp_path, family, tied=way == "ipc" and family == "qwen3", dtype=torch.float32)
     assert ranks(2).run(sync_all, tmp_path, layouts, way, None) == [[], []]
 
 
 def test_one_rank_with_a_generator_on_another_device(ranks: RankPool, tmp_path: Path) -> None:
-    needs(2)
+    need_gpus(2)
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
     assert ranks(1).run(sync_all, tmp_path, [{}], "collective", 1) == [[]]
 
@@ -100,13 +96,13 @@ def test_one_rank_with_a_generator_on_another_device(ranks: RankPool, tmp_path: 
 def test_two_ranks_with_generators_on_two_other_devices(
     ranks: RankPool, tmp_path: Path, family: str, layouts: list[dict[str, Any]]
 ) -> None:
-    needs(4)
+    need_gpus(4)
     save_tiny_model(tmp_path, family, tied=family == "qwen3", dtype=torch.float32)
     assert ranks(2).run(sync_all, tmp_path, layouts, "collective", 2) == [[], []]
 
 
 def test_four_ranks_with_generators_on_their_devices(ranks: RankPool, tmp_path: Path) -> None:
-    needs(4)
+    need_gpus(4)
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
     assert ranks(4).run(sync_all, tmp_path, FOUR, "ipc", None) == [[]] * 4
 
@@ -124,7 +120,7 @@ def lose_the_generator(folder: Path) -> str:
 
 
 def test_an_generator_that_dies_under_nccl_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
-    needs(2)
+    need_gpus(2)
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
     (message,) = ranks(1).run(lose_the_generator, tmp_path)
     assert "its process ended with code -9" in message
