@@ -7,9 +7,11 @@ worker loads it by its path, in an environment that has nothing else of this pac
     Start             an Answer to "start", with a line for the console, or empty
     Generate          Finished for each completion, as soon as it is written, or Failed
     Hello             Hello, with the same number
-    Call              an Answer to its verb; none to "begin" and "give_up"
+    Call              an Answer to its verb; none to "begin" and "give_up", and none to what is left of a weight sync
+                      that has failed
 
-A `Call` is one of `VERBS` with its arguments. `Failure` may replace any answer, except the answers to Generate.
+A `Call` is one of `VERBS` with its arguments. `Failure` may replace any answer, except the answers to Generate, and
+may come where none is due.
 """
 
 import dataclasses
@@ -17,7 +19,25 @@ import hashlib
 import pickle
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
+
+Verb = Literal[
+    "agree",
+    "open_buffers",
+    "make_room",
+    "join",
+    "leave",
+    "bucket",
+    "receive",
+    "init_transfer",
+    "load_weights",
+    "load_adapter",
+    "begin",
+    "commit",
+    "give_up",
+    "sleep",
+    "wake",
+]
 
 
 class ProtocolError(RuntimeError):
@@ -182,20 +202,24 @@ class Call(Message):
         ProtocolError: there is no such verb, or it has other arguments.
     """
 
-    verb: str
+    verb: Verb
     arguments: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        names = VERBS.get(self.verb)
-        if names is None or len(names) != len(self.arguments):
-            raise ProtocolError(f"{self.verb} takes {names}, not {len(self.arguments)} arguments")
+        if self.verb not in VERBS:
+            raise ProtocolError(f"there is no verb {self.verb}")
+        names, _ = VERBS[self.verb]
+        if len(names) != len(self.arguments):
+            raise ProtocolError(
+                f"{self.verb} takes {', '.join(names) or 'nothing'}, not {len(self.arguments)} arguments"
+            )
 
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """The thing of this verb is done; `value` is what it gives."""
+    """The thing of this verb is done, or the process is started; `value` is what it gives."""
 
-    verb: str
+    verb: Verb | Literal["start"]
     value: Any = None
 
 
@@ -208,30 +232,45 @@ class Committed:
     checksums: dict[str, int] | None = None
 
 
-VERBS: dict[str, tuple[str, ...]] = {
+VERBS: dict[Verb, tuple[tuple[str, ...], str]] = {
     # Weights for this package's own generator.
-    "agree": ("plans",),  # hf.buckets.Plan of each sender; answered if names, shapes and dtypes are the generator's
-    "open_buffers": ("buffers",),  # weight_sync.shared_memory.SharedBuffer of each; gives handles of CUDA events
-    "make_room": ("num_bytes", "num_buffers"),  # to allocate; gives the number of buffers that fit
-    # A link for each sender, at the weight_sync.link.Address of their store; generators count from 0.
-    "join": ("address", "num_senders", "generator", "num_generators", "seconds"),
-    "leave": (),  # closes all links
-    "bucket": ("sender", "number", "slot"),  # a shared buffer holds this bucket; gives the slot, once it is read
-    "receive": ("frozen",),  # buckets come over the links: all, or those that are not frozen
-    # Weights for vLLM, by its own weight transfer.
-    "init_transfer": ("info",),  # connects its workers to the sender
-    "load_weights": ("info",),
-    # Adapters alone, in PEFT's format; completions that are being written end with those that they began with.
-    "load_adapter": ("version", "folder"),  # gives Committed
-    # Of every weight sync.
-    "begin": ("version", "seconds"),  # weights are incomplete from here on; the longest silence of the rank
-    "commit": ("sums",),  # all weights are sent; gives Committed, with checksums if asked for
-    "give_up": (),  # the end without a commit
-    # Memory of vLLM.
-    "sleep": ("level",),  # gives it back once all is written; level 1 keeps weights on the host
-    "wake": ("what",),  # takes it again: for its weights, and after those for its kv_cache
+    # Plans of all senders (hf.buckets.Plan); answered if names, shapes and dtypes are those of the generator's tensors.
+    "agree": (("plans",), ""),
+    # Buffers to share (weight_sync.shared_memory.SharedBuffer). On CUDA the handles are those of the events that say
+    # when each buffer has been read.
+    "open_buffers": (("buffers",), "handles"),
+    # Buffers that the generator allocates for itself, as many as fit.
+    "make_room": (("num_bytes", "num_buffers"), "num_buffers"),
+    # Links, one for each sender, at the weight_sync.link.Address of their store. Every generator joins all links, under
+    # its number from 0. The seconds are the longest wait for a peer.
+    "join": (("address", "num_senders", "generator", "num_generators", "seconds"), ""),
+    "leave": ((), ""),
+    # A sender has filled a shared buffer, the slot, with the bucket of this number in its plan; answered once read.
+    "bucket": (("sender", "number", "slot"), "slot"),
+    # Buckets come over the links: all, or those that are not frozen. Answered once all have come.
+    "receive": (("frozen",), ""),
+    # Weights for vLLM: arguments of vLLM's weight transfer.
+    "init_transfer": (("info",), ""),
+    "load_weights": (("info",), ""),
+    # Adapters alone, in PEFT's format in a folder that is there until the answer. Completions that are being written
+    # end with the adapter that they began with.
+    "load_adapter": (("version", "folder"), "Committed"),
+    # Every weight sync: begin, then buckets, receive or load_weights, then commit or give_up. Weights are incomplete in
+    # between. The seconds are the longest silence of the rank; sums asks for checksums of the generator's tensors.
+    "begin": (("version", "seconds"), ""),
+    "commit": (("sums",), "Committed"),
+    "give_up": ((), ""),
+    # Memory of vLLM: given back once all is written (level 1 keeps weights on the host), and taken again, first for its
+    # weights and then for its kv_cache.
+    "sleep": (("level",), ""),
+    "wake": (("what",), ""),
 }
-"""What a process may be asked to do, with the names of the arguments."""
+"""What a process may be asked to do: the names of the arguments, and of what is answered."""
+
+
+def name_of(message: object) -> str:
+    """A message's name in errors."""
+    return message.verb if isinstance(message, Call | Answer) else type(message).__name__
 
 
 def receive_start(connection: Connection) -> Start:
@@ -252,8 +291,7 @@ def receive_start(connection: Connection) -> Start:
 
 def unknown(message: object) -> ProtocolError:
     """The error for a message that its receiver does not handle, or not at this point."""
-    name = message.verb if isinstance(message, Call) else type(message).__name__
-    return ProtocolError(f"the generator got {name}, which it does not know, or not at this point")
+    return ProtocolError(f"the generator got {name_of(message)}, which it does not know, or not at this point")
 
 
 OTHER_VERSION = (
@@ -262,10 +300,10 @@ OTHER_VERSION = (
 
 
 def _fingerprint() -> str:
-    """A hash that changes with every name of a message, of a message's field, of a verb and of its arguments."""
+    """A hash that changes with every name of a message, a message's field, a verb, its arguments and its answer."""
     classes = {name: value for name, value in globals().items() if dataclasses.is_dataclass(value)}
     lines = [f"{name}: {[part.name for part in dataclasses.fields(value)]}" for name, value in classes.items()]
-    lines += [f"{verb}{arguments}" for verb, arguments in VERBS.items()]
+    lines += [f"{verb}: {both}" for verb, both in VERBS.items()]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 

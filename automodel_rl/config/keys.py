@@ -67,7 +67,9 @@ def _keys_of_kinds(kinds: dict[str, type[BaseModel]], prefix: str) -> Iterator[K
         if name != f"{prefix}kind":
             meaning = " ".join(key.meaning for key in (first, *others))
             values = "|".join(dict.fromkeys(v for key in (first, *others) for v in key.values.split("|")))
-            yield first._replace(meaning=meaning, values=values)
+            defaults = dict.fromkeys(f"{key.default} with {key.meaning.partition(':')[0]}" for key in (first, *others))
+            same = len({key.default for key in (first, *others)}) == 1
+            yield first._replace(meaning=meaning, values=values, default=first.default if same else ", ".join(defaults))
 
 
 def inner_section(annotation: Any) -> type[BaseModel] | None:

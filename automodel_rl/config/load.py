@@ -58,11 +58,13 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
         >>> config.algorithm, config.optimizer.lr
         ('sft', 1e-05)
     """
-    values = _read(path, overrides, lambda values: ALGORITHMS[_likely(values, algorithm)])
+    values = _read(path, overrides, lambda values: ALGORITHMS.get(_likely(values, algorithm), SFTConfig))
     likely = _likely(values, algorithm)
     given = values.get("algorithm", likely)
     if isinstance(given, dict):  # a section of that name, of another trainer
-        raise InputError("; ".join(answers("algorithm", given, ALGORITHMS[likely])) or f"{path}: algorithm: is a text")
+        raise InputError(
+            "; ".join(answers("algorithm", given, ALGORITHMS.get(likely, SFTConfig))) or f"{path}: algorithm: is a text"
+        )
     if not isinstance(given, str) or given not in ALGORITHMS:
         raise InputError(f"{path}: algorithm: {given!r} is not one of {', '.join(ALGORITHMS)}")
     if algorithm not in (None, given):
@@ -183,9 +185,13 @@ def _of_today(values: Any) -> Any:
     rollout = values.get("rollout") if isinstance(values, dict) else None
     if not isinstance(rollout, dict) or not any(key in rollout for key in EARLIER):
         return values
+    generator, sync = generator_of_earlier(rollout), values.get("weight_sync")
+    if generator is None:
+        return values  # the section's own check will say what is wrong
     kept = {key: value for key, value in rollout.items() if key not in EARLIER}
-    sync = {key: value for key, value in (values.get("weight_sync") or {}).items() if key != "transport"}
-    return {**values, "rollout": {**kept, "generator": generator_of_earlier(rollout)}, "weight_sync": sync}
+    if isinstance(sync, dict):
+        values = {**values, "weight_sync": {key: value for key, value in sync.items() if key != "transport"}}
+    return {**values, "rollout": {**kept, "generator": generator}}
 
 
 def differing_keys(one: Any, other: Any, prefix: str = "") -> list[str]:
@@ -357,7 +363,8 @@ def _kind_rule(detail: Detail, kind: type[BaseModel]) -> str:
     if slip:
         return f"{slip}: unknown key; did you mean kind?"
     fit = [name for name, section in kinds.items() if given.keys() <= section.model_fields.keys()]
-    return f"must say its kind, {f'such as kind: {fit[0]}' if fit else f'one of {known}'}, beside {', '.join(given)}"
+    beside = f", beside {', '.join(map(str, given))}" if given else ""
+    return f"must say its kind, {f'such as kind: {fit[0]}' if given and fit else f'one of {known}'}{beside}"
 
 
 def _rule(detail: Detail) -> str:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import InputError
-from automodel_rl.generator_messages import Answer, Call, Committed, Message, Request
+from automodel_rl.generator_messages import Answer, Call, Committed, Message, Request, unknown
 from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import own_group
@@ -116,8 +116,10 @@ class Bystander:
                 self._answers.append(Answer("commit", Committed(self._coming)))
             case Call("load_adapter", (version, _)):
                 self._answers.append(Answer("load_adapter", Committed(version)))
-            case Call(verb):
+            case Call("init_transfer" | "load_weights" as verb):
                 self._answers.append(Answer(verb))
+            case _:
+                raise unknown(message)
 
     def ready(self) -> bool:
         return bool(self._answers)

@@ -8,7 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from automodel_rl.errors import WeightSyncError, innermost
-from automodel_rl.generator_messages import Answer, Failed, Failure, Finished, Generate, Message, Request, Start
+from automodel_rl.generator_messages import (
+    Answer,
+    Failed,
+    Failure,
+    Finished,
+    Generate,
+    Message,
+    Request,
+    Start,
+    name_of,
+)
 from automodel_rl.generators.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
 from automodel_rl.generators.completions import completion_of
 from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
@@ -83,7 +93,7 @@ class GeneratorProcess:
                 case Failure(text):
                     raise RuntimeError(text)
                 case other:
-                    raise RuntimeError(f"it answered {type(other).__name__} where start was due")
+                    raise RuntimeError(f"it answered {name_of(other)} where start was due")
         except RuntimeError:
             self.close()
             raise

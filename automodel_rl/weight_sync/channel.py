@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from automodel_rl.errors import WeightSyncError
-from automodel_rl.generator_messages import Answer, Call, Failure, Hello, Message
+from automodel_rl.generator_messages import Answer, Call, Failure, Hello, Message, Verb, name_of
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.slots import wait_until
 
@@ -27,7 +27,7 @@ class Channel(Protocol):
         ...
 
 
-def tell(channel: Channel, verb: str, *arguments: Any) -> None:
+def tell(channel: Channel, verb: Verb, *arguments: Any) -> None:
     """Calls for something. What is answered must be taken by `expect`.
 
     Raises:
@@ -36,7 +36,7 @@ def tell(channel: Channel, verb: str, *arguments: Any) -> None:
     channel.send(Call(verb, arguments))
 
 
-def expect(channel: Channel, verb: str, seconds: float, watch: Callable[[], None] = lambda: None) -> Any:
+def expect(channel: Channel, verb: Verb, seconds: float, watch: Callable[[], None] = lambda: None) -> Any:
     """Waits for the answer to an earlier call, and returns what it gives.
 
     Args:
@@ -55,11 +55,10 @@ def expect(channel: Channel, verb: str, seconds: float, watch: Callable[[], None
         case Answer(answered, value) if answered == verb:
             return value
         case other:
-            name = other.verb if isinstance(other, Answer) else type(other).__name__
-            raise WeightSyncError(f"the generator answered {name} where {verb} was due")
+            raise WeightSyncError(f"the generator answered {name_of(other)} where {verb} was due")
 
 
-def call(channel: Channel, verb: str, *arguments: Any, seconds: float) -> Any:
+def call(channel: Channel, verb: Verb, *arguments: Any, seconds: float) -> Any:
     """Calls for something, waits until it is done, and returns what it gives. It raises the same as `expect`."""
     tell(channel, verb, *arguments)
     return expect(channel, verb, seconds)

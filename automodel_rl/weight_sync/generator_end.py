@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.errors import WeightSyncError, reason
-from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Hello, Message, unknown
+from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Hello, Message, Verb, unknown
 from automodel_rl.weight_sync.link import Address, Link, raise_failure
 from automodel_rl.weight_sync.receiver import Receiver, in_turn
 from automodel_rl.weight_sync.shared_memory import SharedBuffer
@@ -64,7 +64,7 @@ class GeneratorEnd:
             self._leave()
             self.answer(Failure(reason(error)))
 
-    def _do(self, verb: str, arguments: tuple[Any, ...]) -> Any:
+    def _do(self, verb: Verb, arguments: tuple[Any, ...]) -> Any:
         """Does what is done between weight syncs, and returns what it gives."""
         match verb:
             case "agree":

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import sys
+import typing
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,8 +71,26 @@ def test_the_fingerprint_changes_with_every_field_and_argument(monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(generator_messages, "Finished", other)
         assert generator_messages._fingerprint() != generator_messages.PROTOCOL
-    monkeypatch.setitem(generator_messages.VERBS, "bucket", ("sender", "number", "place"))
+    monkeypatch.setitem(generator_messages.VERBS, "bucket", (("sender", "number", "slot"), "place"))
     assert generator_messages._fingerprint() != generator_messages.PROTOCOL
+
+
+RECEIVERS = (
+    "weight_sync/generator_end.py",
+    "generators/vllm_worker.py",
+    "generators/vllm_server_weights.py",
+    "generators/engine_ranks.py",
+)
+
+
+def test_receivers_know_all_verbs_and_no_others() -> None:
+    """The texts in the patterns of their match statements."""
+    known = set()
+    for file in RECEIVERS:
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+            if isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant):
+                known.add(node.value.value)
+    assert known == {*generator_messages.VERBS} == {*typing.get_args(generator_messages.Verb)}
 
 
 UNREADABLE = """

@@ -281,6 +281,28 @@ def test_a_services_generator_may_be_changed_by_overrides(tmp_path: Path) -> Non
         load_serve_config(tmp_path / "serve.yaml", ["--vllm.memory_fraction", "0.5"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generator": {"kind": "vllm"}}, "rollout: own_process, devices, batch_size, vllm: .*: add them there"),
+        ({"vllm": 3}, "rollout: own_process, devices, batch_size, vllm: .*: add them there"),
+    ],
+)
+def test_what_an_earlier_version_did_not_write_is_not_taken_for_its_own(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    earlier = {"own_process": True, "devices": [], "batch_size": 32, "vllm": {}, **changes}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(GRPO | {"rollout": GRPO["rollout"] | earlier, "weight_sync": 3}))
+    with pytest.raises(InputError, match=message):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_an_algorithm_that_there_is_not_is_named(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(MINIMAL)
+    with pytest.raises(InputError, match="'ppo' is not one of sft, dpo, grpo"):
+        load_config(tmp_path / "c.yaml", (), "ppo")
+
+
 def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator(tmp_path: Path) -> None:
     config = check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | {"generator": {"kind": "vllm", "sleep": 2}}})
     values = yaml.safe_load(dump_config(config))
@@ -341,6 +363,8 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator(tmp_path: P
             {"rollout": {"generator": "vlm"}},
             "rollout.generator: must be one of transformers, vllm, servers, not 'vlm'; did you",
         ),
+        ({"rollout": {"generator": {}}}, "must say its kind, one of transformers, vllm, servers$"),
+        ({"rollout": {"generator": {1: 2}}}, "must say its kind, one of transformers, vllm, servers, beside 1"),
         ({"rollout": {"generator": {"knd": "vllm"}}}, "rollout.generator: knd: unknown key; did you mean kind"),
         (
             {"rollout": {"generator": True}},

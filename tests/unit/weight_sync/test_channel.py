@@ -1,5 +1,6 @@
 """A rank's talk with its generator: which answers are taken, and what is let go when nobody answers."""
 
+import queue
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Answer, Call, Failure, Hello, Message, ProtocolError
 from automodel_rl.weight_sync.channel import expect, greet
 from automodel_rl.weight_sync.collective import Collective
+from automodel_rl.weight_sync.generator_end import GeneratorEnd
+from automodel_rl.weight_sync.receiver import Receiver
 
 
 class Scripted:
@@ -51,7 +54,7 @@ def test_an_answer_of_another_kind_and_a_failure_are_errors() -> None:
     ("verb", "arguments"), [("comit", (True,)), ("commit", ()), ("leave", (1,)), ("bucket", (1, 2))]
 )
 def test_a_call_is_one_of_the_known_verbs_with_its_arguments(verb: str, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ProtocolError, match=f"{verb} takes"):
+    with pytest.raises(ProtocolError, match=f"{verb} takes|there is no verb {verb}"):
         Call(verb, arguments)
 
 
@@ -89,3 +92,35 @@ def test_links_are_closed_though_the_generator_is_gone() -> None:
     assert link.closed
     assert not transport.links
     assert transport.store is None
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        (Call("bucket", (0, 0, 0)), None),  # left of a weight sync that has failed
+        (Call("receive", (True,)), None),
+        (Call("commit", (False,)), None),
+        (Call("give_up"), None),
+        (Call("leave"), Answer("leave")),
+        (Hello(3), Hello(3)),
+        (Call("sleep", (2,)), "ProtocolError: the generator got sleep, which it does not know, or not at this point"),
+        (
+            Call("load_weights", ({},)),
+            "ProtocolError: the generator got load_weights, which it does not know, or not at this point",
+        ),
+    ],
+    ids=str,
+)
+def test_a_generator_answers_what_is_due_outside_of_a_weight_sync(message: Message, answer: Any) -> None:
+    answers: list[Message] = []
+    end = GeneratorEnd(Receiver({}), torch.device("cpu"), queue.Queue(), answers.append)
+    end.handle(message)
+    assert answers == ([] if answer is None else [Failure(answer) if isinstance(answer, str) else answer])
+
+
+def test_a_verb_of_another_generator_ends_a_weight_sync() -> None:
+    answers: list[Message] = []
+    messages: queue.Queue[Message] = queue.Queue()
+    messages.put(Call("wake", ("weights",)))
+    GeneratorEnd(Receiver({}), torch.device("cpu"), messages, answers.append).handle(Call("begin", (1, 5.0)))
+    assert answers == [Failure("ProtocolError: the generator got wake, which it does not know, or not at this point")]
