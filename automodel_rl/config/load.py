@@ -318,17 +318,8 @@ def _with_keys(place: str, kind: type[BaseModel]) -> str:
 
 
 def _place(detail: Detail, kind: type[BaseModel]) -> str:
-    """The dotted key of an error. A kind that a section chose is no part of it."""
-    parts: list[str] = []
-    section: type[BaseModel] | None = kind
-    kinds: dict[str, type[BaseModel]] = {}
-    for part in detail["loc"]:
-        if part in kinds:
-            section, kinds = kinds[part], {}
-        elif not BRANCH.fullmatch(str(part)):
-            parts.append(str(part))
-            section, kinds = _inside(section, part)
-    return ".".join(parts)
+    """The dotted key of an error."""
+    return ".".join(_walk(kind, detail["loc"])[0])
 
 
 def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> str:
@@ -404,14 +395,22 @@ def _kinds_with(location: tuple[int | str, ...], kind: type[BaseModel]) -> list[
 
 def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
     """The section class at a location such as ("data", "train", 0)."""
+    return _walk(kind, location)[1]
+
+
+def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys of a location, without the kinds that sections chose and the types that values may have; and the section
+    at its end."""
+    keys: list[str] = []
     section: type[BaseModel] | None = kind
     kinds: dict[str, type[BaseModel]] = {}
     for part in location:
         if part in kinds:
             section, kinds = kinds[str(part)], {}
-        else:
+        elif not BRANCH.fullmatch(str(part)):
+            keys.append(str(part))
             section, kinds = _inside(section, part)
-    return section
+    return keys, section
 
 
 def _inside(
