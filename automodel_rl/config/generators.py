@@ -23,18 +23,27 @@ def _refuse_twice(devices: tuple[int, ...]) -> None:
         raise ValueError(f"place={list(devices)}: each generator needs a device of its own: name none twice")
 
 
-class TransformersSamplerConfig(Section):
+class _StartedByRanks(Section):
+    """What kinds have in common that ranks start."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Devices of its own; none if it shares its rank's."""
+        return ()
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it has memory of its own, which the trainer cannot use."""
+        return bool(self.devices)
+
+
+class TransformersSamplerConfig(_StartedByRanks):
     """transformers: a whole copy of the model in every rank's process."""
 
     kind: Literal["transformers"] = "transformers"
 
     batch_size: Positive = 64
     """Most completions that are written at once on each rank."""
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Devices of its own; none if it shares its rank's."""
-        return ()
 
     @property
     def transport(self) -> Transport:
@@ -64,11 +73,6 @@ class TransformersGeneratorConfig(TransformersSamplerConfig):
         return self.place != "in_process"
 
     @property
-    def is_apart(self) -> bool:
-        """Whether it has memory of its own, which the trainer cannot use."""
-        return bool(self.devices)
-
-    @property
     def runs_vllm(self) -> bool:
         return False
 
@@ -83,7 +87,7 @@ class TransformersGeneratorConfig(TransformersSamplerConfig):
         return self
 
 
-class VllmSamplerConfig(Section):
+class VllmSamplerConfig(_StartedByRanks):
     """vLLM in a process of its own beside every rank, on its device."""
 
     kind: Literal["vllm"] = "vllm"
@@ -97,11 +101,6 @@ class VllmSamplerConfig(Section):
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of vllm.LLM, e.g. max_num_seqs."""
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """Devices of its own; none if it shares its rank's."""
-        return ()
 
 
 class VllmGeneratorConfig(VllmSamplerConfig):
@@ -129,10 +128,6 @@ class VllmGeneratorConfig(VllmSamplerConfig):
     @property
     def has_process(self) -> bool:
         return True
-
-    @property
-    def is_apart(self) -> bool:
-        return bool(self.devices)
 
     @property
     def runs_vllm(self) -> bool:
