@@ -1,5 +1,6 @@
 """Token sequences packed into microbatches: only tensors and lists, no process groups."""
 
+from automodel_rl.batch.batch import Batch, RoutesAt
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
 from automodel_rl.batch.local_microbatch import LEAST_TOKENS, AttentionCall, LocalMicrobatch, local_microbatch
 from automodel_rl.batch.media import (
@@ -27,6 +28,7 @@ from automodel_rl.batch.microbatch import (
     sum_by_sequence,
     unpack,
 )
+from automodel_rl.batch.packing import Packing, StepSize
 from automodel_rl.batch.routes import RouterShape, Routes, join_routes, join_turns, read_routes
 
 __all__ = [
@@ -34,16 +36,20 @@ __all__ = [
     "LEAST_TOKENS",
     "AttentionCall",
     "Audio",
+    "Batch",
     "DataShare",
     "Image",
     "LocalMicrobatch",
     "Media",
     "MediaTokens",
     "Microbatch",
+    "Packing",
     "RotaryGrid",
     "RouterShape",
     "Routes",
+    "RoutesAt",
     "Source",
+    "StepSize",
     "TokenSequence",
     "Video",
     "add_values",

@@ -154,23 +154,53 @@ def pack(
         [(6, 3)]
     """
     share = share or DataShare()
-    if len(sequences) % together:
-        raise ValueError(f"{len(sequences)} sequences are not whole groups of {together}")
     check_sequences(sequences, range(len(sequences)))
-    groups = [sequences[start : start + together] for start in range(0, len(sequences), together)]
-    lengths = [sum(map(len, group)) for group in groups]
-    for place, length in enumerate(lengths):
+    dealt = deal_rows(
+        [*map(len, sequences)], capacity, share.count, min_microbatches=min_microbatches, together=together, cost=cost
+    )
+    like = pack_microbatch([sequences[0]]) if sequences else None
+    mine = dealt[share.rank]
+    return [pack_microbatch([sequences[i] for i in p], order=p) if p else empty_microbatch(like) for p in mine]
+
+
+def deal_rows(
+    lengths: Sequence[int],
+    capacity: int,
+    num_shares: int,
+    *,
+    min_microbatches: int = 1,
+    together: int = 1,
+    cost: Callable[[int], float] = float,
+) -> list[list[Bin]]:
+    """Deals a global batch to the data ranks.
+
+    Args:
+        lengths: tokens of every sequence.
+        num_shares: number of data ranks.
+        capacity, min_microbatches, together, cost: as those of `pack`.
+
+    Returns:
+        The microbatches of every data rank, equally many, each as the places of its sequences.
+
+    Raises:
+        InputError, ValueError: as `pack`.
+    """
+    if len(lengths) % together:
+        raise ValueError(f"{len(lengths)} sequences are not whole groups of {together}")
+    groups = [lengths[start : start + together] for start in range(0, len(lengths), together)]
+    of_groups = [*map(sum, groups)]
+    for place, length in enumerate(of_groups):
         if length > capacity:
             raise InputError(
                 f"{_name_of(place, together)} {length} tokens but a microbatch holds {capacity}: truncate, drop, or "
                 "raise the capacity"
             )
-    bins = assign_bins(lengths, capacity, min_count=min_microbatches * share.count, multiple=share.count)
-    costs = [sum(cost(len(sequence)) for group in b for sequence in groups[group]) for b in bins]
-    mine = [bins[place] for place in share_bins(costs, share.count)[share.rank]]
-    like = pack_microbatch([sequences[0]]) if sequences else None
-    places = [[group * together + i for group in b for i in range(together)] for b in mine]
-    return [pack_microbatch([sequences[i] for i in p], order=p) if p else empty_microbatch(like) for p in places]
+    bins = assign_bins(of_groups, capacity, min_count=min_microbatches * num_shares, multiple=num_shares)
+    costs = [sum(cost(length) for group in b for length in groups[group]) for b in bins]
+    return [
+        [[group * together + i for group in bins[place] for i in range(together)] for place in share]
+        for share in share_bins(costs, num_shares)
+    ]
 
 
 def _name_of(place: int, together: int) -> str:

@@ -186,11 +186,11 @@ def pack_microbatch(sequences: Sequence[TokenSequence], order: Sequence[int] | N
         input_ids=torch.cat([s.input_ids for s in sequences]),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         targets=torch.cat([part for s in sequences for part in (s.input_ids[1:], end)]),
-        loss_mask=torch.cat([_to_predictor(s.loss_mask) for s in sequences]),
+        loss_mask=torch.cat([to_predictor(s.loss_mask) for s in sequences]),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         lengths=lengths,
         order=order,
-        values={name: torch.cat([_to_predictor(s.values[name]) for s in sequences]) for name in names},
+        values={name: torch.cat([to_predictor(s.values[name]) for s in sequences]) for name in names},
         routes=join_routes([s.routes for s in sequences]),
         media=tuple(i.moved(start) for s, start in zip(sequences, starts, strict=False) for i in s.media),
     )
@@ -300,7 +300,7 @@ def add_values(microbatch: Microbatch, name: str, pieces: Sequence[Tensor]) -> M
         name: the tensor's name in `Microbatch.values`.
         pieces: one tensor [n] for each real sequence, each entry at the token it describes, as `unpack` returns them.
     """
-    shifted = [_to_predictor(piece) for piece in pieces]
+    shifted = [to_predictor(piece) for piece in pieces]
     return set_values(
         microbatch, name, torch.zeros(microbatch.num_tokens) if microbatch.is_empty else torch.cat(shifted)
     )
@@ -330,7 +330,7 @@ class _SpreadOverTokens(torch.autograd.Function):
         return sum_by_sequence(gradients[0], ctx.batch), None
 
 
-def _to_predictor(values: Tensor) -> Tensor:
+def to_predictor(values: Tensor) -> Tensor:
     """Moves each value one place to the left, onto the position that predicts its token."""
     return torch.cat([values[1:], values.new_zeros(1)])
 

@@ -21,6 +21,7 @@ from automodel_rl.model.logprobs import Head, read_targets, top_logits
 from automodel_rl.model.offload import Offload
 from automodel_rl.optimizers import OPTIMIZERS, AdamWSettings, ModelOptimizer, learning_rate, warmup_steps
 from automodel_rl.parallel.sharding import by_mesh
+from automodel_rl.step.agreement import GlobalBatch
 from automodel_rl.step.runner import StepRunner
 from automodel_rl.step.totals import LossTotals, share_totals
 
@@ -99,7 +100,11 @@ class Engine:
         self.keep_microbatches_in: Path | None = None
 
     def train_step(
-        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout = LOGPROBS
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_fn: LossFn,
+        readout: Readout = LOGPROBS,
+        agreed: GlobalBatch | None = None,
     ) -> TrainOutput:
         """Takes one optimizer step over the global batch.
 
@@ -107,6 +112,8 @@ class Engine:
             microbatches: this data rank's microbatches, on the host; every data rank has equally many (see `pack`).
             loss_fn: gives sums over a microbatch; `PPLossAdapter` divides them by the counts of the global batch.
             readout: what the loss gets for every token.
+            agreed: the size of the global batch, if one process has made and checked the microbatches of all ranks;
+                None lets the ranks check each other's.
 
         Returns:
             Loss, gradient norm and metrics, equal on every rank.
@@ -117,7 +124,7 @@ class Engine:
                 before.
             TrainingDivergedError: the loss or gradient was not finite in too many steps in a row.
         """
-        agreed = self.runner.global_batch(microbatches)
+        agreed = self.runner.global_batch(microbatches, agreed)
         lr = learning_rate(self.config, self.step, self.total_steps)
         if agreed.num_microbatches == 0:
             self.step += 1
@@ -145,13 +152,14 @@ class Engine:
         loss_fn: LossFn,
         readout: Readout = LOGPROBS,
         counts: dict[Denominator, int] | None = None,
+        agreed: GlobalBatch | None = None,
     ) -> tuple[float, dict[str, float]]:
         """Adds the gradients of a global batch to those that are there, until `optimizer_step` or `zero_grad`.
 
         A loss whose derivatives by log-probabilities come from outside is a `LinearLoss` with these as its weights.
 
         Args:
-            microbatches, loss_fn, readout: as those of `train_step`.
+            microbatches, loss_fn, readout, agreed: as those of `train_step`.
             counts: what divides the loss's sums; None for the counts of this global batch, `UNDIVIDED` for nothing.
 
         Returns:
@@ -161,7 +169,7 @@ class Engine:
             InputError: as `train_step`; the gradients of earlier calls are still there.
             MicrobatchError: as `train_step`; all gradients are gone, also those of earlier calls.
         """
-        agreed = self.runner.global_batch(microbatches)
+        agreed = self.runner.global_batch(microbatches, agreed)
         counts = agreed.counts if counts is None else counts
         if agreed.num_microbatches == 0:
             return 0.0, {}
@@ -231,11 +239,12 @@ class Engine:
         loss_fn: LossFn,
         readout: Readout = LOGPROBS,
         counts: dict[Denominator, int] | None = None,
+        agreed: GlobalBatch | None = None,
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics over the global batch, without gradients or optimizer steps.
 
         Args:
-            microbatches, loss_fn, readout, counts: as those of `forward_backward`.
+            microbatches, loss_fn, readout, counts, agreed: as those of `forward_backward`.
 
         Returns:
             The loss and its metrics, equal on every rank.
@@ -244,7 +253,7 @@ class Engine:
             InputError: on every rank, if the microbatches do not fit the model or each other.
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        agreed = self.runner.global_batch(microbatches)
+        agreed = self.runner.global_batch(microbatches, agreed)
         totals = self.runner.evaluate(microbatches, loss_fn, readout, agreed)
         return self._shared(totals, agreed.counts if counts is None else counts)
 
@@ -266,7 +275,13 @@ class Engine:
             for piece in unpack(output[:, 0], microbatch)
         ]
 
-    def add_logprobs(self, microbatches: Sequence[Microbatch], name: str, temperature: float = 1.0) -> list[Microbatch]:
+    def add_logprobs(
+        self,
+        microbatches: Sequence[Microbatch],
+        name: str,
+        temperature: float = 1.0,
+        agreed: GlobalBatch | None = None,
+    ) -> list[Microbatch]:
         """This data rank's microbatches with the log-probabilities of their tokens under the model.
 
         Args:
@@ -274,8 +289,9 @@ class Engine:
             name: the name that the log-probabilities get in `values`. They are a tensor [T] on the host, fp32 or
                 float64, aligned with predicting positions.
             temperature: the logits are divided by it.
+            agreed: as that of `train_step`.
         """
-        outputs = self.runner.forward(microbatches, read_targets(Readout(temperature)))
+        outputs = self.runner.forward(microbatches, read_targets(Readout(temperature)), agreed)
         return [
             set_values(microbatch, name, output[:, 0].cpu())
             for microbatch, output in zip(microbatches, outputs, strict=True)
@@ -301,12 +317,15 @@ class Engine:
         dtype = torch.promote_types(self.handle.dtype, torch.float32)
         return torch.cat([torch.empty(0, dtype=dtype, device=self.handle.layout.device), *scores])
 
-    def top_logits(self, microbatches: Sequence[Microbatch], k: int) -> list[tuple[Tensor, Tensor]]:
+    def top_logits(
+        self, microbatches: Sequence[Microbatch], k: int, agreed: GlobalBatch | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         """The k largest logits for each token and their ids, largest first.
 
         Args:
             microbatches: this data rank's microbatches.
             k: how many logits to give for each token.
+            agreed: as that of `train_step`.
 
         Returns:
             Two tensors [n, k] for each sequence, aligned with its tokens: logits, fp32 or float64, and ids, int64.
@@ -318,7 +337,7 @@ class Engine:
             values, ids = top_logits(hidden, head, k)
             return torch.stack([values, ids.to(values.dtype)], dim=1)  # fp32 holds ids up to 2 ** 24
 
-        outputs = self.runner.forward(microbatches, both)
+        outputs = self.runner.forward(microbatches, both, agreed)
         pieces = [
             piece
             for output, microbatch in zip(outputs, microbatches, strict=True)
@@ -326,16 +345,21 @@ class Engine:
         ]
         return [(piece[:, 0], piece[:, 1].long()) for piece in pieces]
 
-    def next_tokens(self, microbatches: Sequence[Microbatch]) -> Tensor:
+    def next_tokens(self, microbatches: Sequence[Microbatch], agreed: GlobalBatch | None = None) -> Tensor:
         """The likeliest token after each sequence.
 
         Args:
             microbatches: this data rank's microbatches.
+            agreed: as that of `train_step`.
 
         Returns:
             int64 [N], in the order in which the microbatches hold the sequences.
         """
-        outputs = self.runner.forward(microbatches, lambda hidden, head, _: top_logits(hidden, head, 1)[1][:, 0])
+
+        def likeliest(hidden: Tensor, head: Head, _: LocalMicrobatch) -> Tensor:
+            return top_logits(hidden, head, 1)[1][:, 0]
+
+        outputs = self.runner.forward(microbatches, likeliest, agreed)
         ends = [
             microbatch.cu_seqlens[1 : microbatch.num_sequences + 1].to(output.device) - 1
             for output, microbatch in zip(outputs, microbatches, strict=True)

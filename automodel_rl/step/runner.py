@@ -55,18 +55,20 @@ class StepRunner:
         elif handle.stages:
             self._driver = SequentialDriver(handle.stages[0].part, self.layout.parallel)
 
-    def global_batch(self, microbatches: Sequence[Microbatch]) -> GlobalBatch:
+    def global_batch(self, microbatches: Sequence[Microbatch], agreed: GlobalBatch | None = None) -> GlobalBatch:
         """Number of microbatches and denominators of losses, over all data ranks. It checks the microbatches first.
 
         Args:
             microbatches: this data rank's microbatches.
+            agreed: these numbers, if one process has made and checked the microbatches of all ranks. Then ranks need
+                not agree.
 
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
             RuntimeError: the weights are on the host.
         """
         self.handle.check_on_device()
-        return agree_on_batch(microbatches, self.handle.config.vocab_size, self.layout)
+        return agreed or agree_on_batch(microbatches, self.handle.config.vocab_size, self.layout)
 
     def forward_backward(
         self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
@@ -109,13 +111,16 @@ class StepRunner:
             raise_everywhere(adapter.failure, self.layout)
             return adapter.totals
 
-    def forward(self, microbatches: Sequence[Microbatch], output_fn: OutputFn) -> list[Tensor]:
+    def forward(
+        self, microbatches: Sequence[Microbatch], output_fn: OutputFn, agreed: GlobalBatch | None = None
+    ) -> list[Tensor]:
         """Runs `output_fn` on every microbatch, without gradients.
 
         Args:
             microbatches: this data rank's microbatches; every data rank has equally many.
             output_fn: (final hidden states [t, H], `Head`, this rank's `LocalMicrobatch`) -> [t, ...]; in chunks, so
                 that [t, V] never exists.
+            agreed: as that of `global_batch`.
 
         Returns:
             One tensor [T, ...] for each microbatch, of `output_fn`'s dtype; equal on all stages of this data rank.
@@ -123,7 +128,7 @@ class StepRunner:
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
         """
-        return self._forward(microbatches, self.global_batch(microbatches).num_microbatches, output_fn)
+        return self._forward(microbatches, self.global_batch(microbatches, agreed).num_microbatches, output_fn)
 
     def _forward(self, microbatches: Sequence[Microbatch], num_microbatches: int, output_fn: OutputFn) -> list[Tensor]:
         """`forward` of microbatches whose number the ranks have agreed on."""
