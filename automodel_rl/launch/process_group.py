@@ -1,8 +1,10 @@
 """Joins the job's process group: the one that is there, one from torchrun's environment, or a group of one."""
 
 import atexit
+import contextlib
 import datetime
 import os
+import resource
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,10 @@ from automodel_rl.errors import InputError
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.attempt import agree_on_attempt, is_started_by_agent
 from automodel_rl.launch.local import is_rank
+
+LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+"""Environment variable that lets gloo connect two ranks when the first message goes between them. Else every rank of a
+group has connections to all others."""
 
 
 def join_process_group(world_size: int) -> torch.device:
@@ -36,6 +42,8 @@ def join_process_group(world_size: int) -> torch.device:
 
 
 def _initialise() -> None:
+    os.environ.setdefault(LAZY_GLOO, "1")
+    _allow_many_files()
     leave_process_group()  # a caller that destroyed our group has not ended its watch
     backend = "gloo"
     if torch.cuda.is_available():
@@ -59,6 +67,14 @@ def _initialise() -> None:
     else:  # nobody launched us: a job of one rank, which must not show in the environment
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(leave_process_group)
+
+
+def _allow_many_files() -> None:
+    """Raises the limit of open files to the most that this process may have: rank 0 has the job's store, and with it
+    two connections of every rank."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def longest_wait() -> datetime.timedelta:
