@@ -13,11 +13,11 @@ def begin_checkpoint(
 ) -> CheckpointSaver:
     """Begins to write a checkpoint, while whoever calls goes on. A collective."""
     saver = CheckpointSaver(engine, {CONFIG: ""}, in_background=True)
-    assert saver.save(folder, {"step": engine.step, **progress}, rank_state, lambda _: None) is None
+    assert saver.save(folder, {"step": engine.step, **progress}, rank_state) is None
     return saver
 
 
 def save_checkpoint(engine: Engine, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> None:
     """Writes a checkpoint. A collective."""
     saver = CheckpointSaver(engine, {CONFIG: ""}, in_background=False)
-    assert saver.save(folder, {"step": engine.step, **progress}, rank_state, lambda _: None) is None
+    assert saver.save(folder, {"step": engine.step, **progress}, rank_state) is None

@@ -49,7 +49,6 @@ class _Job:
         tensors: this rank's tensors. The plan reads only their shapes and places. They are kept until they are copied.
         texts: texts of the files that this rank writes, by name.
         step: the step after which the checkpoint is taken.
-        then: called on rank 0 with the complete folder.
         shards: the values that this rank writes, by key.
     """
 
@@ -57,7 +56,6 @@ class _Job:
     tensors: Nested
     texts: dict[str, str]
     step: int
-    then: Callable[[Path], str | None]
     shards: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -74,7 +72,6 @@ class CheckpointSaver:
 
     Attributes:
         seconds: time that the last checkpoint took, from the call of `save` until the folder got its name.
-        warning: on rank 0, a problem that arose after the last checkpoint was complete; None if there was none.
     """
 
     def __init__(self, engine: Engine, texts: dict[str, str], *, in_background: bool):
@@ -89,19 +86,14 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self.seconds = 0.0
-        self.warning: str | None = None
 
-    def save(
-        self, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any], then: Callable[[Path], str | None]
-    ) -> str | None:
+    def save(self, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> str | None:
         """Waits for the checkpoint before, then writes this one, or begins to write it in the background. A collective.
 
         Args:
             folder: the checkpoint's folder, on a file system that all ranks share; replaced if it exists.
             progress: how far the trainer has come, the same on every rank; JSON values, with the key `step`.
-            rank_state: the state of this rank alone, such as its data loader's; JSON values.
-            then: called on rank 0 with the complete folder, from the thread if the checkpoint is written in the
-                background. It returns a warning, or None.
+            rank_state: the state of this rank alone; of rank 0, the program's; JSON values.
 
         Returns:
             Why a checkpoint could not be written, else None: this one, or, in the background, the one before.
@@ -110,7 +102,7 @@ class CheckpointSaver:
         error = self.wait()
         started = time.monotonic()
         with self.engine.moments_on_device():
-            job = _Job(folder, engine_tensors(self.engine), self._texts(progress, rank_state), progress["step"], then)
+            job = _Job(folder, engine_tensors(self.engine), self._texts(progress, rank_state), progress["step"])
             for key, tensor in keys_of(job.tensors):
                 job.shards[key] = local_tensor(tensor.detach())
             if not self.in_background:
@@ -160,8 +152,6 @@ class CheckpointSaver:
     def _run(self, job: _Job, started: float) -> None:
         try:
             self._error = self._write(job)
-            if self._error is None and self.group.rank() == 0:
-                self.warning = _warning_of(job)
         except Exception as error:  # a peer is gone: the main thread will find out why
             self._error = _reason(error)
         self.seconds = time.monotonic() - started
@@ -225,13 +215,6 @@ def _sizes_to_come(engine: Engine) -> Iterator[int]:
                 size = local_tensor(parameter.detach()).nbytes
                 yield from [size, *engine.optimizer.state_names[parameter].sizes(size)]
         yield from (buffer.nbytes for _, buffer in stored_buffers(part))
-
-
-def _warning_of(job: _Job) -> str | None:
-    try:
-        return job.then(job.folder)
-    except OSError as error:  # the checkpoint itself is complete
-        return _reason(error)
 
 
 def _write_texts(job: _Job, unfinished: Path) -> dict[str, StoredFile]:

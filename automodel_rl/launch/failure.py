@@ -22,7 +22,7 @@ from automodel_rl.launch.lifeline import hold_lifeline
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, leave_record, own_rank, show
 
 
-def guard(work: Callable[[], None]) -> int:
+def guard(work: Callable[[], object]) -> int:
     """Runs a rank's `work` and returns the exit code. A failure leaves a record; without a launcher it is shown.
 
     A rank with peers does not return but ends the process itself. Python's own way out would take down the process
@@ -63,7 +63,7 @@ def _discard_notes(code: int) -> None:
         flight.discard()
 
 
-def _run(work: Callable[[], None]) -> FailureRecord | None:
+def _run(work: Callable[[], object]) -> FailureRecord | None:
     try:
         work()
     except InputError as error:

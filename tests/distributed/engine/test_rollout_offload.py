@@ -97,7 +97,7 @@ def use_at_the_wrong_time(folder: Path, checkpoint: Path) -> None:
     rollouts = RolloutOffload(engine)
     for one in (engine, steady):
         one.train_step(microbatches, sft_loss)
-    saver.save(checkpoint, {"step": 1}, {}, lambda folder: None)  # still copies when the weights leave
+    saver.save(checkpoint, {"step": 1}, {})  # still copies when the weights leave
     rollouts.before_sync()
     rollouts.after_sync()
     for use in (
@@ -105,7 +105,7 @@ def use_at_the_wrong_time(folder: Path, checkpoint: Path) -> None:
         lambda: engine.train_step(microbatches, sft_loss),
         lambda: list(engine.handle.named_hf_tensors()),
         lambda: engine.handle.save_pretrained(folder / "never"),
-        lambda: saver.save(checkpoint, {"step": 2}, {}, lambda folder: None),
+        lambda: saver.save(checkpoint, {"step": 2}, {}),
     ):
         with pytest.raises(RuntimeError, match="weights are on the host"):
             use()
@@ -121,7 +121,7 @@ def use_at_the_wrong_time(folder: Path, checkpoint: Path) -> None:
         rollouts.restore()
     assert not bytes_of_weights(engine)
     rollouts.restore()  # there is memory now; moments are still on the host
-    saver.save(checkpoint.with_name("later"), {"step": 1}, {}, lambda folder: None)
+    saver.save(checkpoint.with_name("later"), {"step": 1}, {})
     assert saver.wait() is None
     expected = [*state_of(steady)]
     assert all(torch.equal(a, b) for a, b in zip(state_of(engine), expected, strict=True))

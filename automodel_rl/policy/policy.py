@@ -1,0 +1,345 @@
+"""Policy: the model in training, as a program uses it."""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import Batch, Packing, StepSize, TokenSequence
+from automodel_rl.engine import TrainOutput
+from automodel_rl.engine.engine import LOGPROBS
+from automodel_rl.engine.parameter_groups import Settings
+from automodel_rl.errors import InputError
+from automodel_rl.losses import Denominator, LossFn, Readout
+from automodel_rl.optimizers import AdamWSettings
+from automodel_rl.policy import jobs
+from automodel_rl.policy.crew import Crew
+from automodel_rl.policy.shares import RowValues, Share
+from automodel_rl.step.agreement import GlobalBatch
+
+Dealt = list[list[list[int]]]
+"""The rows of each microbatch of each data rank."""
+
+
+class Policy:
+    """The model in training. Its methods take rows, pack and deal them to the data ranks, and return results in the
+    order of the rows. A program calls them; nothing in it is a collective.
+
+    Args:
+        crew: the ranks that train the model.
+        packing: how rows become microbatches.
+        vocab_size: number of token ids of the model.
+
+    Attributes:
+        total_steps: number of optimizer steps of the run; None if it has no end.
+
+    Example:
+        >>> import torch
+        >>> def program(policy, fleet, run):
+        ...     policy.begin(OptimizerConfig(lr=1e-4, decay="constant"))
+        ...     batch = Batch([TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, False, True]))])
+        ...     return policy.train_step(batch, sft_loss).num_tokens, policy.logprobs(batch)[0].shape
+        >>> run_program(program, load_config("my_sft.yaml"))  # doctest: +ELLIPSIS
+        loading ...
+        (1, torch.Size([3]))
+    """
+
+    def __init__(self, crew: Crew, packing: Packing, vocab_size: int):
+        self.crew, self.packing, self.vocab_size = crew, packing, vocab_size
+        self._dealt: weakref.WeakKeyDictionary[Batch, list[Dealt]] = weakref.WeakKeyDictionary()
+        self._routes_at: dict[tuple[int, int], int] = {}
+        self.total_steps: int | None = None
+
+    def begin(
+        self, optimizer: Settings | None = None, total_steps: int | None = None, not_finite: Path | None = None
+    ) -> None:
+        """Makes the optimizer. Comes before everything else.
+
+        Args:
+            optimizer: its settings, or those of components, {"vision": ..., ...}; None for a constant rate.
+            total_steps: number of optimizer steps of the run; needed if the learning rate decays.
+            not_finite: folder for the microbatches of the step at which training diverged; None keeps none.
+
+        Raises:
+            InputError: the learning rate decays and `total_steps` is missing.
+        """
+        self.total_steps = total_steps
+        self.crew.ask(jobs.Begin(optimizer, total_steps, not_finite))
+
+    def train_step(
+        self, batch: Batch, loss: LossFn, readout: Readout = LOGPROBS, *, replay: bool = False
+    ) -> TrainOutput:
+        """Takes one optimizer step.
+
+        Args:
+            batch: the global batch, of one part.
+            loss: gives sums over a microbatch. It goes to all ranks.
+            readout: what the loss gets for every token.
+            replay: follow the routes of the rows.
+
+        Raises:
+            InputError: the rows do not fit the model or a microbatch. Nothing was trained.
+            MicrobatchError, TrainingDivergedError: as `Engine.train_step`.
+        """
+        agreed, shares = self.shares(batch, replay, of_one_part=True)
+        output: TrainOutput = self.crew.ask(jobs.TrainStep(loss, readout, agreed, replay), shares)[0]
+        return output
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        loss: LossFn,
+        readout: Readout = LOGPROBS,
+        counts: dict[Denominator, int] | None = None,
+        *,
+        replay: bool = False,
+    ) -> tuple[float, dict[str, float]]:
+        """Adds the gradients of a batch to those that are there, until `optimizer_step` or `zero_grad`.
+
+        Args:
+            batch, loss, readout, replay: as those of `train_step`.
+            counts: what divides the loss's sums; None for the counts of this batch, `UNDIVIDED` for nothing.
+
+        Returns:
+            The loss and its metrics.
+        """
+        agreed, shares = self.shares(batch, replay, of_one_part=True)
+        job = jobs.ForwardBackward(loss, readout, agreed, counts, replay)
+        result: tuple[float, dict[str, float]] = self.crew.ask(job, shares)[0]
+        return result
+
+    def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
+        """Takes one optimizer step with the gradients that `forward_backward` has added up, and lets go of them.
+
+        Args:
+            settings: settings of AdamW for this step; None for those of `begin` and their schedule.
+        """
+        output: TrainOutput = self.crew.ask(jobs.OptimizerStep(settings))[0]
+        return output
+
+    def zero_grad(self) -> None:
+        """Lets go of the gradients that `forward_backward` has added up."""
+        self.crew.ask(jobs.ZeroGrad())
+
+    def evaluate(
+        self,
+        batch: Batch,
+        loss: LossFn,
+        readout: Readout = LOGPROBS,
+        counts: dict[Denominator, int] | None = None,
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of a batch, without gradients.
+
+        Args:
+            batch: rows; those of several parts are packed part by part, and evaluated as one.
+            loss, readout, counts: as those of `forward_backward`.
+        """
+        agreed, shares = self.shares(batch)
+        result: tuple[float, dict[str, float]] = self.crew.ask(jobs.Evaluate(loss, readout, agreed, counts), shares)[0]
+        return result
+
+    def logprobs(self, batch: Batch, temperature: float = 1.0, *, replay: bool = False) -> list[Tensor]:
+        """The log-probability of each token of each row of n tokens, [n], fp32 or float64; its first entry is 0.
+
+        Args:
+            batch: rows; those of several parts are packed part by part, as optimizer steps over them will be.
+            temperature: the logits are divided by it.
+            replay: follow the routes of the rows.
+        """
+        agreed, shares = self.shares(batch, replay)
+        return _in_order(self.crew.ask(jobs.Logprobs(temperature, agreed, replay), shares), len(batch))
+
+    def top_logits(self, batch: Batch, k: int) -> list[tuple[Tensor, Tensor]]:
+        """The k largest logits for each token of each row, [n, k], fp32 or float64, largest first, and their ids.
+
+        Args:
+            batch: the rows.
+            k: how many logits to give for each token.
+        """
+        agreed, shares = self.shares(batch)
+        answers = self.crew.ask(jobs.TopLogits(k, agreed), shares)
+        logits, ids = ([answer[place] for answer in answers if answer is not None] for place in (0, 1))
+        return [*zip(_in_order(logits, len(batch)), _in_order(ids, len(batch)), strict=True)]
+
+    def next_tokens(self, sequences: Sequence[TokenSequence]) -> list[int]:
+        """The likeliest token after each sequence.
+
+        Args:
+            sequences: the rows, of any length.
+        """
+        longest = max(map(len, sequences), default=0)
+        roomy = dataclasses.replace(self.packing, capacity=max(self.packing.capacity, longest))
+        agreed, shares = self.shares(Batch(sequences), packing=roomy)
+        found: dict[int, int] = {}
+        for of_rank in self.crew.ask(jobs.NextTokens(agreed), shares):
+            found |= of_rank or {}
+        return [found[row] for row in range(len(sequences))]
+
+    def keep_weights(self, name: str, *, lends_memory: bool = False) -> None:
+        """Keeps a copy of the weights with which the model was loaded. Comes before they change.
+
+        Args:
+            name: the name of the copy, for `with_weights`.
+            lends_memory: whether generators have memory of the device in turns with the model.
+        """
+        self.crew.ask(jobs.KeepWeights(name, lends_memory))
+
+    def with_weights(self, name: str) -> AbstractContextManager[None]:
+        """Computes with kept weights in this block. After it the model has its own again, bit for bit.
+
+        Args:
+            name: the name that they were kept by.
+        """
+        return self._with_others(jobs.UseWeights(name))
+
+    def with_changed_weights(self) -> AbstractContextManager[None]:
+        """Computes in this block with weights that are no checkpoint's, but of the same size. After it the model has
+        its own again, bit for bit."""
+        return self._with_others(jobs.UseChangedWeights())
+
+    @contextlib.contextmanager
+    def _with_others(self, job: jobs.Job) -> Iterator[None]:
+        self.crew.ask(job)
+        try:
+            yield
+        finally:
+            if self.crew.is_intact:
+                self.crew.ask(jobs.UseWeightsBefore())
+
+    def forget_routes(self) -> None:
+        """Lets go of the routes of rows that were trained on."""
+        self._routes_at.clear()
+        self.crew.ask(jobs.ForgetRoutes())
+
+    def save(self, folder: str | Path) -> str:
+        """Writes a Hugging Face checkpoint with its tokenizer; of adapters, PEFT's files.
+
+        Args:
+            folder: the folder to write, on a file system that all ranks share; replaced if it exists.
+
+        Returns:
+            A line about tokens that end what the model writes; "" if there is nothing to say.
+
+        Raises:
+            JobEndedError: it could not be written. The ranks take no more jobs.
+        """
+        note: str = self.crew.ask(jobs.SaveModel(Path(folder).absolute()))[0]
+        return note
+
+    def keep_notes(self, folder: Path) -> None:
+        """Keeps what each rank does, in a file of a folder, however the rank ends.
+
+        Args:
+            folder: the folder.
+        """
+        self.crew.ask(jobs.KeepNotes(folder))
+
+    def size(self, batch: Batch) -> StepSize:
+        """The size of a batch in tokens, microbatches and floating-point operations.
+
+        Args:
+            batch: the rows.
+
+        Raises:
+            InputError: rows do not fit the model or a microbatch.
+        """
+        sizes = [
+            self.packing.size([len(batch.sequences[row]) for row in part], dealt)
+            for part, dealt in zip(batch.parts, self._deal(batch), strict=True)
+        ]
+        return sum(sizes[1:], sizes[0])
+
+    def shares(
+        self, batch: Batch, replay: bool = False, of_one_part: bool = False, packing: Packing | None = None
+    ) -> tuple[GlobalBatch, list[Share]]:
+        """The size of a batch, and the share of each data rank, for a job.
+
+        Args:
+            batch: the rows.
+            replay: let ranks have the routes of their rows.
+            of_one_part: refuse a batch of several parts.
+            packing: how the rows become microbatches; None for the policy's own way.
+
+        Raises:
+            InputError: rows do not fit the model or a microbatch.
+        """
+        if of_one_part and len(batch.parts) != 1:
+            raise ValueError(f"the batch has {len(batch.parts)} parts, for as many optimizer steps: split() it first")
+        of_parts = self._deal(batch, packing)
+        of_ranks = [[places for dealt in of_parts for places in dealt[rank]] for rank in range(self.packing.num_shares)]
+        if replay:
+            self._move_routes(batch, of_ranks)
+        shares = [Share.of(batch, microbatches) for microbatches in of_ranks]
+        num_rows = [sum(map(len, microbatches)) for microbatches in of_ranks]
+        counts: dict[Denominator, int] = {
+            "tokens": sum(int(sequence.loss_mask[1:].sum()) for sequence in batch.sequences),
+            "sequences": len(batch),
+            "pairs": sum(number // 2 for number in num_rows),
+            "positions": sum(batch.lengths),
+        }
+        return GlobalBatch(len(of_ranks[0]), counts), shares
+
+    def first_rows(self, batch: Batch) -> list[int]:
+        """The rows of each data rank's first microbatch.
+
+        Args:
+            batch: the rows.
+        """
+        return [row for of_rank in self._deal(batch)[0] for row in of_rank[0]]
+
+    def _deal(self, batch: Batch, packing: Packing | None = None) -> list[Dealt]:
+        """How each part of a batch is packed. Raises InputError if rows do not fit the model or a microbatch."""
+        if batch not in self._dealt:
+            self._check_tokens(batch)
+            of_parts = []
+            for part in batch.parts:
+                dealt = (packing or self.packing).deal([len(batch.sequences[row]) for row in part], batch.together)
+                of_parts.append([[[part[place] for place in places] for places in share] for share in dealt])
+            self._dealt[batch] = of_parts
+        return self._dealt[batch]
+
+    def _check_tokens(self, batch: Batch) -> None:
+        if not len(batch):
+            return
+        ids = torch.cat([sequence.input_ids for sequence in batch.sequences])
+        outside = (ids < 0) | (ids >= self.vocab_size)
+        if not outside.any():
+            return
+        place = int(outside.nonzero()[0])
+        row, start = 0, 0
+        while start + len(batch.sequences[row]) <= place:
+            start += len(batch.sequences[row])
+            row += 1
+        raise InputError(
+            f"row {row} has {ids[place]} in input_ids at place {place - start}, but the model's token ids are 0 to "
+            f"{self.vocab_size - 1}: use the tokenizer that belongs to the model"
+        )
+
+    def _move_routes(self, batch: Batch, of_ranks: list[list[list[int]]]) -> None:
+        """Lets ranks have the routes of their rows, unless they have them already."""
+        moves = [
+            (at.rank, at.key, len(batch.sequences[row]), rank)
+            for rank, microbatches in enumerate(of_ranks)
+            for places in microbatches
+            for row in places
+            for at in [batch.routes[row]]
+            if self._routes_at.get(at.key) != rank
+        ]
+        if moves:
+            self.crew.ask(jobs.MoveRoutes(moves))
+            self._routes_at |= {key: rank for _, key, _, rank in moves}
+
+
+def _in_order(answers: Sequence[RowValues | None], count: int) -> list[Any]:
+    """Results of all data ranks, in the order of the rows."""
+    found: dict[int, Tensor] = {}
+    for answer in answers:
+        if answer is not None:
+            found |= answer.by_row()
+    return [found[row] for row in range(count)]
