@@ -4,15 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from automodel_rl.ray.policy_group import PolicyGroup, PolicyLostError
+    from automodel_rl.ray.actor_crew import PolicyLostError
+    from automodel_rl.ray.policy_group import PolicyGroup
+
+_HOMES = {"PolicyGroup": "policy_group", "PolicyLostError": "actor_crew"}
 
 __all__ = ["PolicyGroup", "PolicyLostError"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'automodel_rl.ray' has no attribute {name!r}")
     from automodel_rl.launch.quiet import quiet_imports
 
     with quiet_imports():  # it imports torch, which the command line need not wait for
-        return getattr(importlib.import_module("automodel_rl.ray.policy_group"), name)
+        return getattr(importlib.import_module(f"automodel_rl.ray.{_HOMES[name]}"), name)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_rl.batch import TokenSequence
+from automodel_rl.batch import Batch, TokenSequence, pack
 from automodel_rl.config.algorithms import GRPOConfig
-from automodel_rl.data.loader import pack_step
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
@@ -31,21 +30,22 @@ def main() -> None:
     config = GRPOConfig.model_validate(settings | {"parallel": {"dp_shard": 2}, "launch": launch})
     engine = Engine(ModelHandle.from_pretrained(alone.model, alone.parallel), alone.optimizer)
     sequences = make_sequences(7, 0)
-    packed = pack_step(sequences, alone.batch, engine.handle.layout, engine.handle.flops).microbatches
+    packed, batch = pack(sequences, alone.batch.capacity), Batch(sequences)
     with PolicyGroup(config) as policy:
-        before = policy.generate(_requests())
-        assert policy.generate(_requests()) == before
+        before = policy.fleet.write(_requests())
+        assert policy.fleet.write(_requests()) == before
         for _ in range(2):
-            expected, found = engine.train_step(packed, sft_loss), policy.train_step(sequences, sft_loss)
+            expected, found = engine.train_step(packed, sft_loss), policy.train_step(batch, sft_loss)
             torch.testing.assert_close(found.loss, expected.loss, **NUMBERS)
             torch.testing.assert_close(found.grad_norm, expected.grad_norm, **NUMBERS)
         engine.forward_backward(packed, sft_loss)
-        policy.forward_backward(sequences, sft_loss)
+        policy.forward_backward(batch, sft_loss)
         torch.testing.assert_close(policy.optimizer_step().grad_norm, engine.optimizer_step().grad_norm, **NUMBERS)
         _compare_logprobs(policy, engine, packed, sequences)
-        assert policy.generate(_requests()) == before, "generators have the weights of the last sync"
-        assert policy.sync_weights() == 2
-        assert policy.generate(_requests()) != before
+        assert policy.fleet.write(_requests()) == before, "generators have the weights of the last sync"
+        policy.fleet.sync()
+        assert policy.fleet.policy_version == 2
+        assert policy.fleet.write(_requests()) != before
         policy.save(folder / "saved")
         engine.handle.save_pretrained(folder / "expected", None)
         _check_failures(policy)
@@ -60,7 +60,7 @@ def _requests() -> list[Request]:
 def _compare_logprobs(policy: PolicyGroup, engine: Engine, packed: list, sequences: list[TokenSequence]) -> None:
     places = [place for microbatch in packed for place in microbatch.order]
     expected = dict(zip(places, engine.logprobs(packed), strict=True))
-    for place, found in enumerate(policy.logprobs(sequences)):
+    for place, found in enumerate(policy.logprobs(Batch(sequences))):
         assert len(found) == len(sequences[place])
         torch.testing.assert_close(found, expected[place], **NUMBERS)
 
@@ -68,9 +68,9 @@ def _compare_logprobs(policy: PolicyGroup, engine: Engine, packed: list, sequenc
 def _check_failures(policy: PolicyGroup) -> None:
     """Input that the ranks refuse leaves the group as it was. Any other failure ends it."""
     with pytest.raises(InputError):
-        policy.train_step([TokenSequence(torch.tensor([1, 10_000]), torch.tensor([False, True]))], sft_loss)
-    policy.logprobs(make_sequences(3, 1))
+        policy.train_step(Batch([TokenSequence(torch.tensor([1, 10_000]), torch.tensor([False, True]))]), sft_loss)
+    policy.logprobs(Batch(make_sequences(3, 1)))
     with pytest.raises(PolicyLostError, match="planted"):
-        policy.train_step(make_sequences(3, 1), fail)
+        policy.train_step(Batch(make_sequences(3, 1)), fail)
     with pytest.raises(PolicyLostError, match="closed"):
-        policy.logprobs(make_sequences(3, 1))
+        policy.logprobs(Batch(make_sequences(3, 1)))

@@ -7,7 +7,7 @@ import pytest
 
 from automodel_rl.config import RayConfig
 from automodel_rl.errors import InputError
-from automodel_rl.ray import cluster, policy_group
+from automodel_rl.ray import cluster
 
 
 def test_gpus_are_in_the_order_of_their_numbers() -> None:
@@ -50,7 +50,3 @@ def test_a_node_has_as_many_ranks_as_it_has_room_for(
             cluster._share(config, num_ranks, 0, deadline)
     else:
         assert cluster._share(config, num_ranks, 0, deadline) == expected
-
-
-def test_answers_of_ranks_are_in_the_order_of_what_was_asked() -> None:
-    assert policy_group._in_order([{2: "c", 0: "a"}, {}, {3: "d", 1: "b"}], 4) == ["a", "b", "c", "d"]

@@ -1,0 +1,102 @@
+"""The ranks of a policy as Ray actors, which a program on any machine leads."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from automodel_rl.policy.crew import those_that_count
+from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.shares import Share
+from automodel_rl.ray.policy_actor import Failure
+
+GRACE_SECONDS = 30.0
+"""Longest wait for the other ranks once one has refused its input, and for ranks that are to close."""
+
+
+class PolicyLostError(Exception):
+    """A rank of the group failed or is gone, and with it the group."""
+
+
+class ActorCrew:
+    """Ranks as actors.
+
+    Args:
+        ranks: the actors, in the order of their ranks.
+        held: what is closed when a rank is lost, and at the end.
+
+    Attributes:
+        signals: none: signals go to the program.
+        is_intact: whether the ranks take jobs.
+        data_ranks: the data rank of each rank, None for a guest; filled once models are loaded.
+    """
+
+    def __init__(self, ranks: Sequence[Any], held: contextlib.ExitStack):
+        self._ranks, self._held = [*ranks], held
+        self.signals: list[str] = []
+        self.is_intact = True
+        self.data_ranks: list[int | None] = []
+
+    def ask(self, job: Job, shares: Sequence[Share] = ()) -> list[Any]:
+        """Lets all ranks do a job, as `Crew.ask`. Each gets its own share alone.
+
+        Raises:
+            PolicyLostError: a rank failed or is gone, and with it the group.
+        """
+        self._check_open()
+        sent, placed = ray.put(job), [ray.put(share) for share in shares]
+        of_ranks = [None if rank is None or not shares else placed[rank] for rank in self.data_ranks]
+        answers = self.call("do", *zip(*((sent, share) for share in of_ranks), strict=True))
+        return those_that_count(job, dict(enumerate(answers)))
+
+    def call(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
+        """What a method of each rank returns. A failure ends the group, unless it is a refusal of all ranks.
+
+        Args:
+            method: the method's name.
+            arguments: for each of its arguments, the values of all ranks.
+        """
+        self._check_open()
+        of_ranks = zip(*arguments, strict=True) if arguments else [()] * len(self._ranks)
+        futures = [actor.answer.remote(method, *own) for actor, own in zip(self._ranks, of_ranks, strict=True)]
+        waiting: list[Any] = [*futures]
+        refusal: Exception | None = None
+        while waiting:  # ranks that wait for one that failed do not answer
+            done, waiting = ray.wait(waiting, timeout=None if refusal is None else GRACE_SECONDS)
+            try:
+                failures = [answer for answer in ray.get(done) if isinstance(answer, Failure)]
+            except RayError as error:
+                failures = [Failure(f"a node or its actor is gone: {' '.join(str(error).split())[:300]}")]
+            if not done:
+                failures = [Failure(f"only some ranks refused their input: {refusal}")]
+            for failure in failures:
+                if failure.refusal is None:
+                    self._lose()
+                    raise PolicyLostError(f"the group has ended, for a rank failed: {failure.text}")
+                refusal = failure.refusal
+        if refusal is not None:
+            raise refusal
+        return ray.get(futures)
+
+    def close(self, last: Job | None) -> None:
+        """Ends the ranks. What they are busy with is not waited for long.
+
+        Args:
+            last: a job that they do before; None for nothing.
+        """
+        try:
+            if self.is_intact and last is not None:
+                futures = [actor.answer.remote("do", last, None) for actor in self._ranks]
+                ray.wait(futures, num_returns=len(futures), timeout=GRACE_SECONDS)
+        finally:
+            self._lose()
+
+    def _lose(self) -> None:
+        self._ranks, self.is_intact = [], False
+        self._held.close()
+
+    def _check_open(self) -> None:
+        if not self.is_intact:
+            raise PolicyLostError("the group is closed")

@@ -1,0 +1,120 @@
+"""A rank of a `PolicyGroup`: an actor with its part of the model, its engine, and perhaps a generator."""
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from automodel_rl.batch import Packing
+from automodel_rl.config import RunConfig
+from automodel_rl.estimate.decide import with_memory_decided
+from automodel_rl.generators.fleet_rank import FleetRank
+from automodel_rl.hf.opened_model import OpenedModel
+from automodel_rl.launch.failure import describe
+from automodel_rl.launch.local import free_port
+from automodel_rl.launch.watchdog import set_hang_limit
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.policy.crew import REFUSALS
+from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.policy_rank import PolicyRank
+from automodel_rl.policy.shares import Share
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """The machine and GPU of an actor.
+
+    Attributes:
+        host: name of its machine.
+        address: IP address of its machine.
+        port: a port that is free there.
+        device: the number of its GPU; None without one.
+    """
+
+    host: str
+    address: str
+    port: int
+    device: str | None
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What the program needs to know of a rank.
+
+    Attributes:
+        data_rank: its data rank; None for a guest.
+        packing: how rows become microbatches.
+        vocab_size: number of token ids of the model.
+    """
+
+    data_rank: int | None
+    packing: Packing
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank answers if it fails. An exception of any kind may not survive the way to the program.
+
+    Attributes:
+        text: what failed, in one line.
+        refusal: what all ranks raise alike, and then are as they were; None for any other failure.
+    """
+
+    text: str
+    refusal: Exception | None = None
+
+
+class PolicyActor:
+    """A rank. Its methods after `join` are collectives: the group calls each on all ranks."""
+
+    def answer(self, method: str, *arguments: Any) -> Any:
+        """What a method returns, or a `Failure`."""
+        try:
+            return getattr(self, method)(*arguments)
+        except REFUSALS as error:
+            return Failure(str(error), error)
+        except Exception as error:
+            return Failure(describe(error))
+
+    def place(self) -> RankPlace:
+        devices = [str(number) for number in ray.get_gpu_ids()]
+        return RankPlace(
+            socket.gethostname(), ray.util.get_node_ip_address(), free_port(), devices[0] if devices else None
+        )
+
+    def join(self, environment: dict[str, str], place: dict[str, str]) -> None:
+        """Takes its place among the ranks. Comes before anything that needs a device.
+
+        Args:
+            environment: variables of the driver, for those that this node lacks.
+            place: variables that say which rank it is.
+        """
+        os.environ.update({**environment, **os.environ, **place})
+
+    def open(self, config: RunConfig) -> RankFacts:
+        """Loads the model."""
+        set_hang_limit(None)  # the program may take its time between two calls
+        model = OpenedModel.open(config.model)
+        model.checked(config)
+        config, decided = with_memory_decided(config, model)
+        if decided and os.environ["RANK"] == "0":
+            print(decided, flush=True)
+        self.handle = ModelHandle.load(model, config.parallel, config.memory, config.components)
+        tokenizer = model.tokenizer()
+        self.policy = PolicyRank(self.handle, tokenizer, config.data.chat_template_kwargs)
+        self.handlers = self.policy.handlers
+        if config.generation is not None:
+            self.handlers = self.handlers | FleetRank(self.policy, tokenizer).handlers
+        layout = self.handle.layout
+        packing = Packing.of(config.batch, config.parallel, self.handle.flops)
+        data_rank = None if layout.is_guest else layout.data_rank
+        return RankFacts(data_rank, packing, self.handle.config.vocab_size)
+
+    def do(self, job: Job, share: Share | None) -> Any:
+        """Does a job; the answer, where it counts."""
+        value = self.handlers[type(job)](job, share)
+        return value if dist.get_rank() == 0 or job.answered_by == "all" else None
