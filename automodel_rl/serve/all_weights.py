@@ -50,7 +50,7 @@ class AllWeights:
     def save(self, folder: Path, shape: RunShape, for_training: bool, about: dict[str, Any]) -> None:
         """Writes a checkpoint, from which a run goes on on any layout."""
         self._saver.texts = {CONFIG: self._config, ABOUT: json.dumps({**about, "step": self.engine.step})}
-        problem = self._saver.save(folder, {"step": self.engine.step}, {}, lambda _: None)
+        problem = self._saver.save(folder, {"step": self.engine.step}, {})
         if problem is not None:
             raise InputError(f"the weights cannot be saved ({problem})")
 

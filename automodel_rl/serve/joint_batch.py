@@ -2,14 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import IGNORED_TARGET, Microbatch, TokenSequence, pack, pack_microbatch
+from automodel_rl.batch import IGNORED_TARGET, Batch, Microbatch, TokenSequence, pack_microbatch
 from automodel_rl.losses import LossFn, LossOutput, TokenOutputs, token_loss
-from automodel_rl.parallel.layout import Layout
 from automodel_rl.serve.messages import Datum, ForwardBackward, LossResult
 
 TARGETS, JOB = "target_tokens", "job"
@@ -22,42 +21,25 @@ class JointBatch:
         jobs: forwards and backwards, or forwards alone.
 
     Attributes:
-        forward_only: whether they are forwards alone.
+        rows: the data of all jobs.
+        run_of: the number of the job of each row.
         loss: the sum of all losses.
     """
 
     def __init__(self, jobs: list[ForwardBackward]):
-        self.jobs, self.forward_only = jobs, jobs[0].forward_only
+        self.jobs = jobs
         self.loss = _joint_loss(jobs)
-        self._job_of = [number for number, job in enumerate(jobs) for _ in job.data]
-
-    def pack(
-        self, capacity: int, layout: Layout, cost: Callable[[int], float], gate: Tensor | None
-    ) -> list[Microbatch]:
-        """This data rank's microbatches. Their targets are those of the data.
-
-        Args:
-            capacity: most tokens of a microbatch.
-            layout: this rank's place.
-            cost: the work of a sequence by its length.
-            gate: factors of the adapters' rows for tokens of each job, [jobs, rank]; None if there is one job.
-        """
-        names = dict.fromkeys(name for job in self.jobs for datum in job.data for name in datum.inputs)
-        packed = pack(
-            [_sequence(datum, names, number) for number, job in enumerate(self.jobs) for datum in job.data],
-            capacity,
-            share=layout.data_share,
-            min_microbatches=layout.parallel.pp,
-            cost=cost,
-        )
-        return [self._gated(_with_own_targets(microbatch), gate) for microbatch in packed]
+        names = dict.fromkeys(name for job in jobs for datum in job.data for name in datum.inputs)
+        self.run_of = [number for number, job in enumerate(jobs) for _ in job.data]
+        data = zip((datum for job in jobs for datum in job.data), self.run_of, strict=True)
+        self.rows = Batch(_sequence(datum, names, number) for datum, number in data)
 
     def results(self, total: float, logprobs: dict[int, Tensor]) -> list[LossResult]:
         """The result of each job.
 
         Args:
             total: the sum of all losses.
-            logprobs: log-probabilities of each datum's targets, [n], by its place among the data of all jobs.
+            logprobs: log-probabilities of the targets of each row, [n], by its number.
         """
         places = itertools.count()
         results = []
@@ -67,14 +49,22 @@ class JointBatch:
             results.append(LossResult(loss, [values.float().numpy() for values in own]))
         return results
 
-    def _gated(self, microbatch: Microbatch, gate: Tensor | None) -> Microbatch:
-        if gate is None:
-            return microbatch
-        if microbatch.is_empty:
-            return dataclasses.replace(microbatch, adapter_gate=gate.new_zeros(microbatch.num_tokens, gate.shape[1]))
-        rows = gate[[self._job_of[place] for place in microbatch.order]]
-        spread = rows.repeat_interleave(torch.tensor(microbatch.lengths), 0)
-        return dataclasses.replace(microbatch, adapter_gate=spread)
+
+def gated(microbatch: Microbatch, gate: Tensor | None, run_of: Sequence[int]) -> Microbatch:
+    """The microbatch with factors of the adapters' rows for its tokens.
+
+    Args:
+        microbatch: the microbatch.
+        gate: the factors for tokens of each run, [runs, rank]; None if there is one run.
+        run_of: the run of each row of the batch.
+    """
+    if gate is None:
+        return microbatch
+    if microbatch.is_empty:
+        return dataclasses.replace(microbatch, adapter_gate=gate.new_zeros(microbatch.num_tokens, gate.shape[1]))
+    rows = gate[[run_of[row] for row in microbatch.order]]
+    spread = rows.repeat_interleave(torch.tensor(microbatch.lengths), 0)
+    return dataclasses.replace(microbatch, adapter_gate=spread)
 
 
 def _joint_loss(jobs: list[ForwardBackward]) -> LossFn:
@@ -98,7 +88,7 @@ def _joint_loss(jobs: list[ForwardBackward]) -> LossFn:
 
 def _loss_of(job: ForwardBackward, logprobs: list[Tensor]) -> float:
     """The loss of a job from the log-probabilities of its targets."""
-    microbatch = _with_own_targets(pack_microbatch([_sequence(datum, {}, 0) for datum in job.data]))
+    microbatch = with_own_targets(pack_microbatch([_sequence(datum, {}, 0) for datum in job.data]))
     outputs = TokenOutputs(torch.cat([part for values in logprobs for part in (values, values.new_zeros(1))]))
     return float(token_loss(job.loss, job.settings)(outputs, microbatch).sums["positions"])
 
@@ -120,7 +110,8 @@ def _sequence(datum: Datum, names: dict[str, None], job: int) -> TokenSequence:
     return TokenSequence(tokens, torch.ones(len(tokens), dtype=torch.bool), values)
 
 
-def _with_own_targets(microbatch: Microbatch) -> Microbatch:
+def with_own_targets(microbatch: Microbatch) -> Microbatch:
+    """The microbatch with the targets that come with its rows."""
     values = dict(microbatch.values)
     targets = values.pop(TARGETS)
     is_last = microbatch.targets == IGNORED_TARGET

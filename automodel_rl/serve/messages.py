@@ -54,11 +54,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Nothing(Job):
-    """No job came for some seconds. It shows ranks that wait for jobs that all is well."""
-
-
-@dataclass(frozen=True)
 class Stop(Job):
     """The ranks must end."""
 

@@ -1,8 +1,7 @@
 """Training runs that share one model: each has adapters, gradients, moments and steps of its own, and its turns."""
 
-import contextlib
+import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ from automodel_rl.engine.trained_state import TrainedState, trained_parameters
 from automodel_rl.errors import InputError
 from automodel_rl.losses import UNDIVIDED
 from automodel_rl.optimizers import AdamWSettings
-from automodel_rl.parallel.host_collectives import any_rank, from_last_stage, gather_objects
+from automodel_rl.parallel.host_collectives import any_rank, from_last_stage
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.policy.shares import RowValues, Share
 from automodel_rl.serve.adapters import Adapters
 from automodel_rl.serve.all_weights import AllWeights
-from automodel_rl.serve.joint_batch import JointBatch
-from automodel_rl.serve.messages import ForwardBackward, LossResult, Refused, RunShape
+from automodel_rl.serve.jobs import Pass, PassResult
+from automodel_rl.serve.joint_batch import gated, with_own_targets
+from automodel_rl.serve.messages import RunShape
 from automodel_rl.serve.recorded_loss import recorded
 
 GONE = "the state of the run is gone, for the ranks of the server ended or its weights could not be loaded"
@@ -30,15 +31,14 @@ class Runs:
 
     Args:
         engine: trains the model.
-        microbatch_tokens: most tokens of a microbatch.
 
     Attributes:
         trained: what runs train: adapters, or all weights.
         shapes: the shape of every run.
     """
 
-    def __init__(self, engine: Engine, microbatch_tokens: int):
-        self.engine, self.handle, self.capacity = engine, engine.handle, microbatch_tokens
+    def __init__(self, engine: Engine):
+        self.engine, self.handle = engine, engine.handle
         lora = self.handle.model.lora
         self.trained = AllWeights(engine) if lora is None else Adapters(engine, lora)
         self.shapes: dict[str, RunShape] = {}
@@ -54,75 +54,43 @@ class Runs:
         self.shapes[run] = shape
         self._states[run] = self.engine.take_state()
 
-    def forward_backward(self, job: ForwardBackward) -> LossResult:
-        """Adds up the gradients of a loss, or computes the loss alone.
+    def run_pass(self, job: Pass, share: Share | None) -> PassResult:
+        """Adds up the gradients of the losses of runs, or computes the losses alone.
+
+        Args:
+            job: the job.
+            share: the rows of this rank's data rank.
 
         Raises:
-            InputError: on all ranks; the data do not fit the model. Gradients of earlier calls are still there.
+            InputError: on all ranks; a run is gone. Gradients of earlier calls are still there.
         """
-        self._enter(job.run)
-        with self._spoiling([job]):
-            (result,) = self._pass(JointBatch([job]), None)
-        return result
-
-    def together(self, jobs: list[ForwardBackward]) -> list[LossResult | Refused]:
-        """What `forward_backward` does for several runs that share no row of the adapters, in one pass.
-
-        Raises:
-            InputError: as there, for all runs that are not refused.
-        """
+        if len(job.runs) == 1:
+            self._enter(job.runs[0])
+            return self._result(job, share, None)
         assert isinstance(self.trained, Adapters)
         self._leave()
-        there = [job for job in jobs if job.run in self._states]
-        shapes = [self.shapes[job.run] for job in there]
-        results: list[LossResult] | list[LossResult | Refused] = []
-        if there:
-            self.trained.join([self._states[job.run] for job in there])
-            with self._spoiling(there):
-                results = self._pass(JointBatch(there), self.trained.gate(shapes))
-            split = [] if there[0].forward_only else self.trained.split_gradients(shapes)
-            tensors = [tensor for gradients in split for tensor in gradients.values()]
-            values = [torch.from_numpy(one) for result in results for one in result.logprobs]
-            if not self._are_finite([*tensors, *values]):
-                # A product of 0 and infinity is NaN, so what overflows in one run spoils the others in the same pass.
-                results = self._one_by_one(there)
-            else:
-                for job, gradients in zip(there, split, strict=False):
-                    state = self._states[job.run]
-                    state.gradients, state.has_gradients = gradients, True
-        answers = iter(results)
-        return [next(answers) if job in there else Refused(GONE) for job in jobs]
+        shapes = [self.shapes[run] for run in job.runs]
+        self.trained.join([self._states[run] for run in job.runs])
+        result = self._result(job, share, self.trained.gate(shapes))
+        split = [] if job.forward_only else self.trained.split_gradients(shapes)
+        found = [] if result.logprobs is None else [torch.from_numpy(result.logprobs.values)]
+        # A product of 0 and infinity is NaN, so what overflows in one run spoils the others in the same pass.
+        if not self._are_finite([*found, *(tensor for gradients in split for tensor in gradients.values())]):
+            return dataclasses.replace(result, is_finite=False)
+        for run, gradients in zip(job.runs, split, strict=False):
+            self._states[run].gradients, self._states[run].has_gradients = gradients, True
+        return result
 
-    def _one_by_one(self, jobs: list[ForwardBackward]) -> list[LossResult | Refused]:
-        """The results of jobs, each in a pass of its own."""
-        results: list[LossResult | Refused] = []
-        for job in jobs:
-            try:
-                results.append(self.forward_backward(job))
-            except InputError as error:
-                results.append(Refused(str(error)))
-        return results
-
-    def _pass(self, batch: JointBatch, gate: Tensor | None) -> list[LossResult]:
-        """The results of each job of a batch, for which the model has its weights."""
-        layout, found = self.handle.layout, dict[int, Tensor]()
-        microbatches = batch.pack(self.capacity, layout, self.handle.flops, gate)
-        work = self.engine.evaluate if batch.forward_only else self.engine.forward_backward
-        total, _ = work(microbatches, recorded(batch.loss, found), counts=UNDIVIDED)
-        own = from_last_stage({place: values.cpu() for place, values in found.items()}, layout)
-        gathered = gather_objects(own if layout.is_first_of_data_rank else {}, layout.world_control)
-        return batch.results(total, {place: values for one in gathered for place, values in one.items()})
-
-    @contextlib.contextmanager
-    def _spoiling(self, jobs: list[ForwardBackward]) -> Iterator[None]:
-        """Notes that gradients are lacking if the block refuses its input."""
-        try:
-            yield
-        except InputError:
-            for job in jobs:
-                if not job.forward_only:
-                    self.spoil(job.run)
-            raise
+    def _result(self, job: Pass, share: Share | None, gate: Tensor | None) -> PassResult:
+        """The result of a pass, for which the model has its weights."""
+        found: dict[int, Tensor] = {}
+        packed = [] if share is None else share.pack()
+        microbatches = [gated(with_own_targets(microbatch), gate, job.run_of) for microbatch in packed]
+        work = self.engine.evaluate if job.forward_only else self.engine.forward_backward
+        total, _ = work(microbatches, recorded(job.loss, found), counts=UNDIVIDED, agreed=job.agreed)
+        own = from_last_stage({row: values.cpu() for row, values in found.items()}, self.handle.layout)
+        stands = self.handle.layout.is_first_of_data_rank
+        return PassResult(total, RowValues.of([*own], [*own.values()]) if stands else None, is_finite=True)
 
     def optimizer_step(self, run: str, settings: dict[str, Any]) -> dict[str, float]:
         """Takes an optimizer step and gives its metrics.

@@ -1,4 +1,4 @@
-"""A rank of the service: it runs jobs, which rank 0 gets from the server and shares with the others."""
+"""Rank 0 of the service: it gets the server's jobs, and leads the other ranks."""
 
 import os
 import signal
@@ -6,38 +6,24 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from automodel_rl.batch import Packing
 from automodel_rl.config import OptimizerConfig, ServeConfig
-from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
+from automodel_rl.generators.fleet import Fleet
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.peak_memory import peak_memory
+from automodel_rl.policy.crew import TreeCrew
+from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.policy import Policy
+from automodel_rl.serve import jobs, messages
 from automodel_rl.serve.checks import check_model
-from automodel_rl.serve.messages import (
-    CreateRun,
-    Done,
-    Forget,
-    ForwardBackward,
-    Job,
-    Keep,
-    Load,
-    Nothing,
-    OptimizerStep,
-    Ready,
-    Refused,
-    Sample,
-    Save,
-    Spoil,
-    Stop,
-    StopAsked,
-    Together,
-)
-from automodel_rl.serve.runs import Runs
-from automodel_rl.serve.sampler import Sampler, answers
+from automodel_rl.serve.messages import Done, ForwardBackward, Ready, Refused, Sample, Stop, StopAsked, Together
+from automodel_rl.serve.passes import Passes
+from automodel_rl.serve.sampler import answers, complete, score
+from automodel_rl.serve.service_rank import ServiceRank
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
 
 IDLE_SECONDS = 1.0
@@ -47,57 +33,49 @@ NEVER = 1_000_000_000
 
 
 class Worker:
-    """Loads the model and runs jobs until the server ends.
+    """Runs the server's jobs on rank 0, which leads the others.
 
     Args:
         config: the service's config.
-
-    Raises:
-        InputError: the model or the layout cannot be served.
+        crew: the ranks.
+        rank: what this rank does for each job.
     """
 
-    def __init__(self, config: ServeConfig):
-        model = OpenedModel.open(config.model)
-        check_model(model)
-        model.check_layout(config.parallel, config.memory)
-        self.handle = ModelHandle.load(model, config.parallel, config.memory)
-        self.engine = Engine(self.handle, OptimizerConfig(decay="constant", max_skipped_steps=NEVER))
-        self.runs = Runs(self.engine, config.microbatch_tokens)
-        self.sampler = Sampler(config, self.engine, model.tokenizer())
+    def __init__(self, config: ServeConfig, crew: TreeCrew, rank: ServiceRank):
+        handle = rank.policy.handle
+        parallel = handle.layout.parallel
+        packing = Packing(config.microbatch_tokens, parallel.num_data_ranks, parallel.pp, cost=handle.flops)
+        self.crew, self.device, self.vocab_size = crew, handle.layout.device, handle.config.vocab_size
+        self.policy, self.fleet = Policy(crew, packing, self.vocab_size), Fleet(crew)
+        self.policy.begin(OptimizerConfig(decay="constant", max_skipped_steps=NEVER))
+        crew.ask(jobs.OpenRuns())
+        self.fleet.start(config.generator_spec)
+        self.passes = Passes(self.policy, rank.runs)
         self._shown: tuple[str | None, str | None] | None = None
 
     def work(self, signals: list[int]) -> None:
-        """Runs jobs until one asks to stop. A collective.
+        """Runs jobs until one asks to stop.
 
         Args:
             signals: gets every signal to stop.
         """
-        server = _connect() if dist.get_rank() == 0 else None
-        if server is not None:
-            server.send(Ready(self.handle.config.vocab_size))
+        server = _connect()
+        server.send(Ready(self.vocab_size))
         while True:
-            if signals and server is not None:
+            if signals:
                 signals.clear()
                 server.send(StopAsked())
-            job = self._next(server)
+            with flight.phase("waiting for a job"):
+                has_come = server.poll(IDLE_SECONDS)
+            if not has_come:
+                self.crew.ask(Job())
+                continue
+            job = server.recv()
             if isinstance(job, Stop):
                 return
-            if isinstance(job, Nothing):
-                continue
-            answer = self._answer(job)
-            if server is not None:
-                server.send(Done(answer, peak_memory(self.handle.layout.device)))
+            server.send(Done(self._answer(job), peak_memory(self.device)))
 
-    def _next(self, server: Connection | None) -> Job:
-        """The next job, the same on every rank."""
-        box: list[Job] = [Nothing()]
-        with flight.phase("waiting for a job"):
-            if server is not None and server.poll(IDLE_SECONDS):
-                box = [server.recv()]
-            dist.broadcast_object_list(box, src=0, group=self.handle.layout.world_control)
-        return box[0]
-
-    def _answer(self, job: Job) -> Any:
+    def _answer(self, job: messages.Job) -> Any:
         """The answer to a job. What all ranks refuse alike is refused; any other failure ends the ranks."""
         try:
             with flight.phase(type(job).__name__):
@@ -106,29 +84,15 @@ class Worker:
             self._shown = None
             return Refused(str(error))
 
-    def _run(self, job: Job) -> Any:
+    def _run(self, job: messages.Job) -> Any:
         match job:
-            case CreateRun(run, shape):
-                return self.runs.create(run, shape)
             case ForwardBackward():
-                return self.runs.forward_backward(job)
-            case Together(jobs):
-                return self.runs.together(jobs)
-            case Spoil(run):
-                return self.runs.spoil(run)
-            case OptimizerStep(run, settings):
-                return self.runs.optimizer_step(run, settings)
-            case Save(run, folder, for_training, about):
-                return self.runs.save(run, Path(folder), for_training, about)
-            case Load(run, shape, folder, with_optimizer):
-                return self.runs.load(run, shape, Path(folder), with_optimizer)
-            case Keep(run, name):
-                return self.runs.keep(run, name)
-            case Forget(runs, kept):
-                return self.runs.forget(runs, kept)
+                return self.passes.forward_backward(job)
+            case Together(asked):
+                return self.passes.together(asked)
             case Sample():
                 return self._sample(job)
-        raise AssertionError(f"there is no job {type(job).__name__}")
+        return self.crew.ask(jobs.OfRuns(job))[0]
 
     def _sample(self, job: Sample) -> Any:
         prompts = job.prompts
@@ -136,15 +100,15 @@ class Worker:
         weights = (job.kept, job.folder)
 
         def show() -> None:
-            self.runs.show(job.kept, None if job.folder is None else Path(job.folder), job.shape)
+            self.crew.ask(jobs.Show(job.kept, None if job.folder is None else Path(job.folder), job.shape))
 
         if scored or weights != self._shown:  # kept and saved weights never change
             show()
         if weights != self._shown:
-            self.sampler.take_weights(self.runs.trained.scale)
+            self.fleet.sync()
             self._shown = weights
-        found = self.sampler.score([prompts[place] for place in scored]) if scored else []
-        return answers(self.sampler.complete(prompts, show), dict(zip(scored, found, strict=True)))
+        found = score(self.policy, [prompts[place] for place in scored]) if scored else []
+        return answers(complete(self.fleet, prompts, show), dict(zip(scored, found, strict=True)))
 
 
 def _noted_signals() -> list[int]:
@@ -161,6 +125,24 @@ def _connect() -> Connection:
 
 
 def serve_rank(config: ServeConfig) -> None:
-    """Runs this rank to the end of the service."""
+    """Runs this rank to the end of the service.
+
+    Raises:
+        InputError: the model or the layout cannot be served.
+    """
     signals = _noted_signals()  # also while the model is loaded
-    Worker(config).work(signals)
+    model = OpenedModel.open(config.model)
+    check_model(model)
+    model.check_layout(config.parallel, config.memory)
+    handle = ModelHandle.load(model, config.parallel, config.memory)
+    rank = ServiceRank(handle, model.tokenizer())
+    crew = TreeCrew(handle.layout, rank.do)
+    if crew.rank:
+        crew.follow()
+        return
+    try:
+        Worker(config, crew, rank).work(signals)
+    except BaseException as error:
+        crew.end(error)
+        raise
+    crew.end()

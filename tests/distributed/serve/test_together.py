@@ -7,11 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_rl import Engine, LoraConfig, ModelHandle, OptimizerConfig, ParallelConfig
+from automodel_rl import LoraConfig, ModelHandle, ParallelConfig, Policy
+from automodel_rl.batch import Packing
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.serve.messages import Datum, ForwardBackward, LossResult, Refused, RunShape
-from automodel_rl.serve.runs import Runs
+from automodel_rl.policy.crew import TreeCrew
+from automodel_rl.serve import jobs
+from automodel_rl.serve.messages import (
+    CreateRun,
+    Datum,
+    ForwardBackward,
+    Job,
+    Keep,
+    LossResult,
+    OptimizerStep,
+    Refused,
+    RunShape,
+)
+from automodel_rl.serve.passes import Passes
+from automodel_rl.serve.service_rank import ServiceRank
 from tests.distributed.model.test_compiled import traced_only
 from tests.rank_pool import RankPool
 from tests.tiny import VOCAB, save_tiny_model
@@ -39,25 +53,65 @@ def job(run: str, call: int, losses: dict[str, Any], forward_only: bool = False)
     return ForwardBackward(run, loss, settings, data, forward_only, SHAPES[run])
 
 
-def train(runs: Runs, losses: dict[str, Any], meet: bool) -> dict[str, Any]:
+class Leader:
+    """Runs of a service without a server, which rank 0 leads."""
+
+    def __init__(self, crew: TreeCrew, rank: ServiceRank, capacity: int = 32):
+        handle = rank.policy.handle
+        parallel = handle.layout.parallel
+        packing = Packing(capacity, parallel.num_data_ranks, parallel.pp, cost=handle.flops)
+        self.crew, self.rank = crew, rank
+        self.policy = Policy(crew, packing, handle.config.vocab_size)
+        self.policy.begin()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all runs."""
+        self.crew.ask(jobs.OpenRuns())
+        self.passes = Passes(self.policy, self.rank.runs)
+
+    def ask(self, asked: Job) -> Any:
+        return self.crew.ask(jobs.OfRuns(asked))[0]
+
+    def optimizer_step(self, run: str, settings: dict[str, Any]) -> dict[str, float]:
+        return self.ask(OptimizerStep(run, settings))
+
+
+def lead(handle: ModelHandle, program: Any) -> Any:
+    """What a program on rank 0 finds out; other ranks do its jobs, and return it, too."""
+    rank = ServiceRank(handle, None)  # type: ignore[arg-type]  # nothing is written
+    crew = TreeCrew(handle.layout, rank.do)
+    if crew.rank:
+        return crew.follow()
+    try:
+        found = program(Leader(crew, rank))
+    except BaseException as error:
+        crew.end(error)
+        raise
+    crew.end(value=found)
+    return found
+
+
+def train(runs: Leader, losses: dict[str, Any], meet: bool) -> dict[str, Any]:
     """Two optimizer steps of two calls each of every run. What each run got, and its state in the end."""
     found: dict[str, Any] = {run: [] for run in SHAPES}
     for run, shape in SHAPES.items():
-        runs.create(run, shape)
+        runs.ask(CreateRun(run, shape))
     for step in range(2):
         for call in range(2):
-            jobs = [job(run, 10 * step + call, losses) for run in SHAPES]
-            results = runs.together(jobs) if meet else [runs.forward_backward(one) for one in jobs]
+            asked = [job(run, 10 * step + call, losses) for run in SHAPES]
+            passes = runs.passes
+            results = passes.together(asked) if meet else [passes.forward_backward(one) for one in asked]
             only = [job(run, 99, losses, forward_only=True) for run in SHAPES]
-            results += runs.together(only) if meet else [runs.forward_backward(one) for one in only]
-            for one, result in zip([*jobs, *only], results, strict=True):
+            results += passes.together(only) if meet else [passes.forward_backward(one) for one in only]
+            for one, result in zip([*asked, *only], results, strict=True):
                 assert isinstance(result, LossResult)
                 found[one.run] += [result.loss, *(torch.from_numpy(values) for values in result.logprobs)]
         for run in SHAPES:
             found[run].append(runs.optimizer_step(run, {"lr": 0.05, "weight_decay": 0.1})["grad_norm:mean"])
     for run in SHAPES:
-        runs.keep(run, run)
-        found[run].append(runs._kept[run][1].weights)
+        runs.ask(Keep(run, run))
+        found[run].append(runs.rank.runs._kept[run][1].weights)
     return found
 
 
@@ -65,8 +119,13 @@ def both_ways(folder: Path, sizes: dict[str, Any], options: dict[str, Any], loss
     lora = LoraConfig(rank=8, targets=("q_proj", "o_proj", "gate_proj", "down_proj"))
     model = ModelConfig(path=str(folder), dtype="float64", lora=lora)
     handle = ModelHandle.from_pretrained(model, ParallelConfig(**sizes), MemoryConfig(**options))
-    engine = Engine(handle, OptimizerConfig(decay="constant"))
-    return tuple(train(Runs(engine, 32), losses, meet) for meet in (False, True))  # type: ignore[return-value]
+
+    def program(runs: Leader) -> tuple[Any, Any]:
+        alone = train(runs, losses, False)
+        runs.restart()
+        return alone, train(runs, losses, True)
+
+    return lead(handle, program)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +162,14 @@ def test_compiled_layers_take_each_microbatchs_gate(ranks: RankPool, tmp_path: P
 
 def with_one_gone(folder: Path) -> tuple[list[bool], float, float]:
     model = ModelConfig(path=str(folder), dtype="float64", lora=LoraConfig(rank=8))
-    engine = Engine(ModelHandle.from_pretrained(model), OptimizerConfig(decay="constant"))
-    runs = Runs(engine, 32)
-    runs.create("a", SHAPES["a"])
-    runs.create("c", SHAPES["c"])
-    results = runs.together([job(run, 1, LOSSES) for run in SHAPES])
-    alone = [runs.forward_backward(job(run, 1, LOSSES)) for run in "ac"]
+    return lead(ModelHandle.from_pretrained(model), find_one_gone)
+
+
+def find_one_gone(runs: Leader) -> tuple[list[bool], float, float]:
+    runs.ask(CreateRun("a", SHAPES["a"]))
+    runs.ask(CreateRun("c", SHAPES["c"]))
+    results = runs.passes.together([job(run, 1, LOSSES) for run in SHAPES])
+    alone = [runs.passes.forward_backward(job(run, 1, LOSSES)) for run in "ac"]
     expected = [result.loss for result in alone]
     found = [result.loss for result in results if isinstance(result, LossResult)]
     assert found == pytest.approx(expected, rel=1e-9)

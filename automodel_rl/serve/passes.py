@@ -1,0 +1,69 @@
+"""Forwards and backwards of runs, as rank 0 leads them."""
+
+from automodel_rl.errors import InputError
+from automodel_rl.policy.policy import Policy
+from automodel_rl.serve import jobs
+from automodel_rl.serve.joint_batch import JointBatch
+from automodel_rl.serve.messages import ForwardBackward, LossResult, Refused, Spoil
+from automodel_rl.serve.runs import GONE, Runs
+
+
+class Passes:
+    """Leads passes of one run or of several.
+
+    Args:
+        policy: the model in training.
+        runs: the runs on this rank, which knows of each whether it is there.
+    """
+
+    def __init__(self, policy: Policy, runs: Runs):
+        self.policy, self.crew, self.runs = policy, policy.crew, runs
+
+    def forward_backward(self, job: ForwardBackward) -> LossResult:
+        """Adds up the gradients of a loss, or computes the loss alone.
+
+        Raises:
+            InputError: the data do not fit the model, or the run is gone. Gradients of earlier calls are still there,
+                but the run's next optimizer step fails.
+        """
+        found = self._pass([job])
+        assert found is not None
+        return found[0]
+
+    def together(self, asked: list[ForwardBackward]) -> list[LossResult | Refused]:
+        """What `forward_backward` does for several runs that share no row of the adapters, in one pass.
+
+        Raises:
+            InputError: as there, for all runs.
+        """
+        there = [job for job in asked if job.run in self.runs.shapes]
+        results: list[LossResult] | list[LossResult | Refused] | None = self._pass(there) if there else []
+        if results is None:
+            results = [self._alone(job) for job in there]
+        answers = iter(results)
+        return [next(answers) if job in there else Refused(GONE) for job in asked]
+
+    def _alone(self, job: ForwardBackward) -> LossResult | Refused:
+        try:
+            return self.forward_backward(job)
+        except InputError as error:
+            return Refused(str(error))
+
+    def _pass(self, asked: list[ForwardBackward]) -> list[LossResult] | None:
+        """The results of jobs in one pass; None if what overflowed in one run may have spoilt others."""
+        batch = JointBatch(asked)
+        try:
+            agreed, shares = self.policy.shares(batch.rows)
+            runs = tuple(job.run for job in asked)
+            answers: list[jobs.PassResult] = self.crew.ask(
+                jobs.Pass(runs, batch.run_of, batch.loss, asked[0].forward_only, agreed), shares
+            )
+        except InputError:
+            for job in asked:
+                if not job.forward_only:
+                    self.crew.ask(jobs.OfRuns(Spoil(job.run)))
+            raise
+        if not answers[0].is_finite:
+            return None
+        found = {row: of for one in answers if one.logprobs is not None for row, of in one.logprobs.by_row().items()}
+        return batch.results(answers[0].loss, found)
