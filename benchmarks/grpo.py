@@ -51,7 +51,7 @@ def main() -> None:
     from automodel_rl.launch.process_group import join_process_group
     from automodel_rl.launch.quiet import quiet_libraries
     from automodel_rl.observe.metrics import read_lines
-    from automodel_rl.trainers.grpo import GRPOTrainer
+    from automodel_rl.trainers.train import train
 
     quiet_libraries()
     join_process_group(int(os.environ.get("WORLD_SIZE", "1")))
@@ -59,10 +59,10 @@ def main() -> None:
     dist.broadcast_object_list(prepared)
     assert prepared[0] is not None
     model, options.prompts, output = prepared[0]
-    trainer = GRPOTrainer(GRPOConfig.model_validate(settings(model, output, options)))
-    differences = watch_differences(trainer) if options.replay else []
-    memory = watch_memory(trainer) if torch.cuda.is_available() else []
-    trainer.train()
+    config = GRPOConfig.model_validate(settings(model, output, options))
+    differences = watch_differences() if options.replay else []
+    memory = watch_memory() if torch.cuda.is_available() else []
+    train(config)
     if dist.get_rank():
         return
     records = read_lines(output / "metrics.jsonl")
@@ -112,13 +112,15 @@ def shown(record: dict[str, Any], key: str) -> bool:
     return key.startswith(wanted) and isinstance(record[key], int | float)
 
 
-def watch_differences(trainer: Any) -> list[dict[str, float]]:
+def watch_differences() -> list[dict[str, float]]:
     """Differences of every step: |generator's - trainer's log-probability| over the completions' tokens. The list
-    fills while the trainer trains."""
-    found: list[dict[str, float]] = []
-    train_step = trainer.engine.train_step
+    fills while the run goes on."""
+    from automodel_rl import Engine
 
-    def watching(microbatches: Any, *arguments: Any) -> Any:
+    found: list[dict[str, float]] = []
+    train_step = Engine.train_step
+
+    def watching(engine: Any, microbatches: Any, *arguments: Any) -> Any:
         measured = {}
         for name, key in (("old_logprobs", "replay"), ("live_logprobs", "live")):
             pairs = [
@@ -131,17 +133,19 @@ def watch_differences(trainer: Any) -> list[dict[str, float]]:
                 f"difference/{key}_max": difference.max().item(),
             }
         found.append(measured)
-        return train_step(microbatches, *arguments)
+        return train_step(engine, microbatches, *arguments)
 
-    trainer.engine.train_step = watching
+    Engine.train_step = watching  # type: ignore[method-assign]
     return found
 
 
-def watch_memory(trainer: Any) -> list[dict[str, float]]:
+def watch_memory() -> list[dict[str, float]]:
     """The most of the device's memory in use, by all processes, in the phases of each step: `peak/rollout_gib` while
     completions are written, `peak/exchange_gib` while memory changes hands, `peak/trainer_gib` in between. The list
     grows at the end of every step."""
-    phase, peaks, found = ["trainer"], {}, []
+    from automodel_rl.generators.supervisor import GeneratorSupervisor
+
+    phase, peaks, found, num_syncs = ["trainer"], {}, [], 0
 
     def sample() -> None:
         while True:
@@ -160,16 +164,18 @@ def watch_memory(trainer: Any) -> list[dict[str, float]]:
 
         return watched
 
-    def load_weights() -> None:  # comes before the first step, and at the end of each
-        send()
-        if trainer.run.step:
+    def load_weights(supervisor: Any) -> None:  # comes before the first step, and at the end of each
+        nonlocal num_syncs
+        send(supervisor)
+        if num_syncs:
             found.append(dict(peaks))
+        num_syncs += 1
         peaks.clear()
 
-    supervisor, send = trainer.supervisor, trainer.supervisor.load_weights
-    supervisor.wake = within(supervisor.wake, "exchange", "rollout")
-    supervisor.sleep = within(supervisor.sleep, "exchange", "trainer")
-    supervisor.load_weights = load_weights
+    send = GeneratorSupervisor.load_weights
+    GeneratorSupervisor.wake = within(GeneratorSupervisor.wake, "exchange", "rollout")  # type: ignore[method-assign]
+    GeneratorSupervisor.sleep = within(GeneratorSupervisor.sleep, "exchange", "trainer")  # type: ignore[method-assign]
+    GeneratorSupervisor.load_weights = load_weights  # type: ignore[method-assign]
     threading.Thread(target=sample, daemon=True).start()
     return found
 

@@ -18,10 +18,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from automodel_rl import GRPOTrainer
+from automodel_rl import Fleet, Policy, Run, run_program
 from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.generators.weight_probe import WeightProbe
 from automodel_rl.launch.local import free_port
-from automodel_rl.model.changed_weights import FACTOR, STRIDE, changed_weights
+from automodel_rl.model.changed_weights import FACTOR, STRIDE
 from automodel_rl.parallel.sharding import local_tensor
 
 
@@ -56,31 +57,28 @@ def main() -> None:
         os.environ[name] = str(value)
     os.environ["MASTER_ADDR"] = "localhost"
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(config_of(arguments, f"{folder}/run"))
-        try:
-            measure(trainer)
-        finally:
-            trainer.supervisor.close()
-            trainer.rollouts.close()
+        run_program(measure, config_of(arguments, f"{folder}/run"))
 
 
 @torch.no_grad()
-def measure(trainer: GRPOTrainer) -> None:
-    probe, supervisor = trainer.probe, trainer.supervisor
+def measure(policy: Policy, fleet: Fleet, run: Run) -> None:
+    policy.begin()
+    fleet.start(run.config.generator_spec)
+    probe = WeightProbe(run.config, policy, fleet, run.handle, run.tokenizer)
 
     def error(written: dict) -> float:
         return probe.squares([c for completions in written.values() for c in completions]).mean().sqrt().item()
 
-    supervisor.load_weights()
+    fleet.sync()
     probe.ask()
     print(f"its own weights: {error(probe.written):.2g}")
-    with changed_weights(trainer.handle):
-        supervisor.load_weights_again()
+    with policy.with_changed_weights():
+        fleet.sync_again()
         probe.ask()
         written = probe.written
         print(f"changed weights: {error(written):.2g}")
         kinds = defaultdict(list)
-        for name, parameter in trainer.handle.named_parameters():
+        for name, parameter in run.handle.named_parameters():
             numbers = local_tensor(parameter).detach().view(-1)[::STRIDE]
             numbers.div_(FACTOR)
             kinds[re.sub(r"\d+", "*", name)].append(error(written))
