@@ -1,6 +1,9 @@
 """Repeats small runs with an earlier commit's package and with this one's, and compares them bit for bit: weights,
 rollouts, and metrics but times and memory. For changes that are to change no number.
 
+Runs whose names end with "killed" are killed with SIGKILL three times and go on each time. The last time is this
+package's turn also where the others were the earlier one's, so that its checkpoints are read.
+
 python -m tests.same_runs COMMIT [NAME...]
 """
 
@@ -10,7 +13,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from tests.distributed.trainers.runs import (
     add_turns,
     copy_with_frequent_ends,
     metrics_of,
+    num_lines,
     rollouts_of,
     settings_of,
     tensors_of,
@@ -33,6 +38,9 @@ from tests.vision import make_vision_workspace
 ROOT = Path(__file__).parents[1]
 
 LAYOUTS = {"one rank": {}, "pp 2": {"pp": 2}, "dp_shard 2": {"dp_shard": 2}, "cp 2": {"cp": 2}}
+
+KILLED, KILLS = "killed", (2, 4, 6)
+"""Word in the names of runs that are killed, and the steps after which they are."""
 
 TIMES = ("time/", "perf/", "memory/", "rollout/environment_seconds", "rollout/turn_seconds")
 """Beginnings of the names of metrics that differ between two runs of one program."""
@@ -54,6 +62,9 @@ def cases(folder: Path) -> Iterator[tuple[str, Settings]]:
     adapters = _float64(settings_of("grpo", text, Path(), weight_sync={"adapters": "alone"}, parallel={"pp": 2}))
     adapters["model"]["lora"] = {"rank": 2, "targets": "all-linear"}
     yield "grpo, adapters alone", adapters
+    for algorithm in ("sft", "dpo", "grpo"):
+        often = _float64(settings_of(algorithm, text, Path(), parallel={"dp_shard": 2}, length={"steps": 8}))
+        yield f"{algorithm}, {KILLED}", often | {"checkpoint": {"every_steps": 1}}
     for algorithm in ("sft", "dpo"):
         yield f"{algorithm}, pictures", settings_of(algorithm, pictures, Path(), parallel={"dp_shard": 2})
     components = {"vision": {"ranks": 0}, "language": {"ranks": 1}}
@@ -78,14 +89,27 @@ def make_workspaces(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "mixture")
 
 
-def start(tree: Path, settings: Settings, output: Path) -> subprocess.Popen[str]:
+def start(tree: Path, settings: Settings, output: Path, *options: str) -> subprocess.Popen[str]:
     """A run by the package in a tree. Its console is in a file beside the config."""
-    output.mkdir(parents=True)
+    output.mkdir(parents=True, exist_ok=True)
     file = write(settings | {"output": str(output / "run")}, output)
     environment = {**os.environ, "PYTHONPATH": f"{tree}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "automodel_rl", settings["algorithm"], file]
-    with (output / "console").open("w") as console:
+    command = [sys.executable, "-m", "automodel_rl", settings["algorithm"], file, *options]
+    with (output / "console").open("a") as console:
         return subprocess.Popen(command, cwd=tree, env=environment, text=True, stdout=console, stderr=console)
+
+
+def run_killed(trees: Sequence[Path], settings: Settings, output: Path) -> int:
+    """A run that is killed after some steps, each time by the package of the next tree. Returns the last exit code."""
+    for number, tree in enumerate(trees):
+        job = start(tree, settings, output, *(["--resume", "auto"] if number else []))
+        while number < len(KILLS) and job.poll() is None:
+            if num_lines(output / "run" / "metrics.jsonl") >= KILLS[number]:
+                job.kill()
+            time.sleep(0.01)
+        if job.wait() and number == len(KILLS):
+            return 1
+    return 0
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:
@@ -141,9 +165,17 @@ def main() -> None:
                 if names and name not in names:
                     continue
                 outputs = [folder / "runs" / name / when for when in ("before", "now")]
-                jobs = [start(tree, settings, output) for tree, output in zip((before, ROOT), outputs, strict=True)]
-                failed = [output for job, output in zip(jobs, outputs, strict=True) if job.wait()]
-                found = [f"fails: {(o / 'console').read_text()[-2000:]}" for o in failed] or [*differences(*outputs)]
+                if name.endswith(KILLED):
+                    outputs.append(folder / "runs" / name / "begun before")
+                    orders = ([before] * 4, [ROOT] * 4, [before] * 3 + [ROOT])
+                    codes = [run_killed(order, settings, out) for order, out in zip(orders, outputs, strict=True)]
+                else:
+                    jobs = [start(tree, settings, out) for tree, out in zip((before, ROOT), outputs, strict=True)]
+                    codes = [job.wait() for job in jobs]
+                failed = [output for code, output in zip(codes, outputs, strict=True) if code]
+                found = [f"fails: {(o / 'console').read_text()[-2000:]}" for o in failed] or [
+                    text for other in outputs[1:] for text in differences(outputs[0], other)
+                ]
                 wrong += bool(found)
                 print(json.dumps({"run": name, "differs": found}), flush=True)
         finally:
