@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from automodel_rl.batch import (
         Audio,
+        Batch,
         DataShare,
         Image,
         Microbatch,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from automodel_rl.data.show import ShownExample, first_examples
     from automodel_rl.engine import Engine, TrainOutput
     from automodel_rl.errors import InputError, MicrobatchError
+    from automodel_rl.generators.fleet import Fleet
     from automodel_rl.losses import (
         LinearLoss,
         LossOutput,
@@ -58,13 +60,15 @@ if TYPE_CHECKING:
     )
     from automodel_rl.model.handle import ModelHandle
     from automodel_rl.optimizers import AdamWSettings
+    from automodel_rl.policy.policy import Policy
+    from automodel_rl.rollout.rollouts import Rollouts
     from automodel_rl.step.agreement import GlobalBatch
     from automodel_rl.step.runner import StepRunner
-    from automodel_rl.trainers.dpo import DPOTrainer
-    from automodel_rl.trainers.grpo import GRPOTrainer
-    from automodel_rl.trainers.sft import SFTTrainer
+    from automodel_rl.trainers.run import Goal, Run
+    from automodel_rl.trainers.train import run_program, train
 
 _HOMES = {
+    "Batch": "batch",
     "DataShare": "batch",
     "Audio": "batch",
     "Image": "batch",
@@ -117,25 +121,30 @@ _HOMES = {
     "ModelHandle": "model.handle",
     "StepRunner": "step.runner",
     "GlobalBatch": "step.agreement",
-    "DPOTrainer": "trainers.dpo",
-    "GRPOTrainer": "trainers.grpo",
-    "SFTTrainer": "trainers.sft",
+    "Fleet": "generators.fleet",
+    "Policy": "policy.policy",
+    "Rollouts": "rollout.rollouts",
+    "Goal": "trainers.run",
+    "Run": "trainers.run",
+    "run_program": "trainers.train",
+    "train": "trainers.train",
 }
 
 __all__ = [
     "AdamWSettings",
     "Audio",
+    "Batch",
     "ComponentsConfig",
     "CorrectionConfig",
     "DPOConfig",
     "DPOLossConfig",
-    "DPOTrainer",
     "DataShare",
     "EncoderComponent",
     "Engine",
+    "Fleet",
     "GRPOConfig",
-    "GRPOTrainer",
     "GlobalBatch",
+    "Goal",
     "Image",
     "InputError",
     "KLConfig",
@@ -154,14 +163,16 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "ParameterGroupConfig",
+    "Policy",
     "PolicyLossConfig",
     "Readout",
     "RolloutRunConfig",
+    "Rollouts",
     "RouterShape",
     "Routes",
+    "Run",
     "RunConfig",
     "SFTConfig",
-    "SFTTrainer",
     "ShownExample",
     "StepRunner",
     "TokenOutputs",
@@ -175,8 +186,10 @@ __all__ = [
     "load_config",
     "pack",
     "read_routes",
+    "run_program",
     "sft_loss",
     "token_loss",
+    "train",
     "unpack",
 ]
 

@@ -8,9 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import cast, get_args
 
-import automodel_rl
 from automodel_rl.config import ALGORITHMS, RayConfig, RunConfig, config_of_model, load_config, load_serve_config
-from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, SFTConfig
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
 from automodel_rl.files import written
 from automodel_rl.launch.failure import guard
@@ -25,9 +24,6 @@ from automodel_rl.tools.help import Shell, completion, help_of, overview
 from automodel_rl.tools.verify.layout import ranks_to_verify
 
 HELP = ("-h", "--help")
-
-TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
-"""The trainers' public names, by algorithm. They are looked up late, because a trainer imports everything it runs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,6 +67,7 @@ def _run(arguments: list[str]) -> int:
         return EXIT_OK
     commands: dict[str, Callable[[list[str]], int]] = {
         **dict.fromkeys(ALGORITHMS, lambda rest: _train(command, rest)),
+        "run": _run_loop,
         "serve": _serve,
         "init": _init,
         "verify": _verify,
@@ -96,38 +93,78 @@ def _run(arguments: list[str]) -> int:
 
 
 def _train(algorithm: str, arguments: list[str]) -> int:
+    path, rest = _config_file(algorithm, arguments)
+    shown, rest = _take_shown(rest)
+    return _start(lambda overrides: load_config(path, overrides, algorithm), [algorithm, *arguments], rest, shown=shown)
+
+
+def _run_loop(arguments: list[str]) -> int:
+    if not arguments or not arguments[0].endswith(".py"):
+        raise InputError("run takes a file with a function main first: automodel-rl run LOOP.py --config CONFIG.yaml")
+    loop, rest = arguments[0], arguments[1:]
+    path, rest = _take_option("--config", rest)
+    if path is None:
+        raise InputError(f"run {loop}: needs --config CONFIG.yaml, with a config of {', '.join(ALGORITHMS)}")
+    return _start(lambda overrides: load_config(path, overrides), ["run", *arguments], rest, loop=loop)
+
+
+def _start(
+    load: Callable[[list[str]], RunConfig], command: list[str], rest: list[str], *, shown: int = 0, loop: str = ""
+) -> int:
+    """Starts a run, or becomes one of its ranks.
+
+    Args:
+        load: loads the config, given the keys of the command line.
+        command: the command, for other ranks.
+        rest: its arguments after those that `load` knows.
+        shown: number of records that are to be shown in place of a run; 0 for a run.
+        loop: the file of the program; "" for the program of the config's algorithm.
+    """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a config's loss_function may be there; rewards and other ranks look there, too
-    path, rest = _config_file(algorithm, arguments)
     resume, rest = _take_resume(rest)
     launcher, rest = _take_launcher(rest)
     max_minutes, rest = _take_minutes(rest)
-    shown, overrides = _take_shown(rest)
-    config = load_config(path, overrides, algorithm)
+    config = load(rest)
     if shown:
         return _show_examples(config, shown)
     # Checked once for all ranks: by the launcher, before they import anything heavy, or by torchrun's first rank.
     if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
-        from automodel_rl.data.checks import check_data
-        from automodel_rl.rollout.rewards.scorer import check_rewards
-
-        RunDirectory(config, config.output, resume)
-        chats = check_data(config)
-        if isinstance(config, GRPOConfig):
-            check_rewards(config.rewards)
-        from automodel_rl.data.chat import check_chats  # imports torch, which errors found above need not wait for
-        from automodel_rl.hf.opened_model import OpenedModel
-
-        for warning in check_chats(config, OpenedModel.open(config.model), chats):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        _check_input(config, resume)
     on_ray = RayConfig() if launcher == "ray" and config.launch.ray is None else config.launch.ray
     if not is_rank() and on_ray is not None and launcher != "local":
-        return _run_on_ray(config, on_ray, [algorithm, *arguments])
+        return _run_on_ray(config, on_ray, command)
     if not is_rank() and config.world_size > 1:
         print(f"starting {config.world_size} ranks ...", flush=True)
-        command = [sys.executable, "-m", "automodel_rl", algorithm, *arguments]
-        return run_local_ranks(command, config.world_size, Path(config.output) / FLIGHTS)
-    return guard(lambda: getattr(automodel_rl, TRAINERS[algorithm])(config, resume, max_minutes).train())
+        ranks = [sys.executable, "-m", "automodel_rl", *command]
+        return run_local_ranks(ranks, config.world_size, Path(config.output) / FLIGHTS)
+
+    def work() -> None:  # imported late: it is all that a run needs
+        from automodel_rl.trainers.loop import open_loop
+        from automodel_rl.trainers.train import run_program, train
+
+        if loop:
+            run_program(open_loop(Path(loop)), config, resume, max_minutes)
+        else:
+            train(config, resume, max_minutes)
+
+    return guard(work)
+
+
+def _check_input(config: RunConfig, resume: str) -> None:
+    """Raises InputError if the run's folder, data, rewards or model cannot be used, and warns of what is odd."""
+    from automodel_rl.data.checks import check_data
+    from automodel_rl.rollout.rewards.scorer import check_rewards
+
+    RunDirectory(config, config.output, resume)
+    chats = check_data(config)
+    if isinstance(config, GRPOConfig):
+        check_rewards(config.rewards)
+    from automodel_rl.data.chat import check_chats  # imports torch, which errors found above need not wait for
+    from automodel_rl.hf.opened_model import OpenedModel
+
+    for warning in check_chats(config, OpenedModel.open(config.model), chats):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _run_on_ray(config: RunConfig, settings: RayConfig, arguments: list[str]) -> int:
@@ -192,7 +229,7 @@ def _take_shown(arguments: list[str]) -> tuple[int, list[str]]:
     return int(text or 0), rest
 
 
-def _show_examples(config: SFTConfig | DPOConfig | GRPOConfig, count: int) -> int:
+def _show_examples(config: RunConfig, count: int) -> int:
     """Prints which tokens of a run's first records are trained; nothing starts."""
     from automodel_rl.data.show import first_examples
 

@@ -50,10 +50,8 @@ GROUPS = {
         "grpo_loss",
         "token_loss",
     ),
-    "Whole runs": (
-        *("load_config", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "SFTConfig", "DPOConfig", "GRPOConfig"),
-        *("RunConfig", "RolloutRunConfig"),
-    ),
+    "Whole runs": (*("load_config", "train", "SFTConfig", "DPOConfig", "GRPOConfig", "RunConfig", "RolloutRunConfig"),),
+    "Programs of your own": ("run_program", "Policy", "Batch", "Fleet", "Rollouts", "Run", "Goal"),
     "Looking at data": ("first_examples", "ShownExample"),
     "Configs of a model": (
         *("ModelConfig", "LoraConfig", "MoEConfig", "MemoryConfig", "ParallelConfig"),
@@ -71,6 +69,7 @@ def generated_parts() -> dict[str, str]:
     """What some page has between `<!-- NAME -->` and `<!-- end of NAME -->`."""
     return {
         "tree": f"```\n{tree()}\n```",
+        "loop": f"```python\n{(ROOT / 'configs' / 'loops' / 'reinforce.py').read_text().strip()}\n```",
         "import order": import_order(),
         "table": table(),
         "keys of other trainers": elsewhere.tables(),

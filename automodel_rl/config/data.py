@@ -108,8 +108,9 @@ class ExamplesConfig(SourcesConfig):
     """What happens to an example that is longer than `max_tokens`, a microbatch or the model's context. truncate: its
     end is cut off. drop: it is left out. The metrics count both."""
 
-    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Number of processes on each rank that tokenise examples ahead of training."""
+    num_workers: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """Number of processes that tokenise examples ahead of training, beside rank 0. null: one for each data rank, up to
+    8, and none where there is one data rank."""
 
 
 class DataConfig(ExamplesConfig):

@@ -1,137 +1,77 @@
-"""Loading of global batches. Each data rank loads its share, and loading can be resumed between any two steps."""
+"""Loading of global batches. Loading can be resumed between any two steps."""
 
-import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import itertools
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
-from automodel_rl.batch import Microbatch, TokenSequence, pack
-from automodel_rl.config.data import CommonBatchConfig
+from automodel_rl.batch import Batch
 from automodel_rl.data.examples import Example, ExampleDataset, checked
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.errors import InputError
-from automodel_rl.parallel.host_collectives import gather_objects, interleave, share_with_guests
-from automodel_rl.parallel.layout import Layout
+from automodel_rl.launch.stop_signal import stop_signals
+
+PLACE = "num_steps"
+"""Key of a loader's state: the number of global batches that were loaded."""
 
 
 @dataclass(frozen=True)
-class StepSize:
-    """The size of a global batch. Sizes of several global batches can be added.
+class LoadedStep:
+    """A global batch of examples.
 
     Attributes:
-        num_sequences, num_tokens, num_microbatches: counts over all data ranks, without empty microbatches.
-        flops: floating-point operations of forward and backward.
-    """
-
-    num_sequences: int
-    num_tokens: int
-    num_microbatches: int
-    flops: float
-
-    def __add__(self, other: "StepSize") -> "StepSize":
-        return StepSize(
-            self.num_sequences + other.num_sequences,
-            self.num_tokens + other.num_tokens,
-            self.num_microbatches + other.num_microbatches,
-            self.flops + other.flops,
-        )
-
-
-@dataclass(frozen=True)
-class PackedStep:
-    """One data rank's part of a global batch, packed.
-
-    Attributes:
-        microbatches: this data rank's microbatches.
-        size: size of the global batch.
-        num_truncated, num_dropped: number of examples of the global batch that were too long and were cut or left out.
+        batch: the rows.
+        draws: the records of the rows' examples, in their order.
+        num_truncated, num_dropped: number of examples that were too long and were cut or left out.
         too_long: the first of these examples, and what became of it.
-        draws: the records of the global batch, in the order of its sequences.
     """
 
-    microbatches: list[Microbatch]
-    size: StepSize
+    batch: Batch
+    draws: tuple[Draw, ...]
     num_truncated: int = 0
     num_dropped: int = 0
     too_long: str = ""
-    draws: tuple[Draw, ...] = ()
 
 
-class _NoExamples(Dataset):
-    """The dataset of a guest: nothing, in as many steps as other ranks, so that all ranks have the same kind of
-    state."""
-
-    def __getitem__(self, draw: Draw) -> None:
-        return None
-
-
-class PackedLoader:
-    """Yields a `PackedStep` for every global batch. A guest, a rank without the language model, gets no microbatches.
-
-    Each data rank tokenises its share of a global batch. Then all data ranks exchange their sequences, so that packing
-    and the balance of work cover the whole global batch.
+class ExampleLoader:
+    """Yields a `LoadedStep` for every global batch.
 
     Args:
         dataset: makes examples of records.
         examples_per_step: number of examples of a global batch.
-        layout: this rank's place in the layout.
-        cost: the work of a sequence as a function of its length, in FLOPs.
         order: the order in which records are drawn.
         num_workers: number of processes that tokenise ahead.
     """
 
-    def __init__(
-        self,
-        dataset: ExampleDataset,
-        examples_per_step: int,
-        layout: Layout,
-        cost: Callable[[int], float],
-        order: Order,
-        num_workers: int = 0,
-    ):
-        self.dataset, self.layout, self.cost = dataset, layout, cost
-        self.sampler = BatchSampler(
-            dataset.sources.sizes,
-            dataset.sources.weights,
-            examples_per_step,
-            order,
-            layout.data_share,
-        )
-        source: Dataset = _NoExamples() if layout.is_guest else dataset
-        self._loader = StatefulDataLoader(
-            source,
-            batch_sampler=self.sampler,
+    def __init__(self, dataset: ExampleDataset, examples_per_step: int, order: Order, num_workers: int = 0):
+        self.dataset, self.num_workers = dataset, num_workers
+        self.sampler = BatchSampler(dataset.sources.sizes, dataset.sources.weights, examples_per_step, order)
+        self._num_steps = 0
+
+    def __iter__(self) -> Iterator[LoadedStep]:
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=itertools.islice(self.sampler, self._num_steps, None),
             collate_fn=list,
-            num_workers=num_workers,
+            num_workers=self.num_workers,
+            worker_init_fn=_outlive_signals,
             generator=torch.Generator(),  # it draws when it starts, and a resumed run starts it at another place
         )
-
-    def __iter__(self) -> Iterator[PackedStep]:
-        for share in self._loader:
-            packed = None
-            if not self.layout.is_guest:
-                packed = self._pack(self._exchange([checked(example) for example in share]))
-            without_microbatches = None if packed is None else replace(packed, microbatches=[])
-            shared = share_with_guests(without_microbatches, self.layout)
-            assert shared is not None
-            yield packed or shared
+        for examples in loader:
+            self._num_steps += 1
+            yield self._step([checked(example) for example in examples])
 
     def state_dict(self) -> dict[str, Any]:
-        return self._loader.state_dict()
+        return {PLACE: self._num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state)
+        self._num_steps = state[PLACE] if PLACE in state else _earlier_place(state)
 
-    def _exchange(self, share: list[Example]) -> list[Example]:
-        """All examples of the global batch, in the order of their draws."""
-        return interleave(gather_objects(share, self.layout.data_control))
-
-    def _pack(self, examples: list[Example]) -> PackedStep:
+    def _step(self, examples: Sequence[Example]) -> LoadedStep:
         sequences = [sequence for example in examples for sequence in example.sequences]
         if not sequences:
             raise InputError(
@@ -139,62 +79,24 @@ class PackedLoader:
                 f"{self.dataset.longest} tokens that data.max_tokens, batch.microbatch_tokens and the model's context "
                 "allow, so all were dropped: raise the least of them, or use shorter examples"
             )
-        packed = pack_step(sequences, self.dataset.batch, self.layout, self.cost, together=self.dataset.together)
-        return replace(
-            packed,
+        return LoadedStep(
+            Batch(sequences, together=self.dataset.together),
+            tuple(example.draw for example in examples if example.sequences),
             num_truncated=sum(example.is_truncated for example in examples),
             num_dropped=sum(not example.sequences for example in examples),
             too_long=next((example.too_long for example in examples if example.too_long), ""),
-            draws=tuple(example.draw for example in examples if example.sequences),
         )
 
 
-def pack_step(
-    sequences: Sequence[TokenSequence],
-    batch: CommonBatchConfig,
-    layout: Layout,
-    cost: Callable[[int], float],
-    together: int = 1,
-) -> PackedStep:
-    """Packs a global batch, and returns this data rank's microbatches; none for a guest.
-
-    Args:
-        sequences: all sequences of the global batch, the same on every rank.
-        batch: the config section that says how many tokens a microbatch holds, and how many microbatches there are.
-        layout: this rank's place in the layout.
-        cost: the work of a sequence as a function of its length, in FLOPs.
-        together: number of consecutive sequences that share a microbatch.
-    """
-    fewest, multiple = max(batch.min_microbatches, layout.parallel.pp), batch.microbatches_multiple
-    whole = functools.partial(pack, sequences, batch.capacity, share=layout.data_share, together=together, cost=cost)
-    microbatches = whole(min_microbatches=fewest)
-    if len(microbatches) % multiple:
-        microbatches = whole(min_microbatches=math.ceil(len(microbatches) / multiple) * multiple)
-    # Some microbatches are empty only if there are fewer groups of sequences than microbatches.
-    num_microbatches = min(len(microbatches) * layout.parallel.num_data_ranks, len(sequences) // together)
-    size = StepSize(
-        len(sequences), sum(map(len, sequences)), num_microbatches, sum(cost(len(sequence)) for sequence in sequences)
-    )
-    return PackedStep([] if layout.is_guest else microbatches, size)
+def _outlive_signals(number: int) -> None:
+    """Lets a process that tokenises ignore signals to stop, which go to all processes of a job: rank 0 decides, and the
+    process ends with it."""
+    for stop in stop_signals():
+        signal.signal(stop, signal.SIG_IGN)
 
 
-def sums_of_sequences(
-    microbatches: Sequence[Microbatch], values_of: Callable[[Microbatch], torch.Tensor], layout: Layout
-) -> torch.Tensor:
-    """Sums over the counted tokens of each sequence of a global batch. A collective of the data ranks.
-
-    Args:
-        microbatches: this data rank's microbatches, as `pack_step` gives them.
-        values_of: a value for every token of a microbatch, [T].
-        layout: this rank's place.
-
-    Returns:
-        float64 [N], in the order in which the sequences were packed; equal on all ranks.
-    """
-    own: dict[int, float] = {}
-    for microbatch in microbatches:
-        values = torch.where(microbatch.loss_mask, values_of(microbatch), 0.0)
-        own |= zip(microbatch.order, (piece.sum().item() for piece in values.split(microbatch.lengths)), strict=False)
-    shares = gather_objects(own, layout.data_control)
-    sums = share_with_guests({place: total for share in shares for place, total in share.items()}, layout)
-    return torch.tensor([sums[place] for place in range(len(sums))], dtype=torch.float64)
+def _earlier_place(state: dict[str, Any]) -> int:
+    """The place in the state of torchdata's loader, which earlier checkpoints hold."""
+    if "_snapshot" not in state:
+        return int(state["_num_yielded"])
+    return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])

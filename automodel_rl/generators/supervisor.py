@@ -22,7 +22,7 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmServersConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.rollout_offload import RolloutOffload
-from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.errors import InputError, WeightSyncError, innermost
 from automodel_rl.generators.engine_ranks import EngineRanks
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.make_generator import make_generator
@@ -74,8 +74,7 @@ class GeneratorSupervisor:
         self.problem = ""
         self.offload.after_sync()  # the generator starts in the memory that it will have
         self.generator: Generator | None
-        self.generator, transport = self._start(is_first=True)
-        gather_objects("", self.world)  # waits until the generators that use this rank's device sleep
+        self.generator, transport = self._start_with_others()
         self.offload.restore()
         self.sync = WeightSync(self.handle, transport, spec.weight_sync, resends_frozen=spec.sleep_level == 2)
         self.policy_version = 0
@@ -191,6 +190,25 @@ class GeneratorSupervisor:
             ask(self.generator)
         except WeightSyncError as problem:
             self.problem = str(problem)
+
+    def _start_with_others(self) -> tuple[Generator, Transport]:
+        """Starts this rank's generator, and waits until those that use this rank's device sleep.
+
+        Raises:
+            InputError: on all ranks; a generator does not start.
+        """
+        started, problem = None, ""
+        try:
+            started = self._start(is_first=True)
+        except InputError as error:
+            problem = str(error)
+        problem = next((text for text in gather_objects(problem, self.world) if text), "")
+        if problem:
+            if started is not None:
+                started[0].close()
+            raise InputError(problem)
+        assert started is not None
+        return started
 
     def _start(self, is_first: bool) -> tuple[Generator, Transport]:
         """Starts this rank's generator, which then sleeps if it shares memory."""

@@ -6,22 +6,18 @@ model's. At the start of a run the weights that are sent are changed ones, so th
 checkpoint shows at once, and not when training has moved it far.
 """
 
-import dataclasses
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import Microbatch, TokenSequence
+from automodel_rl.batch import Batch, TokenSequence
 from automodel_rl.config import RolloutRunConfig
-from automodel_rl.data.loader import pack_step, sums_of_sequences
-from automodel_rl.engine import Engine
-from automodel_rl.errors import RolloutError, innermost
+from automodel_rl.errors import RolloutError
 from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.generators.supervisor import GeneratorSupervisor
-from automodel_rl.model.changed_weights import changed_weights
-from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.policy.policy import Policy
 from automodel_rl.weight_sync.sync import sync_dtype
 
 TEXTS = (
@@ -45,27 +41,29 @@ COARSER = 2.0
 
 
 class WeightProbe:
-    """Compares generators with the model. Every method is a collective of all ranks.
+    """Compares generators with the model.
 
     Args:
         config: the run's config.
-        engine: trains the model.
-        supervisor: the supervisor of this rank's generator.
+        policy: the model in training.
+        fleet: its generators.
+        handle: the model, for its dtype.
         tokenizer: the model's tokenizer.
     """
 
     def __init__(
         self,
         config: RolloutRunConfig,
-        engine: Engine,
-        supervisor: GeneratorSupervisor,
+        policy: Policy,
+        fleet: Fleet,
+        handle: ModelHandle,
         tokenizer: PreTrainedTokenizerBase,
     ):
-        self.config, self.engine, self.supervisor = config, engine, supervisor
+        self.config, self.policy, self.fleet, self.handle = config, policy, fleet, handle
         self.num_tokens = min(NUM_TOKENS, config.longest_sequence // 2)
         room = config.longest_sequence - self.num_tokens
         self.prompts = [tokenizer.encode(text, add_special_tokens=False)[:room] for text in TEXTS]
-        self.written: dict[int, list[Completion]] = {}  # by the rank whose generator wrote them
+        self.written: dict[int, list[Completion]] = {}  # by the rank that leads the generator
 
     def check_changed_weights(self) -> None:
         """Sends changed weights to generators and compares. The model's own weights must be sent next.
@@ -73,28 +71,19 @@ class WeightProbe:
         Raises:
             RolloutError: a generator does not compute what the model does.
         """
-        with changed_weights(self.engine.handle):
-            self.supervisor.load_weights_again()  # as policy version 0, which is none of the run's
-            with self.supervisor.awake():
+        with self.policy.with_changed_weights():
+            self.fleet.sync_again()  # as policy version 0, which is none of the run's
+            with self.fleet.awake():
                 self.ask()
-            self.supervisor.offload.restore()
+            self.fleet.restore()
             self.judge()
 
     def ask(self) -> None:
         """Lets generators write. They must be awake."""
-        own: list[Completion] = []
-        generator = self.supervisor.generator
-        if self.supervisor.ranks.leads and generator is not None and not self.supervisor.problem:
-            sampling = Sampling(self.num_tokens, stop_token_ids=())
-            requests = [Request(prompt, number, sampling) for number, prompt in enumerate(self.prompts)]
-            try:
-                own = generator.submit(requests)()
-            except Exception as problem:  # the next rollout starts it again
-                self.supervisor.problem = self.supervisor.problem or innermost(problem)
-        is_whole = all(completion.finish != "error" for completion in own)
-        own = [dataclasses.replace(completion, routes=None) for completion in own if is_whole]  # they are large
-        everything = gather_objects(own, self.supervisor.world)
-        self.written = {rank: completions for rank, completions in enumerate(everything) if completions}
+        sampling = Sampling(self.num_tokens, stop_token_ids=())
+        requests = [Request(prompt, number, sampling) for number, prompt in enumerate(self.prompts)]
+        written = self.fleet.write_alike(requests)
+        self.written = {rank: of for rank, of in written.items() if all(one.finish != "error" for one in of)}
 
     def judge(self) -> None:
         """Compares what generators have written since the last call. The model's weights must be on the device.
@@ -121,27 +110,19 @@ class WeightProbe:
 
     @property
     def _tolerance(self) -> float:
-        handle = self.engine.handle
-        dtypes = (handle.dtype, sync_dtype(self.config.weight_sync, handle))
-        is_coarser = handle.is_mixture or handle.model.fp8 is not None
+        dtypes = (self.handle.dtype, sync_dtype(self.config.weight_sync, self.handle))
+        is_coarser = self.handle.is_mixture or self.handle.model.fp8 is not None
         return max(TOLERANCES[dtype] for dtype in dtypes) * (COARSER if is_coarser else 1.0)
 
     def squares(self, completions: list[Completion]) -> Tensor:
         """The mean square difference of log-probabilities in each completion, [N]. They go on with the prompts in
         turn."""
-        handle = self.engine.handle
-        sequences = [
+        batch = Batch(
             _sequence(self.prompts[number % len(self.prompts)], completion)
             for number, completion in enumerate(completions)
-        ]
-        packed = pack_step(sequences, self.config.batch, handle.layout, handle.flops)
-        scored = self.engine.add_logprobs(packed.microbatches, "logprobs")
-        return sums_of_sequences(scored, _square_errors, handle.layout) / self.num_tokens
-
-
-def _square_errors(microbatch: Microbatch) -> Tensor:
-    theirs, ours = (microbatch.values[name].double() for name in ("rollout_logprobs", "logprobs"))
-    return (theirs - ours).square()
+        )
+        pairs = zip(batch["rollout_logprobs"], self.policy.logprobs(batch), strict=True)
+        return batch.sums([(theirs - ours.double()).square() for theirs, ours in pairs]) / self.num_tokens
 
 
 def _sequence(prompt: list[int], completion: Completion) -> TokenSequence:

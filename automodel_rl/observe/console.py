@@ -38,17 +38,13 @@ class Progress:
     Args:
         total_steps: length of the run.
         first_step: number of steps that were done before.
-        quiet: show nothing, as on all ranks but the first.
     """
 
-    def __init__(self, total_steps: int, first_step: int, quiet: bool):
-        self.total_steps, self.first_step, self.quiet = total_steps, first_step, quiet
+    def __init__(self, total_steps: int, first_step: int):
+        self.total_steps, self.first_step = total_steps, first_step
         self.console = Console(file=cast(TextIO, _Outlived(sys.stdout)))
         self.started = time.monotonic()
-        self.live = Live(console=self.console, refresh_per_second=8) if self._is_live() else None
-
-    def _is_live(self) -> bool:
-        return self.console.is_terminal and not self.quiet
+        self.live = Live(console=self.console, refresh_per_second=8) if self.console.is_terminal else None
 
     def __enter__(self) -> "Progress":
         if self.live:
@@ -61,13 +57,10 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Prints a line that stays."""
-        if not self.quiet:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, record: dict[str, Any]) -> None:
         """Shows the metrics of the newest step."""
-        if self.quiet:
-            return
         line = f"step {record['step']}/{self.total_steps}  {_numbers(record)}  eta {self._eta(record['step'])}"
         if self.live is None:
             print(line, file=self.console.file, flush=True)

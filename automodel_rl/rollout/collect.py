@@ -8,9 +8,9 @@ import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import Video, join_turns, read_routes
+from automodel_rl.batch import Routes, RoutesAt, join_turns, read_routes
 from automodel_rl.config import RolloutRunConfig
-from automodel_rl.errors import InputError, RolloutError, innermost
+from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.media_inputs import prompt_media
 from automodel_rl.generators.protocol import Completion, Generator, OnFinished, TurnRoutes
@@ -27,7 +27,6 @@ class Pending:
     """Completions that generators are writing.
 
     Attributes:
-        group_size: number of completions of each prompt.
         asked: the completions that all ranks were asked for: for each, its prompt and its number among the prompt's.
         requests: the requests for them.
         shares: places among them, by the rank whose generator writes them.
@@ -40,7 +39,6 @@ class Pending:
         episodes: conversations that this rank has begun, by place.
     """
 
-    group_size: int
     asked: list[tuple[Promptlike, int]]
     requests: list[Request]
     shares: list[list[int]]
@@ -72,15 +70,28 @@ class Pending:
             self.shares[rank] += every[number :: len(others)]
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written.
+
+    Attributes:
+        rollouts: rollouts without routes, by place.
+        routes: their routes, by key.
+    """
+
+    rollouts: dict[int, Rollout]
+    routes: dict[tuple[int, int], Routes]
+
+
 class RolloutCollector:
-    """Asks generators for completions, takes them and scores them. Every method but `close` is a collective.
+    """Asks generators for completions, takes them and scores them. Every method is a collective.
 
     Args:
         config: the run's config.
         supervisor: the supervisor of this rank's generator.
         tokenizer: the model's tokenizer.
-        scorer: scores completions; closed with the collector.
-        conversations: drives completions of several turns; None if they have one. Closed with the collector.
+        scorer: scores completions.
+        conversations: drives completions of several turns; None if they have one.
     """
 
     def __init__(
@@ -98,42 +109,28 @@ class RolloutCollector:
     def submit(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> Pending:
         """Lets all generators begin to write `group_size` completions of each prompt."""
         asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
-        if self.config.rollout.generator.runs_vllm:
-            _check_for_vllm(prompts)
         requests = [
             Request(prompt.token_ids, self._seed(prompt, sample), sampling, media=prompt_media(prompt.media))
             for prompt, sample in asked
         ]
-        pending = Pending(group_size, asked, requests, self.supervisor.ranks.deal(len(asked)))
+        pending = Pending(asked, requests, self.supervisor.ranks.deal(len(asked)))
         self._ask(pending)
         return pending
 
-    def take(self, pending: Pending) -> list[list[Rollout]]:
-        """The rewarded completions of each prompt, equal on every rank. Only the generator's rank has their routes.
+    def take(self, pending: Pending, number: int) -> Written:
+        """This rank's rewarded completions.
+
+        Args:
+            pending: what `submit` returned.
+            number: a number that no other pending completions have.
 
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
-        written = self._wait(pending)
+        completions = self._wait(pending)
         return self._rewarded(
-            {place: self._with_routes(c, pending.asked[place][0]) for place, c in written.items()}, pending
+            {place: self._with_routes(c, pending.asked[place][0]) for place, c in completions.items()}, pending, number
         )
-
-    def collect(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> list[list[Rollout]]:
-        """Submits prompts and takes their `group_size` rewarded completions, equal on every rank and without routes.
-
-        Raises:
-            RolloutError: a generator failed more often than `rollout.retries` allows.
-        """
-        pending = self.submit(prompts, group_size, sampling)
-        written = self._wait(pending)
-        return self._rewarded({place: dataclasses.replace(c, routes=None) for place, c in written.items()}, pending)
-
-    def close(self) -> None:
-        """Ends the processes of rewards and environments. The supervisor closes the generator."""
-        self.scorer.close()
-        if self.conversations is not None:
-            self.conversations.close()
 
     def _ask(self, pending: Pending) -> None:
         """Lets the generator begin with what is missing of this rank's share."""
@@ -253,9 +250,8 @@ class RolloutCollector:
         """The completion's text: of several turns, that of the last."""
         return str(self.tokenizer.decode(completion.last_turn, skip_special_tokens=True))
 
-    def _rewarded(self, written: Mapping[int, Completion], pending: Pending) -> list[list[Rollout]]:
-        """The rollouts of each prompt, of all ranks, given the completions of this one by their place."""
-        rank = dist.get_rank()
+    def _rewarded(self, written: Mapping[int, Completion], pending: Pending, number: int) -> Written:
+        """The rollouts of these completions, given by their place."""
         texts = {place: self._text(completion) for place, completion in written.items()}
         scorings = []
         for place, text in texts.items():
@@ -264,14 +260,15 @@ class RolloutCollector:
             is_same = scoring is not None and scoring.completion == text
             example = scored_example(pending.asked[place][0], written[place])
             scorings.append(scoring if scoring and is_same else self.scorer.submit(text, example))
-        scores = zip(written, self.scorer.take(scorings), strict=True)
-        own = {place: Rollout(written[place], texts[place], score, writer=rank) for place, score in scores}
-        every: dict[int, Rollout] = {}
-        for share in gather_objects({place: _without_routes(rollout) for place, rollout in own.items()}, self.world):
-            every |= share
-        every |= own
-        flat = [every[place] for place in range(len(pending.asked))]
-        return [flat[start : start + pending.group_size] for start in range(0, len(flat), pending.group_size)]
+        found = Written({}, {})
+        for (place, completion), score in zip(written.items(), self.scorer.take(scorings), strict=True):
+            routes = completion.routes if isinstance(completion.routes, Routes) else None
+            at, missing, key = None, 0, (number, place)
+            if routes is not None:
+                at, missing, found.routes[key] = RoutesAt(dist.get_rank(), key), routes.num_missing(), routes
+            completion = dataclasses.replace(completion, routes=None)
+            found.rollouts[place] = Rollout(completion, texts[place], score, key, at, missing)
+        return found
 
     def _seed(self, prompt: Promptlike, sample: int) -> int:
         return int(np.random.SeedSequence([self.config.seed, prompt.number, sample]).generate_state(1)[0])
@@ -285,17 +282,3 @@ def _without_stale(completion: Completion, newest: int, most: int) -> Completion
     error = f"its first turn is {age} policy versions old, of rollout.max_staleness={most}"
     conversation = completion.conversation and dataclasses.replace(completion.conversation, sampled=[])
     return Completion([], [], "error", error, conversation=conversation)
-
-
-def _without_routes(rollout: Rollout) -> Rollout:
-    return dataclasses.replace(rollout, completion=dataclasses.replace(rollout.completion, routes=None))
-
-
-def _check_for_vllm(prompts: Sequence[Promptlike]) -> None:
-    """Raises InputError if a prompt has a video."""
-    for prompt in prompts:
-        if any(isinstance(item, Video) for item in prompt.media):
-            raise InputError(
-                f"prompt {prompt.number} has a video: rollout.generator=vllm gets images only: use transformers, or "
-                "give frames as images"
-            )

@@ -185,7 +185,7 @@ def rollout_records(
     groups: Sequence[Group],
     rewards: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    details: Mapping[int, dict[str, Any]],
+    details: Mapping[tuple[int, int], dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """The records of a step's rollouts that are kept on disk, one JSON object for each completion.
 
@@ -193,7 +193,7 @@ def rollout_records(
         groups: all groups that were generated.
         rewards: names of the rewards.
         tokenizer: the model's tokenizer.
-        details: what else is known of rollouts, by their identity.
+        details: what else is known of rollouts, by their key.
     """
     return [
         {
@@ -207,7 +207,7 @@ def rollout_records(
             "tokens": len(rollout.completion.token_ids),
             "finish": rollout.completion.finish,
             **_conversation_record(rollout.completion.conversation),
-            **details.get(id(rollout), {}),
+            **details.get(rollout.key, {}),
         }
         for group in groups
         for rollout, reward in zip(group.rollouts, group.rewards.tolist(), strict=True)

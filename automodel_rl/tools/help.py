@@ -54,6 +54,14 @@ COMMANDS: dict[str, Command] = {
     "sft": _training("supervised fine-tuning on chats and texts"),
     "dpo": _training("preference training on pairs of a chosen and a rejected completion"),
     "grpo": _training("reinforcement learning on prompts with rewards"),
+    "run": Command(
+        "LOOP.py --config CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] "
+        "[--dotted.key value ...]",
+        "a program of your own, a file with a function main(policy, fleet, run), on the ranks of a config",
+        "CONFIG.yaml is a config of sft, dpo or grpo, which says what the program reads, trains and generates with. "
+        "The other options are those of sft. configs/loops has two such programs.",
+        ("--config", "--resume", "--launcher", "--max-minutes"),
+    ),
     "serve": Command(
         "CONFIG.yaml [--dotted.key value ...]",
         "a training service: several clients train adapters and sample, by Tinker's API over HTTP",

@@ -1,12 +1,14 @@
-"""Opens what every trainer starts with: run directory, tokenizer, model and loss."""
+"""Opens what every run starts with: run directory, tokenizer, model and loss."""
 
 import inspect
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from automodel_rl.config import AnyRun, RunConfig
+from automodel_rl.config import RunConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.decide import with_memory_decided
@@ -20,11 +22,25 @@ from automodel_rl.observe.trackers import check_trackers
 from automodel_rl.rollout.seeds import mixed_seed
 
 
-def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTokenizer, ModelHandle]:
-    """Opens what every trainer starts with: the run directory, which is only checked, the tokenizer, and the model.
+@dataclass(frozen=True)
+class OpenedRun:
+    """What every run starts with, on each rank.
 
-    Returns:
-        The config with every `auto` of a step's memory decided, run directory, tokenizer, and model.
+    Attributes:
+        config: the config, with every `auto` of a step's memory decided.
+        directory: the run's files, which are only checked.
+        chat: the tokenizer.
+        handle: the model.
+    """
+
+    config: Any
+    directory: RunDirectory
+    chat: ChatTokenizer
+    handle: ModelHandle
+
+
+def open_run(config: RunConfig, resume: str) -> OpenedRun:
+    """Opens what every run starts with. A collective of all ranks.
 
     Raises:
         InputError: the config or the checkpoint is wrong. Most errors are found before weights are loaded.
@@ -47,7 +63,7 @@ def open_run(config: AnyRun, resume: str) -> tuple[AnyRun, RunDirectory, ChatTok
             "part of the model: they are not trained, and exports keep them as they are"
         )
     torch.manual_seed(mixed_seed(config.seed, dist.get_rank()))
-    return config, directory, chat, handle
+    return OpenedRun(config, directory, chat, handle)
 
 
 def _say_phase(text: str) -> None:
@@ -69,9 +85,3 @@ def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
             "a function of these two"
         ) from None
     return function
-
-
-def layout_summary(config: RunConfig, handle: ModelHandle) -> str:
-    """A text with the layout, precision, device and folder of a run, for the console."""
-    where = f"{config.model.dtype} on {handle.layout.device.type}, in {config.output}"
-    return f"{config.components or config.parallel}, {where}"

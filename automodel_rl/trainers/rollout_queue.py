@@ -1,33 +1,30 @@
 """A queue of batches of rewarded completions. Generators may be some batches ahead of training."""
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
-from automodel_rl.config import RolloutConfig
 from automodel_rl.data.prompts import Prompt, PromptStream
-from automodel_rl.rollout.collect import Pending, RolloutCollector
 from automodel_rl.rollout.protocol import Rollout
+from automodel_rl.rollout.rollouts import Rollouts
 
-Batch = tuple[Sequence[Prompt], list[list[Rollout]]]
+Taken = tuple[list[Prompt], list[list[Rollout]]]
 """Prompts, and the rewarded completions of each."""
 
 
 class RolloutQueue:
-    """Draws prompts and lets generators write. Every method is a collective.
+    """Draws prompts and lets generators write.
 
     Args:
         prompts: the stream of prompts.
-        rollouts: the collector, which asks the generators.
-        config: the config's section `rollout`.
+        rollouts: asks the generators.
     """
 
-    def __init__(self, prompts: PromptStream, rollouts: RolloutCollector, config: RolloutConfig):
-        self.prompts, self.rollouts, self.config = prompts, rollouts, config
-        self._ahead: deque[tuple[dict[str, int], list[Prompt], Pending]] = deque()
+    def __init__(self, prompts: PromptStream, rollouts: Rollouts):
+        self.prompts, self.rollouts, self.config = prompts, rollouts, rollouts.config.rollout
+        self._ahead: deque[tuple[dict[str, int], list[Prompt], int]] = deque()
         self._again: deque[dict[str, int]] = deque()  # places of batches that were under way in the run before
 
-    def next(self, steps_left: int) -> Batch:
+    def next(self, steps_left: int) -> Taken:
         """The next batch.
 
         Args:
@@ -36,15 +33,15 @@ class RolloutQueue:
         while len(self._ahead) < min(self.config.max_staleness + 1, steps_left):
             before, prompts = self._draw()
             self._ahead.append((before, prompts, self._submit(prompts)))
-        _, prompts, pending = self._ahead[0]
-        rollouts = self.rollouts.take(pending)
+        _, prompts, number = self._ahead[0]
+        rollouts = self._take(number)
         self._ahead.popleft()
         return prompts, rollouts
 
-    def more(self, count: int) -> Batch:
+    def more(self, count: int) -> Taken:
         """A batch of `count` more prompts, written with the weights that generators have now."""
         prompts = self.prompts.take(count)
-        return prompts, self.rollouts.take(self._submit(prompts))
+        return prompts, self._take(self._submit(prompts))
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream of prompts, with `ahead`, the places of the batches that are not taken yet, and their
@@ -74,5 +71,8 @@ class RolloutQueue:
         self.prompts.load_state_dict(now)
         return before, prompts
 
-    def _submit(self, prompts: Sequence[Prompt]) -> Pending:
+    def _submit(self, prompts: list[Prompt]) -> int:
         return self.rollouts.submit(prompts, self.config.group_size, self.config.sampling)
+
+    def _take(self, number: int) -> list[list[Rollout]]:
+        return self.rollouts.take(number, self.config.group_size)

@@ -1,34 +1,30 @@
-"""The frame around every trainer's steps: run directory, metrics, console, checkpoints and stopping."""
+"""The frame around every program's steps: run directory, metrics, console, checkpoints and stopping."""
 
 import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config import RunConfig
-from automodel_rl.data.ends import new_ends
-from automodel_rl.data.loader import PackedStep
+from automodel_rl.data.loader import LoadedStep
+from automodel_rl.data.prompts import PromptStream
 from automodel_rl.data.show import ShownExample
-from automodel_rl.engine import Engine
-from automodel_rl.errors import InputError, JobEndedError, StoppedError
-from automodel_rl.files import is_of_files
-from automodel_rl.launch.flight import flight, flight_file
+from automodel_rl.errors import JobEndedError, StoppedError
+from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.observe.console import Progress
 from automodel_rl.observe.metrics import MetricsFile, write_lines
-from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.samples import Sample
 from automodel_rl.observe.trackers import Tracker, make_trackers
 from automodel_rl.optimizers import warmup_steps
-from automodel_rl.parallel.host_collectives import any_rank, gather_objects
+from automodel_rl.policy.policy import Policy
 from automodel_rl.report.page import write_report
+from automodel_rl.trainers.open_run import OpenedRun
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
 from automodel_rl.trainers.step import Step
 
@@ -50,94 +46,128 @@ class Goal:
 
     Attributes:
         total_steps: number of steps of the whole run.
-        max_minutes: minutes from the start of the process after which the run saves and stops; None for no limit.
         best_metric: the metric that decides which checkpoint is the best.
         higher_is_better: whether a larger value of it is better.
+
+    Example:
+        >>> Goal(100, "val/accuracy", higher_is_better=True).total_steps
+        100
     """
 
     total_steps: int
-    max_minutes: float | None = None
     best_metric: str = "val/loss"
     higher_is_better: bool = False
 
 
 class Run:
-    """A run of a number of steps. The trainer does the work of a step, and this class everything around it.
+    """A run of a number of steps. The program does the work of a step, and this class everything around it.
 
-    The order of calls: a trainer first makes what needs the model's first weights, then a `Run`. It then calls
-    `resume`, which may load a checkpoint over those weights, and iterates over `steps`.
+    The order of calls: a program calls `policy.begin`, makes what needs the model's first weights, and then calls
+    `resume`, which may load a checkpoint over those weights. Then it iterates over `steps`, and at the end calls
+    `finish`.
 
     Args:
-        config: the run's config.
-        directory: the run's files.
-        engine: the engine that trains.
-        goal: the run's length and its best checkpoint.
+        opened: the run's config, files, tokenizer and model.
+        policy: the model in training.
+        max_minutes: minutes from the start of the process after which the run saves and stops; None for no limit.
 
     Attributes:
-        is_finished: whether the run to go on with is already finished, so that there is nothing to do.
+        config, directory, chat, handle: those of `opened`.
+        is_finished: whether the run to go on with is already finished, so that there are no steps.
+
+    Example:
+        >>> import torch
+        >>> def program(policy, fleet, run):
+        ...     policy.begin()
+        ...     run.resume(Goal(2), {})
+        ...     batch = Batch([TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, False, True]))])
+        ...     for step in run.steps("one row a step"):
+        ...         step.record([policy.train_step(batch, sft_loss)], policy.size(batch))
+        ...     return run.finish().name
+        >>> run_program(program, load_config("my_sft.yaml"))  # doctest: +ELLIPSIS
+        loading ...
+        2 steps: one row a step, ...
+        'final'
     """
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, engine: Engine, goal: Goal):
-        self.config, self.directory, self.engine, self.goal = config, directory, engine, goal
-        self.total_steps = goal.total_steps
-        self.ends_at = None if goal.max_minutes is None else flight.started + 60 * goal.max_minutes
+    def __init__(self, opened: OpenedRun, policy: Policy, max_minutes: float | None = None):
+        self.config, self.directory = opened.config, opened.directory
+        self.chat, self.handle, self.policy = opened.chat, opened.handle, policy
+        self.ends_at = None if max_minutes is None else flight.started + 60 * max_minutes
+        self.goal = Goal(0)
         self._parts: dict[str, Resumable] = {}
         self.step = 0
         self.is_finished = False
-        self.is_first_rank = dist.get_rank() == 0
         self.mentioned_overlong = False
         self.trackers: list[Tracker] = []
-        self.progress = Progress(goal.total_steps, 0, quiet=not self.is_first_rank)
-        self.checkpoints = RunCheckpoints(config, directory, engine, goal.higher_is_better)
-        engine.keep_microbatches_in = directory.not_finite
+        self.progress = Progress(0, 0)
+        self.checkpoints: RunCheckpoints
 
-    def resume(self, parts: dict[str, Resumable]) -> None:
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return self.chat.tokenizer
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self.goal.total_steps
+
+    def prompts(self, tools: Sequence[dict[str, Any]] = (), *, held_out: bool = False) -> PromptStream:
+        """A stream of the run's prompts.
+
+        Args:
+            tools: JSON schemas of the tools that prompts offer.
+            held_out: draw the prompts of the validation data, in their order.
+
+        Raises:
+            InputError: a source cannot be read.
+        """
+        data, most = self.config.data, self.config.rollout.max_prompt_tokens
+        seed = self.config.seed if data.shuffle and not held_out else None
+        return PromptStream(data.validation if held_out else data.train, self.chat, most, seed, tools)
+
+    def resume(self, goal: Goal, parts: dict[str, Resumable]) -> None:
         """Restores the checkpoint that was asked for, if there is one.
 
         Args:
+            goal: the run's length and its best checkpoint.
             parts: the run's resumable parts by name. Their places are stored with every checkpoint.
 
         Raises:
             InputError: no checkpoint can be used, the run is past its end, or another is at work in the folder.
         """
-        self._parts = parts
+        self.goal, self._parts = goal, parts
+        self.progress = Progress(goal.total_steps, 0)
+        self.checkpoints = RunCheckpoints(self.config, self.directory, self.policy, self.handle, goal.higher_is_better)
         if self.directory.resume == NEVER:
             return
-        self._take_folder()
+        self.directory.take()
         with self._letting_go_on_failure():
             self._go_back()
 
     def _go_back(self) -> None:
-        finished = self.directory.is_finished(self.total_steps)
-        self.is_finished = gather_objects(finished, self.engine.handle.layout.world_control)[0]
+        self.is_finished = self.directory.is_finished(self.total_steps)
         if self.is_finished:
             self.step = self.total_steps
             return
         stored = self.checkpoints.resume(self.directory.resume, self.say)
         if stored is not None:
-            progress, rank_state = stored
+            progress, state = stored
             self.step = progress["step"]
-            self.go_back_to(rank_state)
+            self.go_back_to(state)
         self.directory.check_length(self.total_steps)
 
-    def _take_folder(self) -> None:
-        """Raises InputError on all ranks if another run works in the folder. A collective."""
-        problem = ""
-        try:
-            if self.is_first_rank:
-                self.directory.take()
-        except InputError as error:
-            problem = str(error)
-        for found in gather_objects(problem, self.engine.handle.layout.world_control):
-            if found:
-                raise InputError(found)
-
     def place(self) -> dict[str, Any]:
-        """The places of this rank's resumable parts, as JSON."""
+        """The places of the resumable parts, as JSON."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def go_back_to(self, place: dict[str, Any]) -> None:
-        """Puts all resumable parts back to the places that `place` returned."""
+        """Puts all resumable parts back to their places.
+
+        Args:
+            place: what `place` returned.
+        """
         for name, part in self._parts.items():
             part.load_state_dict(place[name])
 
@@ -146,20 +176,22 @@ class Run:
         a checkpoint if one is due.
 
         Args:
-            summary: a line about the run, for the console.
+            summary: what a step trains on, for the console.
             baseline: measures the untrained model; its metrics are those of step 0.
 
         Raises:
             StoppedError: the run was stopped by SIGTERM, SIGHUP, Ctrl-C or its time limit; a checkpoint is saved.
         """
-        self.progress = Progress(self.total_steps, self.step, quiet=not self.is_first_rank)
+        if self.is_finished:
+            return
+        self.progress = Progress(self.total_steps, self.step)
         with StopSignal() as stop, self.progress, self._tracking(), _short_collections():
             if self.directory.begins_anew:
                 self.progress.say(
                     f"{self.directory.folder} holds a run that finished no step; this one takes its place"
                 )
             start = f", going on from step {self.step}" if self.step else ""
-            self.progress.say(f"{self.total_steps} steps{start}: {summary}")
+            self.progress.say(f"{self.total_steps} steps{start}: {summary}, {self._where}")
             if self.directory.changes and self.step:
                 self.progress.say(f"changed since it was stopped: {', '.join(self.directory.changes)}")
             self._warn_of_a_long_warmup()
@@ -169,7 +201,7 @@ class Run:
             first = self.step + 1
             while not self.is_over:
                 self.step += 1
-                step = Step(self.step, self.engine, self.config, self.say, is_early=self.step < first + EARLY)
+                step = Step(self.step, self.handle, self.config, self.say, is_early=self.step < first + EARLY)
                 with flight.top_phase(f"step {self.step}"):
                     yield step
                     self._write(step.metrics)
@@ -182,17 +214,16 @@ class Run:
         seconds = time.perf_counter() - step.started + self.checkpoints.seconds
         late = self.ends_at is not None and time.time() + seconds > self.ends_at
         metric = step.metrics.get(self.goal.best_metric)
-        # Clocks differ between ranks, so the first rank's clock decides.
         due = self.checkpoints.is_due() or self.checkpoints.is_best(metric)
-        asked = [bool(stop), late and self.is_first_rank, due and self.is_first_rank]
-        stopped, late, due = any_rank(asked, self.engine.handle.layout)
-        stops = (stopped or late) and not self.is_over
+        elsewhere = "a signal to another rank" if self.policy.crew.signals else None
+        asked = stop.name or elsewhere or ("--max-minutes" if late else None)
+        stops = asked is not None and not self.is_over
         self._warn(self.checkpoints.poll())
         if stops or due or self.is_due(self.config.checkpoint.every_steps):
             self.save_checkpoint(metric)
             self._write_report("stopped" if stops else "running")
-        if stops:
-            self._stop(stop.name or ("a signal to another rank" if stopped else "--max-minutes"))
+        if asked is not None and stops:
+            self._stop(asked)
 
     def _stop(self, by: str) -> None:
         error = self.checkpoints.finish()
@@ -212,14 +243,12 @@ class Run:
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
-        """Starts the trackers, metrics.jsonl included, on the first rank. Closes them after the block."""
+        """Starts the trackers, metrics.jsonl included. Closes them after the block."""
         with contextlib.ExitStack() as stack, self._letting_go_on_failure():
-            if self.is_first_rank:
-                self.directory.create(self.total_steps)
-                others = make_trackers(self.config.observe, self.directory, self.step)
-                self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
-            dist.barrier(self.engine.handle.layout.world_control)  # wait until the first rank has made the folder
-            flight.keep_in(flight_file(self.directory.flights, dist.get_rank()))
+            self.directory.create(self.total_steps)
+            others = make_trackers(self.config.observe, self.directory, self.step)
+            self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
+            self.policy.keep_notes(self.directory.flights)
             for tracker in self.trackers:
                 stack.callback(tracker.close)
             yield
@@ -238,7 +267,11 @@ class Run:
         self.progress.show(record)
 
     def is_due(self, every: int | None) -> bool:
-        """Whether something that happens every `every` steps, and in the last one, happens in this step."""
+        """Whether something that happens every few steps, and in the last one, happens in this step.
+
+        Args:
+            every: number of steps from one time to the next; None for never.
+        """
         return every is not None and (self.step % every == 0 or self.is_over)
 
     @property
@@ -251,9 +284,16 @@ class Run:
         """Number of steps that are not done, the running one included."""
         return self.total_steps - self.step + 1
 
+    @property
+    def _where(self) -> str:
+        """The layout, precision, device and folder of the run."""
+        config = self.config
+        where = f"{config.model.dtype} on {self.handle.layout.device.type}, in {config.output}"
+        return f"{config.components or config.parallel}, {where}"
+
     def _warn_of_a_long_warmup(self) -> None:
-        total = self.engine.total_steps
-        warmup = warmup_steps(self.engine.config, total)
+        total = self.policy.total_steps
+        warmup = warmup_steps(self.config.optimizer, total)
         if total is not None and warmup >= total:
             self.progress.say(
                 f"warning: the warm-up of {warmup} steps is as long as the run's {total} optimizer steps or longer: "
@@ -262,10 +302,15 @@ class Run:
 
     @property
     def is_over(self) -> bool:
+        """Whether all steps are done, or the running one is the last."""
         return self.step >= self.total_steps
 
     def say(self, text: str) -> None:
-        """Prints a line that stays on the console."""
+        """Prints a line that stays on the console.
+
+        Args:
+            text: the line.
+        """
         self.progress.say(text)
 
     def save_checkpoint(self, metric: float | None = None) -> None:
@@ -290,47 +335,41 @@ class Run:
         self._warn(self.checkpoints.finish())
 
     def end_with(self, step: Step) -> None:
-        """Stores the metrics and a checkpoint of a trained step after which the run cannot go on."""
+        """Stores the metrics and a checkpoint of a trained step after which the run cannot go on.
+
+        Args:
+            step: the step.
+        """
         self._write(step.metrics)
         self.save_checkpoint()
         self._warn(self.checkpoints.finish())
 
-    def note_overlong(self, step: Step, packed: PackedStep) -> None:
-        """Records how many examples were cut or left out, and warns of it once in a run."""
-        step.metrics |= {"data/num_truncated": packed.num_truncated, "data/num_dropped": packed.num_dropped}
-        if self.mentioned_overlong or not packed.num_truncated + packed.num_dropped:
+    def note_overlong(self, step: Step, loaded: LoadedStep) -> None:
+        """Records how many examples were cut or left out, and warns of it once in a run.
+
+        Args:
+            step: the step, which gets the metrics.
+            loaded: what was loaded for it.
+        """
+        step.metrics |= {"data/num_truncated": loaded.num_truncated, "data/num_dropped": loaded.num_dropped}
+        if self.mentioned_overlong or not loaded.num_truncated + loaded.num_dropped:
             return
         self.mentioned_overlong = True
         self.say(
-            f"warning: {packed.too_long}; in this step {packed.num_truncated} examples were cut and "
-            f"{packed.num_dropped} dropped, and metrics.jsonl counts them in every step"
+            f"warning: {loaded.too_long}; in this step {loaded.num_truncated} examples were cut and "
+            f"{loaded.num_dropped} dropped, and metrics.jsonl counts them in every step"
         )
 
-    def save_model(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Writes the trained model to `final/`.
-
-        Raises:
-            JobEndedError: the model could not be written.
-        """
+    def _save_model(self) -> None:
+        """Writes the trained model to `final/`."""
         if self.config.checkpoint.load_best:
             with flight.top_phase("loading the best checkpoint"):
                 self._load_best()
-        handle, variables = self.engine.handle, self.config.data.chat_template_kwargs
-        is_adapters = handle.adapter_origin is not None
-        ends = new_ends(handle.source, handle.whole_config, tokenizer, variables, adapters=is_adapters)
-        if ends.note:
-            self.say(f"{self.directory.final}: {ends.note}")
         with flight.top_phase("saving the model"):
             self.say(f"saving the model to {self.directory.final}")
-            try:
-                handle.save_pretrained(self.directory.final, tokenizer, ends.ids)
-            except Exception as error:
-                if not is_of_files(error):
-                    raise
-                raise JobEndedError(
-                    f"error: {self.directory.final} could not be written ({error}): make room or change its rights; "
-                    "--resume auto then writes it"
-                ) from error
+            note = self.policy.save(self.directory.final)
+        if note:
+            self.say(f"{self.directory.final}: {note}")
 
     def _load_best(self) -> None:
         best = self.checkpoints.load_best(self.step)
@@ -341,7 +380,11 @@ class Run:
             self.say(f"warning: no checkpoint has {self.goal.best_metric}, so final/ is the last step and not the best")
 
     def save_samples(self, samples: list[Sample]) -> None:
-        """Keeps completions of this step."""
+        """Keeps completions of this step.
+
+        Args:
+            samples: the completions.
+        """
         if not samples:
             return
         self.write_beside("samples", self.directory.samples, [dataclasses.asdict(sample) for sample in samples])
@@ -350,53 +393,51 @@ class Run:
         """Writes a few sequences of the training data, with what is trained of them, for the report.
 
         Args:
-            examples: makes them, on the first rank alone.
+            examples: makes them.
         """
-        if self.is_first_rank and self.config.observe.samples:
+        if self.config.observe.samples and not self.is_finished:
             records = [dataclasses.asdict(example) for example in examples()]
             self.write_beside("examples", self.directory.examples, records)
 
     def write_beside(self, what: str, folder: Path, records: list[dict[str, Any]]) -> None:
-        """Writes a file of this step to a folder, from the first rank. A full disk is no reason to end.
+        """Writes a file of this step to a folder. A full disk is no reason to end.
 
         Args:
             what: name of the records for a warning.
             folder: the folder, one of the run directory's.
             records: the file's lines.
         """
-        if not self.is_first_rank:
-            return
         try:
             write_lines(folder / f"step_{self.step}.jsonl", records)
         except OSError as error:
             self.say(f"warning: the {what} of step {self.step} cannot be written ({error.strerror})")
 
     def _write_report(self, status: str) -> None:
-        if not self.is_first_rank:
-            return
         try:
             write_report(self.directory.report, [self.directory.folder], status)
         except OSError as error:
             self.say(f"warning: {self.directory.report} cannot be written ({error.strerror})")
 
-    def finish(self) -> Path:
-        """Writes the report and prints where everything is. The trainer must have saved the model before.
+    def finish(self, samples: Callable[[], list[Sample]] = list) -> Path:
+        """Saves the model, writes the report, and prints where everything is; of a run that was finished before, only
+        the last.
+
+        Args:
+            samples: makes completions of the trained model for the report.
 
         Returns:
             The folder of the trained checkpoint.
+
+        Raises:
+            JobEndedError: the model could not be written.
         """
-        if self.is_first_rank:
+        if self.is_finished:
+            self.say(f"the run in {self.directory.folder} is finished: its {self.total_steps} steps are done")
+        else:
+            self._save_model()
+            self.save_samples(samples())
             self._write_report("finished")
             self.directory.note_finished(self.total_steps)
-        return self._show_results()
-
-    def leave_finished(self) -> Path:
-        """Prints that the run was finished before, and where everything is.
-
-        Returns:
-            The folder of the trained checkpoint.
-        """
-        self.progress.say(f"the run in {self.directory.folder} is finished: its {self.total_steps} steps are done")
         return self._show_results()
 
     def _show_results(self) -> Path:

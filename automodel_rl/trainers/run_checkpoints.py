@@ -5,25 +5,24 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import yaml
 
 from automodel_rl.checkpoint.folder import CONFIG, HF_COPY, TEMPLATE, read_json
-from automodel_rl.checkpoint.load import check_whole, load_checkpoint, newest_whole
-from automodel_rl.checkpoint.saver import CheckpointSaver
 from automodel_rl.config import RunConfig, completed, differing_keys
 from automodel_rl.data.fingerprints import as_json, changes, inputs_of
-from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.run_directory import RunDirectory, step_of
-from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.policy import jobs
+from automodel_rl.policy.policy import Policy
 
 AUTO, NEVER = "auto", "never"
 """Values of `--resume` that are not the folder of a checkpoint."""
@@ -49,50 +48,65 @@ class _Export:
     our_end: int
 
 
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint that is being written.
+
+    Attributes:
+        folder: its folder.
+        best: step and metric of the best checkpoint once it is complete.
+    """
+
+    folder: Path
+    best: dict[str, float] | None
+
+
 class RunCheckpoints:
-    """The checkpoints in a run directory. All ranks make it and call its methods together.
+    """The checkpoints in a run directory.
 
     Args:
         config: the run's config.
         directory: the run's files.
-        engine: the engine that trains.
+        policy: the model in training.
+        handle: the model, before a checkpoint is loaded.
         higher_is_better: whether a larger metric makes a checkpoint better.
 
     Attributes:
         best: step and metric of the best checkpoint; None if there is none.
+        seconds: time that the last checkpoint took, until it was complete.
     """
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, engine: Engine, higher_is_better: bool):
-        self.config, self.directory, self.engine = config.checkpoint, directory, engine
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, policy: Policy, handle: ModelHandle, higher_is_better: bool
+    ):
+        self.config, self.directory, self.crew, self.source = config.checkpoint, directory, policy.crew, handle.source
         self.trusts_code = config.model.trust_remote_code
-        model = engine.handle.model
+        model = handle.model
         self.needs_first_weights = config.needs_reference or model.lora is not None or bool(model.frozen)
-        self.began_with = engine.handle.fingerprint() if dist.get_rank() == 0 else ""
+        self.began_with = handle.fingerprint()
         self.sign = 1 if higher_is_better else -1
         self.best: dict[str, float] | None = None
-        self._best_to_be: dict[str, float] | None = None
-        self.inputs = inputs_of(config, engine.handle.tokenizer_folder) if dist.get_rank() == 0 else {}
+        self.inputs = inputs_of(config, handle.tokenizer_folder)
         texts = {CONFIG: directory.config_text, INPUTS: as_json(self.inputs)}
         if config.data.chat_template is not None:
             texts[TEMPLATE] = Path(config.data.chat_template).read_text()
-        self.saver = CheckpointSaver(engine, texts, in_background=self.config.in_background)
+        self.crew.ask(jobs.OpenSaver(texts, self.config.in_background))
+        self.seconds = 0.0
         self.saved_at = time.monotonic()
+        self._written: _Checkpoint | None = None
         self._export: _Export | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the last checkpoint took, until it was complete."""
-        return self.saver.seconds
+        self._warning: str | None = None
+        self._after: threading.Thread | None = None
 
     def resume(self, resume: str, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Restores a checkpoint. A collective.
+        """Restores a checkpoint.
 
         Args:
             resume: a checkpoint's folder, or "auto" for the run's newest whole checkpoint.
             say: prints a line about checkpoints that are passed over, or about configs that differ.
 
         Returns:
-            The run's progress and this rank's state, as stored with the checkpoint; None if the run has no checkpoint.
+            The run's progress and the program's state, as stored with the checkpoint; None if the run has none.
 
         Raises:
             InputError: there are checkpoints, but none is whole; or the run reads other data than the checkpoint's.
@@ -101,44 +115,40 @@ class RunCheckpoints:
         if folder is None:
             return None
         if resume != AUTO:
-            check_whole(folder, self.engine.handle.layout.world_control)
+            self.crew.ask(jobs.CheckCheckpoint(folder))
             self._say_differences(folder, say)
         self._check_inputs(folder, is_own=resume == AUTO, say=say)
-        progress, rank_state = load_checkpoint(self.engine, folder)
+        progress, state = self.crew.ask(jobs.LoadCheckpoint(folder))[0]
         self._check_first_weights(progress.get("began_with"), folder)
-        self.best = self._best_to_be = self._best_of(progress["best"], say)
-        if resume == AUTO and dist.get_rank() == 0 and self.config.format == "both" and not (folder / HF_COPY).exists():
+        self.best = self._best_of(progress["best"], say)
+        if resume == AUTO and self.config.format == "both" and not (folder / HF_COPY).exists():
             self._export = self._begin_export(folder)
-        return progress, rank_state
+        return progress, state
 
     def _check_inputs(self, folder: Path, is_own: bool, say: Callable[[str], None]) -> None:
-        """Says what has changed of what the run reads. Raises InputError on all ranks if the run cannot go on with it.
+        """Says what has changed of what the run reads. Raises InputError if the run cannot go on with it.
 
         Args:
             folder: the checkpoint's folder.
             is_own: whether it is of this run. A run that goes on from another one's may read anything.
             say: prints a line.
         """
-        refusal = ""
-        if dist.get_rank() == 0 and (folder / INPUTS).is_file():
-            for change in changes(read_json(folder / INPUTS), self.inputs):
-                if is_own and change.before.follows and not self.config.accept_changed_inputs:
-                    refusal = refusal or (
-                        f"{change}: it has changed since {folder}, and {change.before.follows}: put it back; begin a "
-                        "new run from the checkpoint's weights (automodel-rl export); or go on nevertheless with "
-                        "--checkpoint.accept_changed_inputs true"
-                    )
-                else:
-                    say(f"changed since {folder}: {change}")
-        refusal = gather_objects(refusal, self.engine.handle.layout.world_control)[0]
-        if refusal:
-            raise InputError(refusal)
+        if not (folder / INPUTS).is_file():
+            return
+        for change in changes(read_json(folder / INPUTS), self.inputs):
+            if is_own and change.before.follows and not self.config.accept_changed_inputs:
+                raise InputError(
+                    f"{change}: it has changed since {folder}, and {change.before.follows}: put it back; begin a new "
+                    "run from the checkpoint's weights (automodel-rl export); or go on nevertheless with "
+                    "--checkpoint.accept_changed_inputs true"
+                )
+            say(f"changed since {folder}: {change}")
 
     def _best_of(self, best: dict[str, float] | None, say: Callable[[str], None]) -> dict[str, float] | None:
         """The best checkpoint of a run to go on with, unless it is not there, as where it is another run's."""
         if best is None:
             return None
-        if gather_objects(self._folder(best["step"]).exists(), self.engine.handle.layout.world_control)[0]:
+        if self._folder(best["step"]).exists():
             return best
         say(
             f"the best checkpoint so far, of step {best['step']:.0f}, is not in this run: later ones are not compared "
@@ -150,16 +160,15 @@ class RunCheckpoints:
         return self.directory.checkpoints / f"step_{step:.0f}"
 
     def _check_first_weights(self, there: str | None, folder: Path) -> None:
-        """Raises InputError on all ranks if the run needs the weights that it began with, and they have changed."""
-        has_changed = there not in (None, self.began_with) and self.needs_first_weights
-        if gather_objects(has_changed, self.engine.handle.layout.world_control)[0]:
+        """Raises InputError if the run needs the weights that it began with, and they have changed."""
+        if there not in (None, self.began_with) and self.needs_first_weights:
             raise InputError(
-                f"model.path={self.engine.handle.source}: its weights or adapters are not those with which {folder} "
-                "began, and the run needs these as its reference or as frozen weights: put them back, or begin anew"
+                f"model.path={self.source}: its weights or adapters are not those with which {folder} began, and the "
+                "run needs these as its reference or as frozen weights: put them back, or begin anew"
             )
 
     def load_best(self, step: int) -> dict[str, float] | None:
-        """Restores the best checkpoint, if it is not that of the last step. A collective.
+        """Restores the best checkpoint, if it is not that of the last step.
 
         Args:
             step: the last step.
@@ -167,118 +176,136 @@ class RunCheckpoints:
         Returns:
             Its step and metric; None if nothing was restored.
         """
-        best = gather_objects(self.best, self.engine.handle.layout.world_control)[0]
-        if best is None or best["step"] == step:
+        if self.best is None or self.best["step"] == step:
             return None
-        load_checkpoint(self.engine, self._folder(best["step"]))
-        return best
+        self.crew.ask(jobs.LoadCheckpoint(self._folder(self.best["step"])))
+        return self.best
 
     def _newest(self, say: Callable[[str], None]) -> Path | None:
-        world = self.engine.handle.layout.world_control
-        folders = None
-        if dist.get_rank() == 0:  # other ranks may see an old state of a shared folder
-            self.directory.recover_checkpoints()
-            folders = self.directory.list_checkpoints()
-        folders = gather_objects(folders, world)[0]
+        self.directory.recover_checkpoints()
+        folders = self.directory.list_checkpoints()
         if not folders:
             return None
-        newest = newest_whole(folders, world, say)
+        newest, warnings = self.crew.ask(jobs.NewestCheckpoint(folders))[0]
+        for warning in warnings:
+            say(warning)
         if newest is None:
             raise InputError(
                 f"output={self.directory.folder}: none of its {len(folders)} checkpoints is whole: give the folder of "
                 "another one in --resume, or choose another output to begin anew"
             )
-        if dist.get_rank() == 0:
-            self.directory.set_aside(newer_than=newest)
-        return newest
+        self.directory.set_aside(newer_than=newest)
+        return Path(newest)
 
     def is_due(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last checkpoint, by this rank's clock."""
+        """Whether `checkpoint.every_minutes` have passed since the last checkpoint."""
         minutes = self.config.every_minutes
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def save(self, step: int, state: dict[str, Any], metric: float | None) -> str | None:
-        """Writes a checkpoint, or begins to write it in the background. First waits for the one before. A collective.
+        """Writes a checkpoint, or begins to write it in the background. First waits for the one before.
 
         Args:
             step: number of steps that are done.
-            state: this rank's state, JSON.
+            state: the program's state, JSON.
             metric: this step's metric for choosing the best checkpoint; None if it was not measured.
 
         Returns:
             Why this checkpoint or the one before could not be written; None if nothing failed.
         """
-        before = self._settle(self.saver.wait())
-        if dist.get_rank() == 0:
-            self.directory.remove_leftovers()  # they take up room that this checkpoint needs
+        before = self._settle(waits=True)
+        self._join()
+        self.directory.remove_leftovers()  # they take up room that this checkpoint needs
         best = self.best
         if metric is not None and self._is_better(metric, self.best):
             best = {"step": step, "metric": metric}
-        self._best_to_be = best
         folder = self._folder(step)
-        error = self.saver.save(
-            folder, {"step": step, "best": best, "began_with": self.began_with}, state, self._keep_chosen(step, best)
-        )
+        progress = {"step": step, "best": best, "began_with": self.began_with}
+        self._written = _Checkpoint(folder, best)
+        error: str | None = self.crew.ask(jobs.SaveCheckpoint(folder, progress, state))[0]
         self.saved_at = time.monotonic()
+        if error is not None:
+            self._written = None
         if not self.config.in_background:
-            error = self._settle(error)
+            error = error or self._settle(waits=True)
         return before or error
 
     def is_best(self, metric: float | None) -> bool:
-        """Whether a step with this metric must be kept as the best so far, by the checkpoints that this rank knows of;
-        the one that is being written counts."""
+        """Whether a step with this metric must be kept as the best so far; the checkpoint that is being written
+        counts."""
+        best = self.best if self._written is None else self._written.best
         saves = self.config.every_steps is not None or self.config.every_minutes is not None
-        return self.config.keep_best and saves and metric is not None and self._is_better(metric, self._best_to_be)
+        return self.config.keep_best and saves and metric is not None and self._is_better(metric, best)
 
     def _is_better(self, metric: float, best: dict[str, float] | None) -> bool:
         return math.isfinite(metric) and (best is None or self.sign * metric > self.sign * best["metric"])
 
     def poll(self) -> str | None:
         """Why the last checkpoint could not be written; None if it could, or if that is not known yet."""
-        return self._settle(self.saver.wait()) if self.saver.is_done else None
+        return self._settle(waits=False)
 
     def finish(self) -> str | None:
-        """Waits for checkpoints that are being written. A collective.
+        """Waits for checkpoints that are being written.
 
         Returns:
             Why the last checkpoint could not be written; None if it could.
         """
-        error = self._settle(self.saver.wait())
-        if dist.get_rank() == 0:
-            self.saver.warning = self._end_export() or self.saver.warning
-        dist.barrier(self.saver.group)  # a rank that leaves early would end the job for the others
+        error = self._settle(waits=True)
+        self._join()
+        self._warning = self._end_export() or self._warning
         return error
 
     def warning(self) -> str | None:
-        """A warning about something else that went wrong. Rank 0 gets it once; other ranks get None."""
-        warning, self.saver.warning = self.saver.warning, None
+        """A warning about something else that went wrong, once."""
+        warning, self._warning = self._warning, None
         return warning
 
-    def _settle(self, error: str | None) -> str | None:
-        """Notes which checkpoint is the best, once the last one is written or has failed. Returns the error."""
-        if error is None:
-            self.best = self._best_to_be
-        self._best_to_be = self.best
-        return error
+    def _settle(self, waits: bool) -> str | None:
+        """Looks what became of the last checkpoint. Once it is complete, removes those that are not kept.
 
-    def _keep_chosen(self, step: int, best: dict[str, float] | None) -> Callable[[Path], str | None]:
-        """A function that rank 0 calls after a step's checkpoint is complete. It removes those that are not kept."""
+        Returns:
+            Why it could not be written; None if it could, or if that is not known yet.
+        """
+        if self._written is None:
+            return None
+        settled: jobs.Settled = self.crew.ask(jobs.SettleCheckpoint(waits))[0]
+        if not settled.is_done:
+            return None
+        written, self._written, self.seconds = self._written, None, settled.seconds
+        if settled.error is None:
+            self.best = written.best
+            self._join()
+            self._after = threading.Thread(target=self._tidy, args=(written,), name="checkpoint")
+            self._after.start()
+        return settled.error
 
-        def then(folder: Path) -> str | None:
-            warning = self._end_export()
-            done = [path for path in self.directory.list_checkpoints() if step_of(path) <= step]
-            keep = set(done[-self.config.keep_last :])
-            if self.config.keep_best and best is not None:
-                keep.add(self._folder(best["step"]))
-            try:
-                self.directory.remove_checkpoints([path for path in done if path not in keep])
-            except OSError as error:
-                warning = f"older checkpoints could not be removed ({error.strerror})"
-            if self.config.format == "both":
-                self._export = self._begin_export(folder)
-            return warning
+    def _tidy(self, written: _Checkpoint) -> None:
+        """What may take long once a checkpoint is complete, in a thread. A failure is no reason to end."""
+        try:
+            warning = self._keep_chosen(written)
+        except OSError as error:
+            warning = f"{written.folder} is complete, but what comes after failed ({error.strerror})"
+        self._warning = warning or self._warning
 
-        return then
+    def _join(self) -> None:
+        if self._after is not None:
+            self._after.join()
+            self._after = None
+
+    def _keep_chosen(self, written: _Checkpoint) -> str | None:
+        """Removes the checkpoints that are not kept, now that a newer one is complete. Returns a warning, or None."""
+        warning = self._end_export()
+        done = [path for path in self.directory.list_checkpoints() if step_of(path) <= step_of(written.folder)]
+        keep = set(done[-self.config.keep_last :])
+        if self.config.keep_best and written.best is not None:
+            keep.add(self._folder(written.best["step"]))
+        try:
+            self.directory.remove_checkpoints([path for path in done if path not in keep])
+        except OSError as error:
+            warning = f"older checkpoints could not be removed ({error.strerror})"
+        if self.config.format == "both":
+            self._export = self._begin_export(written.folder)
+        return warning
 
     def _begin_export(self, folder: Path) -> _Export:
         """Begins to make the Hugging Face copy, in a process that is no rank, uses no device and ends with us."""

@@ -5,25 +5,24 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import TokenSequence, pack_microbatch, single_media_tokens
-from automodel_rl.engine import Engine
+from automodel_rl.batch import TokenSequence, single_media_tokens
 from automodel_rl.observe.console import SlowWork
 from automodel_rl.observe.samples import Sample
-from automodel_rl.parallel.host_collectives import share_with_guests
+from automodel_rl.policy.policy import Policy
 
 
 def greedy_samples(
-    engine: Engine,
+    policy: Policy,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[tuple[TokenSequence, str]],
     max_new_tokens: int,
     ends: set[int],
     say: Callable[[str], None],
 ) -> list[Sample]:
-    """Sample completions for the page. A collective; equal on every rank.
+    """Sample completions for the page.
 
     Args:
-        engine: the model's engine.
+        policy: the model.
         tokenizer: the model's tokenizer.
         prompts: the prompts, each with the completion that the data has.
         max_new_tokens: longest completion.
@@ -31,7 +30,7 @@ def greedy_samples(
         say: prints a line, of how many tokens are written where that is slow.
     """
     work = SlowWork(say, f"writing {len(prompts)} samples for the report", f"at most {max_new_tokens} tokens")
-    completions = greedy_completions(engine, [prompt for prompt, _ in prompts], max_new_tokens, ends, work.note)
+    completions = greedy_completions(policy, [prompt for prompt, _ in prompts], max_new_tokens, ends, work.note)
     return [
         Sample(_shown(tokenizer, prompt), tokenizer.decode(completion), expected)
         for (prompt, expected), completion in zip(prompts, completions, strict=True)
@@ -43,31 +42,31 @@ def _shown(tokenizer: PreTrainedTokenizerBase, prompt: TokenSequence) -> str:
 
 
 def greedy_completions(
-    engine: Engine,
+    policy: Policy,
     prompts: Sequence[TokenSequence],
     max_new_tokens: int,
     ends: set[int],
     note: Callable[[int], None],
 ) -> list[list[int]]:
-    """The likeliest continuation of each prompt, token by token. A collective; equal on every rank.
+    """The likeliest continuation of each prompt, token by token.
 
     Each token costs a forward over all prompts, so this is for a few samples.
 
     Args:
-        engine: the model's engine.
+        policy: the model.
         prompts: the sequences to continue.
         max_new_tokens: longest completion.
         ends: tokens that end a completion; they are not part of it.
         note: is told the number of tokens after each one.
     """
-    layout = engine.handle.layout
     texts: list[list[int]] = [[] for _ in prompts]
     running = list(range(len(texts)))
     for done in range(max_new_tokens):
         if not running:
             break
-        microbatches = [] if layout.is_guest else [pack_microbatch([_continued(prompts[i], texts[i]) for i in running])]
-        chosen = dict(zip(running, share_with_guests(engine.next_tokens(microbatches).tolist(), layout), strict=True))
+        chosen = dict(
+            zip(running, policy.next_tokens([_continued(prompts[i], texts[i]) for i in running]), strict=True)
+        )
         running = [i for i in running if chosen[i] not in ends]
         for i in running:
             texts[i].append(chosen[i])

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from automodel_rl.batch import StepSize
 from automodel_rl.compat.compilation import Compiled, compiled_so_far
 from automodel_rl.config import RunConfig
-from automodel_rl.data.loader import StepSize
-from automodel_rl.engine import Engine, TrainOutput
+from automodel_rl.engine import TrainOutput
 from automodel_rl.launch.flight import flight
 from automodel_rl.losses.disagreement import EXTREMES
 from automodel_rl.model.flops import peak_flops
+from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.peak_memory import peak_memory
 
 NEARLY_FULL = 0.95
@@ -27,7 +28,7 @@ class Step:
 
     Args:
         number: the step's number, from 1.
-        engine: the engine that trains.
+        handle: the model that trains.
         config: the run's config.
         say: prints a line on the console.
         is_early: whether layers may still be compiled, as in the first steps of a process.
@@ -37,11 +38,11 @@ class Step:
     """
 
     def __init__(
-        self, number: int, engine: Engine, config: RunConfig, say: Callable[[str], None], is_early: bool = False
+        self, number: int, handle: ModelHandle, config: RunConfig, say: Callable[[str], None], is_early: bool = False
     ):
-        self.number, self.engine, self.config, self.say, self.is_early = number, engine, config, say, is_early
+        self.number, self.handle, self.config, self.say, self.is_early = number, handle, config, say, is_early
         self.metrics: dict[str, Any] = {"step": number}
-        self.compiled_before = compiled_so_far() if engine.handle.memory.compile else None
+        self.compiled_before = compiled_so_far() if handle.memory.compile else None
         self.started = time.perf_counter()
 
     @contextlib.contextmanager
@@ -67,7 +68,7 @@ class Step:
             self.say(f"warning: step {self.number} had no trained token in {where}, which changed no weight")
         names = dict.fromkeys(name for output in outputs for name in output.metrics)
         seconds = time.perf_counter() - self.started
-        device = self.engine.handle.layout.device
+        device = self.handle.layout.device
         peak = peak_flops(device)
         self.metrics |= {
             "train/loss": sum(output.loss for output in outputs) / count,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch, Microbatch, local_microbatch
-from tests.faults.fault import Fault, Verified, everywhere, patch, rank_by_rank
+from tests.faults.fault import Fault, Verified, everywhere, patch
 
 
 def _one_document(microbatch: Microbatch, *place: int) -> LocalMicrobatch:
@@ -74,15 +74,39 @@ def _first_block_again() -> Any:
 
 def _mask_of_turns(change: Callable[[Tensor], Tensor]) -> Any:
     """Changes the loss mask after the prompt."""
-    from automodel_rl.trainers.policy_batches import _to_sequence
+    from automodel_rl.trainers.rollout_batch import _sequence
 
     def changed(group: Any, rollout: Any, config: Any) -> Any:
-        sequence = _to_sequence(group, rollout, config)
+        sequence = _sequence(group, rollout, config)
         num_prompt = len(rollout.prompt_of(group.prompt))
         mask = torch.cat([sequence.loss_mask[:num_prompt], change(sequence.loss_mask[num_prompt:])])
         return dataclasses.replace(sequence, loss_mask=mask)
 
-    return patch("trainers.policy_batches._to_sequence", changed)
+    return patch("trainers.rollout_batch._sequence", changed)
+
+
+def _first_tokens_count() -> Any:
+    """A program counts first tokens, too, which nothing predicts."""
+    from automodel_rl.policy.policy import Policy
+
+    shares = Policy.shares
+
+    def counting(policy: Any, batch: Any, *given: Any, **named: Any) -> Any:
+        agreed, dealt = shares(policy, batch, *given, **named)
+        firsts = sum(int(sequence.loss_mask[0]) for sequence in batch.sequences)
+        counts = {**agreed.counts, "tokens": agreed.counts["tokens"] + firsts}
+        return dataclasses.replace(agreed, counts=counts), dealt
+
+    return mock.patch.object(Policy, "shares", counting)
+
+
+def _results_rank_by_rank() -> Any:
+    """Results of rows come in the order in which the ranks have them."""
+
+    def as_they_come(answers: Any, count: int) -> list[Any]:
+        return [values for answer in answers if answer is not None for values in answer.by_row().values()]
+
+    return patch("policy.policy._in_order", as_they_come)
 
 
 CONVERSATIONS = "distributed/trainers/test_conversations.py::test_layouts_and_generators_write_and_train_the_same"
@@ -95,16 +119,20 @@ FAULTS: dict[str, Fault] = {
     ),
     "positions go on across sequences": Fault(_positions_go_on, Verified("qwen3")),
     "loss mask and values left on their tokens": Fault(
-        lambda: patch("batch.microbatch._to_predictor", lambda values: values), Verified("qwen3")
+        lambda: patch("batch.microbatch.to_predictor", lambda values: values), Verified("qwen3")
     ),
     "empty microbatches count": Fault(_empty_microbatches_count, Verified("qwen3", {"pp": 2})),
-    "examples rank by rank": Fault(
-        lambda: rank_by_rank("data.loader.interleave"),
-        "distributed/data/test_loader.py::test_a_global_batch_has_the_same_order_on_any_number_of_ranks",
+    "first tokens count": Fault(
+        _first_tokens_count,
+        "distributed/policy/test_policy.py::test_results_are_those_of_an_engine_in_the_order_of_the_rows",
+    ),
+    "results rank by rank": Fault(
+        _results_rank_by_rank,
+        "distributed/policy/test_policy.py::test_results_are_those_of_an_engine_in_the_order_of_the_rows",
     ),
     "place in the data forgotten": Fault(
-        lambda: patch("data.loader.PackedLoader.load_state_dict", return_value=None),
-        "distributed/data/test_loader.py::test_data_ranks_share_global_batches_and_resume_between_steps",
+        lambda: patch("data.loader.ExampleLoader.load_state_dict", return_value=None),
+        "unit/data/test_loader.py::test_loading_goes_on_between_two_steps",
     ),
     "local token counts": Fault(_local_counts, Verified("qwen3", {"pp": 2, "dp_shard": 2})),
     "evaluation leaves out the last microbatch": Fault(_evaluation_of_fewer_microbatches, Verified("qwen3")),

@@ -53,8 +53,3 @@ def everywhere(replacement: Any, *targets: str) -> Iterator[None]:
         for target in targets:
             stack.enter_context(patch(target, replacement))
         yield
-
-
-def rank_by_rank(where: str) -> Any:
-    """Items that were dealt out to ranks in turn are joined rank by rank."""
-    return patch(where, lambda shares: [item for share in shares for item in share])

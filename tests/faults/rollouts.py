@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from automodel_rl.batch import Batch
 from tests.faults.fault import Fault, everywhere, patch
 
 
@@ -42,12 +43,12 @@ def _penalty_scaled_too() -> Any:
         plain = config.model_copy(update={"reward_scale": 1.0})
         return shaped_rewards(rollouts, plain, most) * config.reward_scale
 
-    return everywhere(scaled_last, "rollout.groups.shaped_rewards", "trainers.grpo.shaped_rewards")
+    return everywhere(scaled_last, "rollout.groups.shaped_rewards", "trainers.step_rollouts.shaped_rewards")
 
 
 def _divergence(estimate: Callable[[Tensor, Tensor, str], Tensor]) -> Any:
     """The divergence in the reward is another one, given log-probabilities, those of the reference, and its name."""
-    return patch("trainers.policy_batches.kl_estimate", estimate)
+    return patch("trainers.rollout_batch.kl_estimate", estimate)
 
 
 def _always_k3() -> Any:
@@ -64,19 +65,19 @@ def _divergence_turned() -> Any:
 
 def _divergence_of_every_token() -> Any:
     """Prompts and answers of tools have a part in the divergence, too."""
-    from automodel_rl.trainers.policy_batches import _kl_sums
+    from automodel_rl.trainers.rollout_batch import kl_sums
 
-    def every(microbatches: Any, *rest: Any) -> Any:
-        unmasked = [dataclasses.replace(one, loss_mask=torch.ones_like(one.loss_mask)) for one in microbatches]
-        return _kl_sums(unmasked, *rest)
+    def every(batch: Any, config: Any) -> Any:
+        rows = [dataclasses.replace(one, loss_mask=torch.ones_like(one.loss_mask)) for one in batch.sequences]
+        return kl_sums(Batch(rows), config)
 
-    return patch("trainers.policy_batches._kl_sums", every)
+    return patch("trainers.rollout_batch.kl_sums", every)
 
 
 def _divergence_of_another_group() -> Any:
-    from automodel_rl.trainers.policy_batches import _kl_sums
+    from automodel_rl.trainers.rollout_batch import kl_sums
 
-    return patch("trainers.policy_batches._kl_sums", lambda *given: _kl_sums(*given)[::-1])
+    return patch("trainers.rollout_batch.kl_sums", lambda *given: kl_sums(*given).flip(0))
 
 
 def _most_sampled(most: Callable[[Any], int]) -> Any:
@@ -89,10 +90,10 @@ def _most_sampled(most: Callable[[Any], int]) -> Any:
 def _shuffled_by(*places: int) -> Any:
     """The order of a further pass depends only on some of seed, step and epoch."""
 
-    def by_some(groups: Any, *place: int) -> list[Any]:
-        return random.Random(str([place[i] for i in places])).sample(groups, len(groups))
+    def by_some(count: int, *place: int) -> list[int]:
+        return random.Random(str([place[i] for i in places])).sample(range(count), count)
 
-    return everywhere(by_some, "trainers.batch_epochs.shuffled", "trainers.grpo.shuffled")
+    return patch("trainers.rollout_batch.shuffled", by_some)
 
 
 def _media_alike_by(identity: Callable[[int, Any], Hashable]) -> Any:
@@ -136,12 +137,12 @@ def _every_pass_alike() -> Any:
 
 
 def _cut_completions_trained() -> Any:
-    from automodel_rl.trainers.policy_batches import _to_sequence
+    from automodel_rl.trainers.rollout_batch import _sequence
 
     def unmasked(group: Any, rollout: Any, config: Any) -> Any:
-        return _to_sequence(group, rollout, config.model_copy(update={"filter": type(config.filter)()}))
+        return _sequence(group, rollout, config.model_copy(update={"filter": type(config.filter)()}))
 
-    return patch("trainers.policy_batches._to_sequence", unmasked)
+    return patch("trainers.rollout_batch._sequence", unmasked)
 
 
 def _only_what_is_above_0() -> Any:
@@ -159,10 +160,10 @@ def _only_what_is_above_0() -> Any:
 DRIVER, GROUPS = "unit/rollout/episodes/test_driver.py", "unit/rollout/test_shaped_rewards.py"
 CUT = f"{DRIVER}::test_a_turn_that_was_cut_off_is_the_last_and_its_conversation_is_cut"
 LAST_TURN = f"{GROUPS}::test_the_overlong_penalty_is_by_the_tokens_of_the_last_turn"
-BATCHES = "unit/trainers/test_packed_rollouts.py"
+BATCHES = "unit/trainers/test_rollout_batch.py"
 DIVERGENCE = f"{BATCHES}::test_advantages_are_those_of_rewards_less_the_divergence_that_was_asked_for"
 CONSTANT = f"{BATCHES}::test_a_constant_is_the_most_that_the_model_may_write"
-ORDERS = "unit/trainers/test_batch_epochs.py::test_every_pass_of_every_step_and_seed_has_an_order_of_its_own"
+ORDERS = "unit/trainers/test_rollout_batch.py::test_every_pass_of_every_step_and_seed_has_an_order_of_its_own"
 MEDIA = "unit/batch/test_media.py::test_media_with_the_same_content_are_encoded_once_and_no_others"
 PROMPTS = "unit/data/test_prompts.py"
 RESUMED = f"{PROMPTS}::test_a_resumed_stream_is_the_one_that_was_left"

@@ -218,13 +218,6 @@ def _gpus_by_name() -> Any:
     )
 
 
-def _answers_as_they_come() -> Any:
-    return patch(
-        "ray.policy_group._in_order",
-        lambda answers, count: [value for answer in answers for value in answer.values()][:count],
-    )
-
-
 def _held_out_trained(where: str) -> Any:
     """Held-out examples are the first ones, which are trained."""
     module, _, name = where.rpartition(".")
@@ -257,7 +250,9 @@ def _best_not_kept() -> Any:
 
     own = RunCheckpoints._keep_chosen
     return mock.patch.object(
-        RunCheckpoints, "_keep_chosen", lambda checkpoints, step, best: own(checkpoints, step, None)
+        RunCheckpoints,
+        "_keep_chosen",
+        lambda checkpoints, written: own(checkpoints, dataclasses.replace(written, best=None)),
     )
 
 
@@ -391,9 +386,6 @@ FAULTS: dict[str, Fault] = {
     "the driver's GPUs named to other machines": Fault(
         lambda: patch("ray.cluster.NOT_FOR_NODES", ("RAY_", "SLURM_", "TORCHELASTIC_", "HOSTNAME", "PWD", "TMPDIR")),
         f"{CLUSTER}::test_nodes_get_the_drivers_variables_but_not_those_of_its_machine",
-    ),
-    "answers of ranks in the order in which they come": Fault(
-        _answers_as_they_come, f"{CLUSTER}::test_answers_of_ranks_are_in_the_order_of_what_was_asked"
     ),
     "held-out problems trained": Fault(
         lambda: _held_out_trained("quickstart.problems.make_problems"),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -15,10 +14,9 @@ from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
 from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.episode import Episode, Limits
+from automodel_rl.rollout.jobs import ConversationFacts
 from automodel_rl.rollout.protocol import Promptlike
 from automodel_rl.rollout.seeds import mixed_seed
-
-AnyRolloutRun = TypeVar("AnyRolloutRun", bound=RolloutRunConfig)
 
 
 class Conversations:
@@ -63,11 +61,10 @@ class Conversations:
         )
         self._driver = EpisodeDriver(rollout.max_episodes)
 
-    def with_stops(self, config: AnyRolloutRun) -> AnyRolloutRun:
-        """The config whose completions also stop at the tokens with which the template ends turns."""
-        rollout = config.rollout
-        stops = tuple(sorted({*rollout.stop_token_ids, *self._codec.stop_ids}))
-        return config.model_copy(update={"rollout": rollout.model_copy(update={"stop_token_ids": stops})})
+    @property
+    def facts(self) -> ConversationFacts:
+        """What a program needs to know of them."""
+        return ConversationFacts(tuple(self.schemas), tuple(self._codec.stop_ids), self.warning)
 
     def episode(self, prompt: Promptlike, request: Request) -> Episode:
         """The episode of a prompt. All episodes of a prompt have environments of the same seed."""

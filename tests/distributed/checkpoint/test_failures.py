@@ -13,7 +13,9 @@ import pytest
 from automodel_rl.checkpoint import storage
 from automodel_rl.checkpoint.folder import FORMAT, MARKER, check_files, read_marker
 from automodel_rl.cli import main
-from tests.distributed.trainers.runs import Settings, assert_same_weights, metrics_of, settings_of, trainer_of, write
+from automodel_rl.observe.run_directory import RunDirectory
+from automodel_rl.trainers.run import Run
+from tests.distributed.trainers.runs import Settings, assert_same_weights, metrics_of, settings_of, train, write
 from tests.rank_pool import RankPool
 from tests.unit.checkpoint.test_folder import change_marker
 
@@ -74,13 +76,16 @@ def test_a_full_disk_leaves_training_and_older_checkpoints_intact(
 def test_a_folder_that_becomes_read_only_leaves_training_intact(
     config: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = trainer_of(config)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    with small_disk(tmp_path / "disk", 2**26):
-        checkpoints.mkdir(parents=True)
+    checkpoints, create = tmp_path / "run" / "checkpoints", RunDirectory.create
+
+    def create_read_only(directory: RunDirectory, total_steps: int) -> None:
+        create(directory, total_steps)
         subprocess.run(["mount", "--bind", "-o", "ro", str(tmp_path / "disk"), str(checkpoints)], check=True)
+
+    with small_disk(tmp_path / "disk", 2**26):
         try:
-            trainer.train()
+            with mock.patch.object(RunDirectory, "create", create_read_only):
+                train(config)
         finally:
             subprocess.run(["umount", "-l", str(checkpoints)], check=True)
     assert capsys.readouterr().out.count("a checkpoint could not be written (Read-only file system") == 4
@@ -89,9 +94,7 @@ def test_a_folder_that_becomes_read_only_leaves_training_intact(
 
 def full_on_one_rank(config: Settings, steps: tuple[int, ...]) -> list[str]:
     """A run in which rank 1 cannot write the tensors of some steps."""
-    trainer = trainer_of(config)
     told: list[str] = []
-    trainer.run.say = told.append
     real, calls = storage._write_file, 0
 
     def write_file(path: Path, tensors: list) -> object:
@@ -102,8 +105,11 @@ def full_on_one_rank(config: Settings, steps: tuple[int, ...]) -> list[str]:
             raise OSError(28, "No space left on device", str(path))
         return real(path, tensors)
 
-    with mock.patch.object(storage, "_write_file", write_file):
-        trainer.train()
+    with (
+        mock.patch.object(storage, "_write_file", write_file),
+        mock.patch.object(Run, "say", lambda _, text: told.append(text)),
+    ):
+        train(config)
     return told
 
 
@@ -112,16 +118,16 @@ def full_on_one_rank(config: Settings, steps: tuple[int, ...]) -> list[str]:
     [((2, 3), True, ["step_1", "step_4"]), ((1, 2, 3), True, ["step_4"]), ((1,), False, ["step_3", "step_4"])],
     ids=str,
 )
-def test_one_rank_that_cannot_write_is_known_on_all(
+def test_one_rank_that_cannot_write_is_known_to_the_program(
     ranks: RankPool, config: Settings, tmp_path: Path, steps: tuple[int, ...], in_background: bool, kept: list[str]
 ) -> None:
     """The first checkpoint that a process writes is planned by DCP, whose error is no `Exception`."""
     config["parallel"] = {"pp": 2}
     config["checkpoint"] |= {"async": in_background, "load_best": True}
     config["length"]["validate_every"] = 1
-    for told in ranks(2).run(full_on_one_rank, config, steps):
-        failed = sum("could not be written (No space left on device: " in line for line in told)
-        assert failed == len(steps)
+    told, nothing = ranks(2).run(full_on_one_rank, config, steps)
+    assert sum("could not be written (No space left on device: " in line for line in told) == len(steps)
+    assert not nothing
     assert steps_kept(tmp_path / "run") == kept
     assert (tmp_path / "run" / "final").is_dir()
 

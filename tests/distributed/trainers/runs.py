@@ -1,9 +1,12 @@
 """Small whole runs of every algorithm, and what is asked of all of them."""
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import automodel_rl
-from automodel_rl.cli import TRAINERS, main
+from automodel_rl.cli import main
 from automodel_rl.config.load import ALGORITHMS
+from automodel_rl.generators.make_generator import make_generator
 
 Settings = dict[str, Any]
 
@@ -67,15 +71,22 @@ def add_turns(settings: Settings) -> None:
 SPLITS = {"train": "train", "validation": "held_out"}
 
 
-def trainer_of(settings: Settings, resume: str = "never") -> Any:
-    algorithm = settings["algorithm"]
-    config = ALGORITHMS[algorithm].model_validate(settings)
-    return getattr(automodel_rl, TRAINERS[algorithm])(config, resume)
-
-
 def train(settings: Settings, resume: str = "never") -> None:
     """A run on the ranks that call it."""
-    trainer_of(settings, resume).train()
+    automodel_rl.train(ALGORITHMS[settings["algorithm"]].model_validate(settings), resume)
+
+
+@contextlib.contextmanager
+def generators_of(kind: type) -> Iterator[None]:
+    """Lets this rank's generators, which are made in the block, be of a class that extends theirs."""
+
+    def make(*arguments: Any) -> Any:
+        generator, transport = make_generator(*arguments)
+        generator.__class__ = kind
+        return generator, transport
+
+    with mock.patch("automodel_rl.generators.supervisor.make_generator", make):
+        yield
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from automodel_rl.batch import Microbatch, unpack
 from automodel_rl.config import load_config
+from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
-from tests.distributed.trainers.runs import Settings, settings_of, trainer_of, write
+from tests.distributed.trainers.runs import Settings, settings_of, train, write
 from tests.rank_pool import RankPool
 
 COMPARED = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
@@ -16,10 +18,9 @@ COMPARED = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 def watch(settings: Settings) -> tuple[list[list[dict[str, Any]]], list[float]]:
     """The sequences of every optimizer step on this rank, each with its values, and the learning rates."""
-    trainer = trainer_of(settings)
-    train_step, seen, rates = trainer.engine.train_step, [], []
+    train_step, seen, rates = Engine.train_step, [], []
 
-    def watching(microbatches: list[Microbatch], *arguments: Any) -> Any:
+    def watching(engine: Engine, microbatches: list[Microbatch], *arguments: Any) -> Any:
         sequences = []
         for microbatch in microbatches:
             columns = {name: unpack(microbatch.values[name], microbatch) for name in COMPARED}
@@ -29,12 +30,12 @@ def watch(settings: Settings) -> tuple[list[list[dict[str, Any]]], list[float]]:
                 for n in range(len(microbatch.order))
             ]
         seen.append(sequences)
-        output = train_step(microbatches, *arguments)
+        output = train_step(engine, microbatches, *arguments)
         rates.append((output.lr, output.metrics["train/ratio_max"]))
         return output
 
-    trainer.engine.train_step = watching
-    trainer.train()
+    with mock.patch.object(Engine, "train_step", watching):
+        train(settings)
     return seen, rates
 
 

@@ -19,6 +19,7 @@ from automodel_rl.generators.protocol import Completion, OnFinished
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
+from automodel_rl.rollout.rollouts import Rollouts
 from tests.rank_pool import RankPool
 
 LONGEST = 60.0
@@ -76,20 +77,21 @@ def collected() -> list[tuple[str, float]]:
     collector = RolloutCollector(config, supervisor, tokenizer, scorer)  # type: ignore[arg-type]
     prompts: Any = [SimpleNamespace(token_ids=[1], example={}, number=number, media=()) for number in range(2)]
     try:
-        groups = collector.collect(prompts, 2, config.rollout.sampling)
+        written = collector.take(collector.submit(prompts, 2, config.rollout.sampling), 7)
     finally:
-        collector.close()
+        scorer.close()
     assert len(scorer.submitted) == 4  # each once
-    return [(rollout.text, rollout.score.total) for group in groups for rollout in group]
+    assert [*written.rollouts] == [0, 1, 2, 3]
+    assert [rollout.key for rollout in written.rollouts.values()] == [(7, place) for place in range(4)]
+    return [(rollout.text, rollout.score.total) for rollout in written.rollouts.values()]
 
 
 def test_videos_are_not_sent_to_vllm() -> None:
-    config: Any = SimpleNamespace(rollout=SimpleNamespace(generator=VllmGeneratorConfig()))
-    supervisor: Any = SimpleNamespace(handle=None, world=None)
-    collector = RolloutCollector(config, supervisor, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(generator=VllmGeneratorConfig(), has_turns=False))
+    nobody: Any = SimpleNamespace(crew=SimpleNamespace(ask=lambda job: [None]))
     prompt: Any = SimpleNamespace(number=3, media=(Video(0, 4, (2, 2, 2), torch.zeros(0)),))
     with pytest.raises(InputError, match="prompt 3 has a video: rollout.generator=vllm gets images only"):
-        collector.submit([prompt], 1, Sampling(3))
+        Rollouts(config, nobody, ()).submit([prompt], 1, Sampling(3))
 
 
 def test_completions_are_scored_while_others_are_written(ranks: RankPool) -> None:

@@ -15,7 +15,6 @@ from tests.distributed.trainers.runs import (
     rollouts_of,
     settings_of,
     train,
-    trainer_of,
 )
 from tests.rank_pool import RankPool
 
@@ -112,7 +111,7 @@ def test_odd_environments_cost_their_groups(ranks: RankPool, ending: Path, works
 
 def refused(settings: Settings) -> str:
     with pytest.raises(InputError) as error:
-        trainer_of(settings)
+        train(settings)
     return str(error.value)
 
 

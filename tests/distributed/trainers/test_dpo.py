@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train, trainer_of
+from automodel_rl.config.load import ALGORITHMS
+from automodel_rl.data.chat import open_chat_tokenizer
+from automodel_rl.data.examples import PairDataset
+from automodel_rl.hf.opened_model import OpenedModel
+from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train
 from tests.rank_pool import RankPool
 
 
@@ -63,9 +67,10 @@ def test_pairs_that_are_too_long_are_cut_or_left_out(ranks: RankPool, workspace:
 
 def trained_texts(settings: Settings) -> list[str]:
     """What is trained of the chosen and of the rejected completion of the first pair."""
-    trainer = trainer_of(settings)
-    sequences = trainer.data.train.dataset[(0, 0)].sequences
-    return [trainer.tokenizer.decode(sequence.input_ids[sequence.loss_mask]) for sequence in sequences]
+    config = ALGORITHMS["dpo"].model_validate(settings)
+    chat = open_chat_tokenizer(config, OpenedModel.open(config.model))
+    sequences = PairDataset(config.data.train, chat, config.batch, None, config.data)[(0, 0)].sequences
+    return [chat.tokenizer.decode(sequence.input_ids[sequence.loss_mask]) for sequence in sequences]
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])

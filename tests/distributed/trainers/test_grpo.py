@@ -3,6 +3,7 @@
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoTokenizer
 
 from automodel_rl.batch import Microbatch
 from automodel_rl.cli import main
+from automodel_rl.engine import Engine
+from automodel_rl.trainers.run_checkpoints import RunCheckpoints
 from tests.distributed.trainers.runs import (
     Settings,
     assert_same_weights,
@@ -17,7 +20,6 @@ from tests.distributed.trainers.runs import (
     rollouts_of,
     settings_of,
     train,
-    trainer_of,
     write,
 )
 from tests.rank_pool import RankPool
@@ -129,11 +131,11 @@ def test_adapters_may_reach_the_generator_alone(ranks: RankPool, workspace: Path
 def watch(settings: Settings) -> tuple[list[dict[str, Any]], dict[str, float] | None]:
     """Every sequence that is trained on: step, update, place in it, advantage, and divergence from the reference; and
     what is known of the best checkpoint."""
-    trainer = trainer_of(settings)
     seen: list[dict[str, Any]] = []
-    train_step, num_updates = trainer.engine.train_step, 0
+    train_step, finish, num_updates = Engine.train_step, RunCheckpoints.finish, 0
+    best: list[dict[str, float] | None] = [None]
 
-    def watching(rows: list[Microbatch], *arguments: Any) -> Any:
+    def watching(engine: Engine, rows: list[Microbatch], *arguments: Any) -> Any:
         nonlocal num_updates
         for row in rows:
             edges = list(itertools.pairwise([0, *itertools.accumulate(row.lengths)]))
@@ -151,15 +153,19 @@ def watch(settings: Settings) -> tuple[list[dict[str, Any]], dict[str, float] | 
                         "kl": (log_ratio.exp() - 1 - log_ratio).sum().item(),
                     }
                 )
-        output = train_step(rows, *arguments)
-        if trainer.handle.layout.data_rank == 0:
+        output = train_step(engine, rows, *arguments)
+        if engine.handle.layout.data_rank == 0:
             seen.append({"update": num_updates, "lr": output.lr, "ratio": output.metrics["train/ratio_mean"]})
         num_updates += 1
         return output
 
-    trainer.engine.train_step = watching
-    trainer.train()
-    return seen, trainer.run.checkpoints.best
+    def finished(checkpoints: RunCheckpoints) -> Any:
+        error, best[0] = finish(checkpoints), checkpoints.best
+        return error
+
+    with mock.patch.object(Engine, "train_step", watching), mock.patch.object(RunCheckpoints, "finish", finished):
+        train(settings)
+    return seen, best[0]
 
 
 def expected_advantage(kind: str, group: list[float], reward: float) -> float:

@@ -13,12 +13,13 @@ import pytest
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import TransformersGeneratorConfig
-from automodel_rl.errors import RolloutError
+from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.engine_ranks import Bystander, EngineRanks
 from automodel_rl.generators.make_generator import make_generator
 from automodel_rl.generators.protocol import Completion, Generator
 from automodel_rl.generators.transformers_generator import TransformersGenerator
+from automodel_rl.rollout.collect import RolloutCollector
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
@@ -28,7 +29,6 @@ from tests.distributed.trainers.runs import (
     rollouts_of,
     settings_of,
     train,
-    trainer_of,
 )
 from tests.rank_pool import RankPool
 
@@ -84,9 +84,7 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1, works: int = 0
 
     FlakyReceiver.loads = loads
     with mock.patch("automodel_rl.generators.supervisor.make_generator", make):
-        trainer = trainer_of(settings)
-        collector = trainer.rollouts
-        wait, calls = collector._wait, 0
+        wait, calls = RolloutCollector._wait, 0
 
         def counting(*arguments: Any, **options: Any) -> Any:
             nonlocal calls
@@ -94,9 +92,9 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1, works: int = 0
             Flaky.left, Flaky.works = (failures, works) if calls == 3 else (0, 0)
             return wait(*arguments, **options)
 
-        collector._wait = counting  # type: ignore[method-assign]
         try:
-            trainer.train()
+            with mock.patch.object(RolloutCollector, "_wait", counting):
+                train(settings)
         except RolloutError as error:
             return str(error), made - 1
         return "", made - 1
@@ -151,7 +149,7 @@ def run_split(settings: Settings) -> int:
 
     Flaky.left, Flaky.written = 1, 0
     with mock.patch("automodel_rl.generators.supervisor.make_generator", make):
-        trainer_of(settings).train()
+        train(settings)
     return Flaky.written
 
 
@@ -270,18 +268,17 @@ def run_with_a_death(settings: Settings) -> int:
         return make_generator(*arguments)
 
     with mock.patch("automodel_rl.generators.supervisor.make_generator", make):
-        trainer = trainer_of(settings)
-        take, calls = trainer.rollouts.take, 0
+        take, calls = RolloutCollector.take, 0
 
-        def killing(*arguments: Any) -> Any:
+        def killing(self: Any, *arguments: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls == 3 and trainer.handle.layout.data_rank == 0:
-                os.kill(trainer.supervisor.generator.child.process.pid, signal.SIGKILL)
-            return take(*arguments)
+            if calls == 3 and self.handle.layout.data_rank == 0:
+                os.kill(self.supervisor.generator.child.process.pid, signal.SIGKILL)
+            return take(self, *arguments)
 
-        trainer.rollouts.take = killing
-        trainer.train()
+        with mock.patch.object(RolloutCollector, "take", killing):
+            train(settings)
     return made
 
 
@@ -294,3 +291,23 @@ def test_a_generator_that_dies_ahead_of_training_does_not_make_the_others_comple
     assert ranks(2).run(run_with_a_death, settings) == [2, 1]
     ages = [row["rollout/staleness_max"] for row in metrics_of(tmp_path / "run")]
     assert max(ages) <= 1
+
+
+def run_with_one_that_does_not_start(settings: Settings) -> str:
+    def make(*arguments: Any) -> tuple[Generator, Transport]:
+        if os.environ["RANK"] == "1":
+            raise InputError("rollout.generator: not on this machine")
+        return make_generator(*arguments)
+
+    with mock.patch("automodel_rl.generators.supervisor.make_generator", make), pytest.raises(InputError) as error:
+        train(settings)
+    return str(error.value)
+
+
+def test_a_generator_that_does_not_start_on_one_rank_ends_all_with_its_cause(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run", parallel={"dp_shard": 2})
+    said = ranks(2).run(run_with_one_that_does_not_start, settings)
+    assert said == ["rollout.generator: not on this machine"] * 2
+    assert not (tmp_path / "run").exists()

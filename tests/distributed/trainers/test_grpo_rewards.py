@@ -12,13 +12,14 @@ from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.transformers_generator import TransformersGenerator
+from automodel_rl.trainers.run import Run
 from tests.distributed.trainers.runs import (
     Settings,
+    generators_of,
     metrics_of,
     rollouts_of,
     settings_of,
     train,
-    trainer_of,
 )
 from tests.rank_pool import RankPool
 
@@ -62,9 +63,8 @@ class Silent(TransformersGenerator):
 
 
 def run_silent(settings: Settings) -> None:
-    trainer = trainer_of(settings)
-    trainer.supervisor.generator.__class__ = Silent
-    trainer.train()
+    with generators_of(Silent):
+        train(settings)
 
 
 def test_empty_completions_are_rewarded_and_count_no_tokens(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
@@ -103,9 +103,8 @@ def test_rewards_that_teach_nothing_end_the_run(
 
 def run_and_listen(settings: Settings) -> list[str]:
     """The warnings of a run."""
-    trainer = trainer_of(settings)
-    with mock.patch.object(trainer.run, "say") as say:
-        trainer.train()
+    with mock.patch.object(Run, "say") as say:
+        train(settings)
     return [call.args[0] for call in say.call_args_list if "rewards.function" in call.args[0]]
 
 

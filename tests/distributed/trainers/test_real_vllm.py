@@ -20,7 +20,6 @@ from tests.distributed.trainers.runs import (
     rollouts_of,
     settings_of,
     train,
-    trainer_of,
 )
 from tests.processes import Job
 from tests.rank_pool import RankPool
@@ -184,11 +183,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def error_of(settings: Settings) -> str:
-    trainer = trainer_of(settings)
     with pytest.raises(RolloutError) as caught:
-        trainer.train()
-    trainer.supervisor.close()
-    trainer.rollouts.close()
+        train(settings)
     return str(caught.value)
 
 

@@ -225,7 +225,7 @@ def stop_in_time(config: Settings, minutes: float) -> str:
         mock.patch.object(run_checkpoints, "time", Clock()),
     ):
         try:
-            automodel_rl.SFTTrainer(SFTConfig.model_validate(config), max_minutes=minutes).train()
+            automodel_rl.train(SFTConfig.model_validate(config), max_minutes=minutes)
         except StoppedError as error:
             return str(error).partition(" after step")[0]
     return "went on"

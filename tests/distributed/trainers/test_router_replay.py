@@ -26,10 +26,10 @@ from tests.distributed.trainers.runs import (
     Settings,
     assert_refused,
     copy_with_frequent_ends,
+    generators_of,
     metrics_of,
     settings_of,
     train,
-    trainer_of,
 )
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
@@ -76,7 +76,7 @@ def noisy(inner: Callable[..., Any], top_k: int, hidden: Tensor) -> Any:
 
 def train_noisily(settings: Settings) -> None:
     with mock.patch("automodel_rl.generators.supervisor.make_generator", noisy_generator):
-        trainer_of(settings).train()
+        train(settings)
 
 
 def test_log_probabilities_are_the_generators_with_replay_alone(
@@ -186,11 +186,10 @@ class Damaging(TransformersGenerator):
 
 def run_damaged(settings: Settings, damage: Callable[[Any], Any]) -> str:
     """How training ends."""
-    trainer = trainer_of(settings)
     Damaging.damage = staticmethod(damage)
-    trainer.supervisor.generator.__class__ = Damaging
     try:
-        trainer.train()
+        with generators_of(Damaging):
+            train(settings)
     except RolloutError as error:
         return str(error)
     return ""

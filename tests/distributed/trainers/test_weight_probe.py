@@ -9,7 +9,7 @@ import torch
 from automodel_rl.errors import RolloutError
 from automodel_rl.generators.supervisor import GeneratorSupervisor
 from automodel_rl.generators.transformers_generator import TransformersGenerator
-from tests.distributed.trainers.runs import Settings, metrics_of, settings_of, train, trainer_of
+from tests.distributed.trainers.runs import Settings, metrics_of, settings_of, train
 from tests.rank_pool import RankPool
 
 LAYOUTS = [{}, {"pp": 2}, {"dp_shard": 2}, {"tp": 2}]
@@ -45,7 +45,7 @@ def train_with_a_stale_weight(settings: Settings, name: str, from_version: int) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GeneratorSupervisor, "_send", send_but_one)
         with pytest.raises(RolloutError) as caught:
-            trainer_of(settings).train()
+            train(settings)
     return str(caught.value)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.trainers.test_packed_rollouts import config_of
+from tests.unit.trainers.test_rollout_batch import config_of
 
 IN_REWARD = {"kl": {"coefficient": 0.1, "where": "reward"}}
 

@@ -19,7 +19,7 @@ from automodel_rl.observe.console import Progress, SlowWork
 )
 def test_a_skipped_step_says_why(skipped: int, nothing: int, said: list[str], capsys: Any) -> None:
     record = {"step": 3, "train/loss": 0.5, "train/skipped": skipped, "train/nothing_to_train": nothing}
-    Progress(9, 0, quiet=False).show(record)
+    Progress(9, 0).show(record)
     assert [part for part in capsys.readouterr().out.strip().split("  ") if "skipped" in part] == said
 
 

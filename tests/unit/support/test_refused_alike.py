@@ -14,12 +14,8 @@ from automodel_rl.support.rule import Keys
 from automodel_rl.tools.plan.command import plan
 from automodel_rl.tools.plan.devices import find_device
 from automodel_rl.tools.verify.command import verify
-from automodel_rl.trainers.dpo import DPOTrainer
-from automodel_rl.trainers.grpo import GRPOTrainer
-from automodel_rl.trainers.sft import SFTTrainer
+from automodel_rl.trainers.train import train
 from tests.unit.support.combinations import RUN, RUNS, nested
-
-TRAINERS: dict[str, Callable[[Any], object]] = {"sft": SFTTrainer, "dpo": DPOTrainer, "grpo": GRPOTrainer}
 
 
 def config_of(folder: Path, algorithm: str, keys: Keys) -> Any:
@@ -53,16 +49,16 @@ def refusal(action: Callable[[], object]) -> str:
 def test_all_commands_refuse_the_same(tmp_path: Path, model: Any, algorithm: str, keys: Keys, message: str) -> None:
     model.save_pretrained(tmp_path / "model")
     config = config_of(tmp_path, algorithm, keys)
-    said = refusal(lambda: TRAINERS[algorithm](config))
+    said = refusal(lambda: train(config))
     assert message in said
     assert refusal(lambda: plan(config, None, find_device("H200"), as_json=False)) == said
     assert refusal(lambda: verify(config, as_json=False)) == said
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("algorithm", TRAINERS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_missing_chat_template_is_found_before_weights_are_read(tmp_path: Path, algorithm: str) -> None:
     Qwen3Config().save_pretrained(tmp_path / "model")
     (tmp_path / "d.jsonl").write_text('{"prompt": "p", "completion": "c"}')
     config = config_of(tmp_path, algorithm, {"data.train": [{"path": str(tmp_path / "d.jsonl")}]})
-    assert "the tokenizer has no chat template" in refusal(lambda: TRAINERS[algorithm](config))
+    assert "the tokenizer has no chat template" in refusal(lambda: train(config))

@@ -1,6 +1,7 @@
 """How far generators are ahead of training, and where a run goes on."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ class Generators:
         self.log.append(f"asked {prompts[0]}")
         return prompts
 
-    def take(self, pending: list[int]) -> list[int]:
+    def take(self, pending: list[int], group_size: int) -> list[int]:
+        assert group_size == 8
         if self.fails:
             raise RolloutError("gone")
         self.log.append(f"took {pending[0]}")
@@ -51,7 +53,8 @@ def make_queue(max_staleness: int) -> tuple[RolloutQueue, Any, Any]:
     prompts: Any = Prompts()
     generators: Any = Generators()
     settings = {"prompts": 2, "generator": {"kind": "transformers", "place": "shared"}, "max_staleness": max_staleness}
-    return RolloutQueue(prompts, generators, RolloutConfig.model_validate(settings)), prompts, generators
+    generators.config = SimpleNamespace(rollout=RolloutConfig.model_validate(settings))
+    return RolloutQueue(prompts, generators), prompts, generators
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """Which checkpoints of a run are kept."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from automodel_rl.observe.run_directory import RunDirectory
-from automodel_rl.trainers.run_checkpoints import RunCheckpoints
+from automodel_rl.policy import jobs
+from automodel_rl.trainers.run_checkpoints import RunCheckpoints, _Checkpoint
 from tests.unit.observe.test_observe import make_config
 
 
@@ -16,8 +16,8 @@ def checkpoints_of(folder: Path, higher_is_better: bool, **settings: Any) -> Run
     config = make_config(folder, checkpoint=settings)
     checkpoints = object.__new__(RunCheckpoints)
     checkpoints.config, checkpoints.directory = config.checkpoint, RunDirectory(config, str(folder), resume="never")
-    checkpoints.sign, checkpoints.best, checkpoints._export = 1 if higher_is_better else -1, None, None
-    checkpoints._best_to_be = None
+    checkpoints.sign, checkpoints.best = 1 if higher_is_better else -1, None
+    checkpoints._export = checkpoints._written = checkpoints._warning = checkpoints._after = None
     return checkpoints
 
 
@@ -36,7 +36,7 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path, settings: dict, best: in
     for step in (3, 8, 9, 10, 11):  # the next one may be begun
         (checkpoints.directory.checkpoints / f"step_{step}").mkdir(parents=True)
     known: Any = None if best is None else {"step": best, "metric": 0.5}
-    assert checkpoints._keep_chosen(10, known)(checkpoints.directory.checkpoints / "step_10") is None
+    assert checkpoints._keep_chosen(_Checkpoint(checkpoints.directory.checkpoints / "step_10", known)) is None
     found = {path.name for path in checkpoints.directory.checkpoints.iterdir()}
     assert found == {f"step_{step}" for step in (*kept, 11)}
     assert [path.name for path in checkpoints.directory.list_checkpoints()] == [f"step_{s}" for s in (*kept, 11)]
@@ -50,17 +50,31 @@ def test_the_best_is_by_the_trainers_own_direction(tmp_path: Path, higher_is_bet
     assert [value for value in (0.25, 0.5, 0.75) if checkpoints._is_better(value, checkpoints.best)] == [better]
 
 
-def test_a_metric_that_is_no_number_or_was_not_measured_is_not_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    saved: list[dict] = []
+class Ranks:
+    """Ranks whose checkpoints are written at once."""
+
+    def __init__(self) -> None:
+        self.saved: list[dict] = []
+
+    def ask(self, job: jobs.Job) -> list[Any]:
+        if isinstance(job, jobs.SaveCheckpoint):
+            self.saved.append(job.progress)
+            return [None]
+        assert isinstance(job, jobs.SettleCheckpoint)
+        return [jobs.Settled(True, None, 0.0)]
+
+
+def test_a_metric_that_is_no_number_or_was_not_measured_is_not_the_best(tmp_path: Path) -> None:
     checkpoints: Any = checkpoints_of(tmp_path, False)
-    checkpoints.began_with = ""
-    checkpoints.saver = SimpleNamespace(
-        wait=lambda: None, save=lambda folder, progress, *rest: saved.append(progress), warning=None
-    )
+    checkpoints.began_with, checkpoints.crew = "", Ranks()
     checkpoints.directory.checkpoints.mkdir(parents=True)
     for step, metric in enumerate((None, 0.5, float("nan"), 0.75, 0.25, None), start=1):
         checkpoints.save(step, {}, metric)
-    assert [None if one["best"] is None else one["best"]["step"] for one in saved] == [None, 2, 2, 2, 5, 5]
+    assert [None if one["best"] is None else one["best"]["step"] for one in checkpoints.crew.saved] == [
+        None,
+        2,
+        2,
+        2,
+        5,
+        5,
+    ]

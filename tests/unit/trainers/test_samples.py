@@ -13,16 +13,13 @@ from automodel_rl.trainers.samples import greedy_samples
 
 def test_samples_that_take_long_say_how_many_tokens_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
-    layout = SimpleNamespace(is_guest=False, guests_control=None)
     answers = iter([[5, 6], [7, 0], [0]])
-    engine = SimpleNamespace(
-        handle=SimpleNamespace(layout=layout), next_tokens=lambda microbatches: torch.tensor(next(answers))
-    )
+    policy = SimpleNamespace(next_tokens=lambda sequences: next(answers))
     tokenizer = SimpleNamespace(eos_token_id=0, decode=lambda tokens: " ".join(map(str, tokens)))
     prompt = TokenSequence(torch.tensor([1, 2]), torch.zeros(2, dtype=torch.bool))
     said: list[str] = []
     samples = greedy_samples(
-        cast(Any, engine), cast(Any, tokenizer), [(prompt, "a"), (prompt, "b")], 9, {0}, said.append
+        cast(Any, policy), cast(Any, tokenizer), [(prompt, "a"), (prompt, "b")], 9, {0}, said.append
     )
     assert [sample.completion for sample in samples] == ["5 7", "6"]
     assert said == [f"writing 2 samples for the report: {done} of at most 9 tokens" for done in (1, 2, 3)]

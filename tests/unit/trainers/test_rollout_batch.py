@@ -1,5 +1,6 @@
 """What completions become in an optimizer step: masks, advantages of their groups, and a penalty in the reward."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,23 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_rl.batch import Microbatch, TokenSequence, pack, unpack
+from automodel_rl.batch import Batch, pack
 from automodel_rl.config.algorithms import GRPOConfig
-from automodel_rl.data import loader
 from automodel_rl.generators.protocol import Completion, Conversation
 from automodel_rl.losses import TokenOutputs
 from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rewards.scorer import Score
-from automodel_rl.trainers import policy_batches
-from automodel_rl.trainers.grpo import _own_loss
-from automodel_rl.trainers.policy_batches import with_advantages
-
-ALONE: Any = SimpleNamespace(data_control=None, guests_control=None)
-"""The layout of a single rank."""
+from automodel_rl.trainers import rollout_batch
+from automodel_rl.trainers.grpo import own_loss
+from tests.unit.rollout.test_groups import group_of, rollout
 
 PROMPT = 3
-GROUP_SIZE, NUM_GROUPS, NUM_STEPS = 2, 5, 2
+GROUP_SIZE, NUM_GROUPS = 2, 5
 
 
 def config_of(**changes: Any) -> GRPOConfig:
@@ -63,19 +60,13 @@ def groups_of(seed: int) -> list[Group]:
     ]
 
 
-def packed(groups: list[Group], config: GRPOConfig) -> tuple[list[list[Microbatch]], list[list[TokenSequence]]]:
-    """Microbatches of each optimizer step, with random values on every token, and the sequences in them."""
+def batch_with_values(groups: list[Group], config: GRPOConfig) -> Batch:
+    """The rows of groups, with random values on every token."""
     generator = torch.Generator().manual_seed(5)
-    steps, sequences = [], []
-    for step in range(NUM_STEPS):
-        chosen = policy_batches.rollouts_of_optimizer_step(groups, step, NUM_STEPS)
-        own = [policy_batches._to_sequence(group, rollout, config) for group, rollout in chosen]
-        for sequence in own:
-            for name in ("old_logprobs", "ref_logprobs"):
-                sequence.values[name] = -torch.rand(len(sequence), generator=generator, dtype=torch.float64)
-        sequences.append(own)
-        steps.append(pack(own, 30, min_microbatches=2))
-    return steps, sequences
+    batch = rollout_batch.batch_of(groups, config)
+    for name in ("old_logprobs", "ref_logprobs"):
+        batch[name] = [-torch.rand(length, generator=generator, dtype=torch.float64) for length in batch.lengths]
+    return batch
 
 
 ESTIMATES = {"k1": lambda r: -r, "k2": lambda r: r**2 / 2, "k3": lambda r: r.exp() - 1 - r}
@@ -83,32 +74,75 @@ ESTIMATES = {"k1": lambda r: -r, "k2": lambda r: r**2 / 2, "k3": lambda r: r.exp
 
 
 @pytest.mark.parametrize("estimator", [None, *ESTIMATES])
-def test_advantages_are_those_of_rewards_less_the_divergence_that_was_asked_for(
-    estimator: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "gather_objects", lambda value, group: [value])
+def test_advantages_are_those_of_rewards_less_the_divergence_that_was_asked_for(estimator: str | None) -> None:
     kl = {} if estimator is None else {"coefficient": 0.25, "estimator": estimator, "where": "reward"}
     config = config_of(loss={"kl": kl, "on_policy": False}, advantage={"kind": "dr_grpo"})
     groups = groups_of(2)
-    steps, sequences = packed(groups, config)
-    assert all(len(microbatches) > 1 for microbatches in steps)
+    batch = batch_with_values(groups, config)
     rewards = torch.stack([group.rewards for group in groups])
     if estimator is not None:
-        for step, own in enumerate(sequences):
-            for place, sequence in enumerate(own):
-                r = (sequence.values["ref_logprobs"] - sequence.values["old_logprobs"])[sequence.loss_mask]
-                group = step + NUM_STEPS * (place // GROUP_SIZE)
-                rewards[group, place % GROUP_SIZE] -= 0.25 * ESTIMATES[estimator](r).sum()
-    expected = rewards - rewards.mean(1, keepdim=True)
-    found: dict[tuple[int, int], float] = {}
-    for step, microbatches in enumerate(with_advantages(groups, steps, config, ALONE)):
-        for microbatch in microbatches:
-            for place, piece in zip(microbatch.order, unpack(microbatch.values["advantages"], microbatch), strict=True):
-                (value,) = set(piece[1:].tolist())
-                found[step + NUM_STEPS * (place // GROUP_SIZE), place % GROUP_SIZE] = value
-    assert len(found) == NUM_GROUPS * GROUP_SIZE
-    for (group, number), value in found.items():
-        assert value == pytest.approx(expected[group, number].item(), abs=1e-12)
+        for row, sequence in enumerate(batch.sequences):
+            r = (sequence.values["ref_logprobs"] - sequence.values["old_logprobs"])[sequence.loss_mask]
+            rewards.view(-1)[row] -= 0.25 * ESTIMATES[estimator](r).sum()
+    expected = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    assert rollout_batch.advantages_of(groups, batch, config).tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce"])
+def test_mean_and_deviation_are_over_the_completions_that_are_left(kind: str) -> None:
+    of_groups = [[1.0, math.nan, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, math.nan]]
+    groups = [group_of([rollout(reward) for reward in rewards]).scored for rewards in of_groups]
+    kept = [[reward for reward in rewards if not math.isnan(reward)] for rewards in of_groups]
+    centred = [[r - sum(rewards) / len(rewards) for r in rewards] for rewards in kept]
+    flat = [c for of_group in centred for c in of_group]
+    batch_deviation = (sum(c * c for c in flat) / (len(flat) - 1)) ** 0.5
+
+    def expected(rewards: list[float], c: float) -> float:
+        n = len(rewards)
+        mean = sum(rewards) / n
+        deviation = (sum((r - mean) ** 2 for r in rewards) / (n - 1)) ** 0.5
+        return {
+            "grpo": c / (deviation + 1e-6),
+            "dr_grpo": c,
+            "rloo": c * n / (n - 1),
+            "reinforce": c / (batch_deviation + 1e-6),
+        }[kind]
+
+    config = config_of(advantage={"kind": kind}, batch={"optimizer_steps": 2})
+    batch = rollout_batch.batch_of(groups, config)
+    assert batch.parts == [[0, 1, 5, 6], [2, 3, 4]]
+    found = rollout_batch.advantages_of(groups, batch, config).tolist()
+    assert found == pytest.approx([expected(r, c) for r, cs in zip(kept, centred, strict=True) for c in cs])
+
+
+def test_only_tokens_with_a_log_probability_are_in_the_loss_mask() -> None:
+    group = group_of([rollout(1.0, logprobs=[-1.0, math.nan, -2.0]), rollout(0.0)])
+    sequence = rollout_batch.batch_of([group], config_of()).sequences[0]
+    assert sequence.loss_mask.tolist() == [False, False, True, False, True]
+
+
+def test_every_pass_of_every_step_and_seed_has_an_order_of_its_own() -> None:
+    places = [(seed, step, epoch) for seed in (0, 1) for step in (1, 2, 11) for epoch in (1, 2)]
+    orders = [tuple(rollout_batch.shuffled(30, *place)) for place in places]
+    assert len({*orders, tuple(range(30))}) == len(orders) + 1
+    assert all(sorted(order) == [*range(30)] for order in orders)
+    assert [tuple(rollout_batch.shuffled(30, *place)) for place in places] == orders
+
+
+def test_a_further_pass_trains_every_row_once_with_its_values() -> None:
+    config = config_of(batch={"optimizer_steps": 2, "epochs": 3})
+    groups = groups_of(4)
+    batch = batch_with_values(groups, config)
+    first, *further = rollout_batch.epochs_of(batch, groups, config, step=1)
+    assert first is batch
+    assert len(further) == 2
+    for epoch in further:
+        assert epoch.parts != batch.parts
+        assert sorted(row for part in epoch.parts for row in part) == [*range(len(batch))]
+        for part, rows in zip(epoch.split(), epoch.parts, strict=True):
+            assert [value.tolist() for value in part["old_logprobs"]] == [
+                batch["old_logprobs"][r].tolist() for r in rows
+            ]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +151,7 @@ def test_advantages_are_those_of_rewards_less_the_divergence_that_was_asked_for(
 def test_sampled_tokens_count_unless_their_completion_was_cut(masks: bool, finish: str, counts: bool) -> None:
     rollout = rollout_of(np.random.default_rng(3), finish)
     (group,) = [Group(SimpleNamespace(token_ids=[], media=()), [rollout], torch.zeros(1))]  # type: ignore[arg-type]
-    sequence = policy_batches._to_sequence(group, rollout, config_of(filter={"mask_overlong": masks}))
+    sequence = rollout_batch._sequence(group, rollout, config_of(filter={"mask_overlong": masks}))
     sampled = rollout.completion.sampled
     assert sequence.loss_mask.tolist() == [False] * PROMPT + (sampled if counts else [False] * len(sampled))
     assert sequence.input_ids[PROMPT:].tolist() == rollout.completion.token_ids
@@ -142,8 +176,8 @@ def test_a_constant_is_the_most_that_the_model_may_write(
     rollout: dict[str, Any], loss: dict[str, Any], longest: int
 ) -> None:
     config = config_of(rollout=rollout, loss={"normalise": "constant", **loss}, batch={"optimizer_steps": 2})
-    (microbatch,) = pack(packed(groups_of(1), config)[1][0][:1], 30)
+    (microbatch,) = pack(batch_with_values(groups_of(1), config).sequences[:1], 30)
     microbatch.values["advantages"] = torch.ones(microbatch.num_tokens, dtype=torch.float64)
     output = TokenOutputs(microbatch.values["old_logprobs"].clone())
-    total = _own_loss(config)(output, microbatch).sums["sequences"].item()
+    total = own_loss(config)(output, microbatch).sums["sequences"].item()
     assert total == pytest.approx(-int(microbatch.loss_mask.sum()) / longest)

@@ -1,0 +1,112 @@
+"""Data that exists before a run starts, such as chats and preference pairs."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from automodel_rl.batch import Batch
+from automodel_rl.config import SourceConfig
+from automodel_rl.config.algorithms import DPOConfig, SFTConfig
+from automodel_rl.data.ends import completion_ends
+from automodel_rl.data.examples import DATASETS, ExampleDataset
+from automodel_rl.data.loader import ExampleLoader, LoadedStep
+from automodel_rl.data.sampler import Order
+from automodel_rl.data.show import ShownExample, examples_of
+from automodel_rl.errors import InputError
+from automodel_rl.observe.samples import Sample
+from automodel_rl.trainers.run import Run
+from automodel_rl.trainers.samples import greedy_samples
+
+MOST_WORKERS = 8
+"""Most processes that tokenise ahead unless a config says more."""
+
+
+class ExampleData:
+    """A run's examples.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        train: loads the run's steps. A run can resume between any two of them.
+        total_steps: number of steps of the run.
+
+    Raises:
+        InputError: the run is shorter than one example.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.config = cast(SFTConfig | DPOConfig, run.config)
+        config = self.config
+        self.kind = DATASETS[config.reads]
+        self.train = self._loader(config.data.train, config.seed if config.data.shuffle else None, config.length.epochs)
+        self.total_steps = config.length.steps or len(self.train.sampler)
+        if self.total_steps == 0:
+            raise InputError(f"length.epochs={config.length.epochs} is less than one example: raise it, or give steps")
+
+    @property
+    def per_step(self) -> int:
+        """Number of examples of a step."""
+        return self.train.sampler.batch_size
+
+    @property
+    def num_records(self) -> int:
+        """Number of records of the training data."""
+        return sum(self.train.sampler.sizes)
+
+    def steps(self) -> Iterator[LoadedStep]:
+        """The steps that are left. The first one is loaded now, so that its errors come before anything is written."""
+        if self.run.is_over:
+            return iter(())
+        stream = iter(self.train)
+        return itertools.chain([next(stream)], stream)
+
+    def once(self, sources: Sequence[SourceConfig]) -> Batch:
+        """Every record of some sources once: a batch with a part for each step in which they are loaded."""
+        loaded = [*self.every_record(sources)]
+        rows, parts = itertools.count(), []
+        for step in loaded:
+            parts.append([*itertools.islice(rows, len(step.batch))])
+        sequences = [sequence for step in loaded for sequence in step.batch.sequences]
+        return Batch(sequences, together=self.kind.together, parts=parts)
+
+    def every_record(self, sources: Sequence[SourceConfig]) -> Iterator[LoadedStep]:
+        """Steps with every record of some sources once, whatever the sources' weights."""
+        unweighted = [source.model_copy(update={"weight": None}) for source in sources]
+        return iter(self._loader(unweighted, seed=None, epochs=1) if sources else ())
+
+    def examples(self) -> list[ShownExample]:
+        """The first records of the training data, as they are before any is cut."""
+        return examples_of(self.config, self.config.observe.samples, self.run.chat)
+
+    def samples(self) -> list[Sample]:
+        """Greedy completions for the first prompts of the validation data, else of the training data."""
+        config, run = self.config, self.run
+        dataset = self._dataset(config.data.validation or config.data.train)
+        first = range(min(config.observe.samples, dataset.sources.sizes[0]))
+        prompts = [prompt for prompt in (dataset.prompt((0, number)) for number in first) if prompt is not None]
+        # A prompt is empty if the chat starts with the assistant, and may be longer than any trained microbatch.
+        fitting = [(prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.capacity]
+        handle, variables = run.handle, config.data.chat_template_kwargs
+        ends = completion_ends(handle.source, handle.whole_config, run.tokenizer, variables)
+        return greedy_samples(run.policy, run.tokenizer, fitting, config.observe.sample_tokens, ends, run.say)
+
+    def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
+        config = self.config
+        return self.kind(sources, self.run.chat, config.batch, self.run.handle.description.context, config.data)
+
+    def _loader(self, sources: Sequence[SourceConfig], seed: int | None, epochs: float | None) -> ExampleLoader:
+        return ExampleLoader(
+            self._dataset(sources),
+            self.config.sequences_per_step // self.kind.together,
+            Order(seed, epochs),
+            num_workers=self._num_workers,
+        )
+
+    @property
+    def _num_workers(self) -> int:
+        """Processes that tokenise: as many as the config says, else one for each data rank, which each bring as many
+        tokens to a step."""
+        given, ranks = self.config.data.num_workers, self.config.parallel.num_data_ranks
+        return given if given is not None else min(ranks, MOST_WORKERS) if ranks > 1 else 0

@@ -1,0 +1,131 @@
+"""The batch of a step's rewarded completions: tokens, masks, log-probabilities, advantages."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.batch import Batch, RouterShape, TokenSequence
+from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.losses.advantages import advantages
+from automodel_rl.losses.terms import kl_estimate
+from automodel_rl.rollout.groups import Group
+from automodel_rl.rollout.protocol import Rollout
+
+Details = dict[tuple[int, int], dict[str, Any]]
+"""What the records of rollouts say further, by the key of the rollout."""
+
+
+def batch_of(groups: Sequence[Group], config: GRPOConfig) -> Batch:
+    """The rollouts of groups as rows, in their order, with a part for each optimizer step."""
+    rows = [(group, rollout) for group in groups for rollout in group.rollouts]
+    replayed = rows if config.router_replay.enabled else []
+    routes = [rollout.routes for _, rollout in replayed if rollout.routes is not None]
+    parts = parts_of(groups, range(len(groups)), config)
+    return Batch([_sequence(group, rollout, config) for group, rollout in rows], routes=routes, parts=parts)
+
+
+def missing_routes(groups: Sequence[Group], batch: Batch, shape: RouterShape) -> float:
+    """The share of the choices of experts that no generator reported.
+
+    Args:
+        groups: the groups whose rollouts are the rows.
+        batch: the rows.
+        shape: the shape of the model's routes.
+    """
+    missing = sum(rollout.num_missing for group in groups for rollout in group.rollouts)
+    return missing / max(sum(length - 1 for length in batch.lengths) * len(shape.layers), 1)
+
+
+def parts_of(groups: Sequence[Group], order: Sequence[int], config: GRPOConfig) -> list[list[int]]:
+    """The rows of each optimizer step: groups are dealt to the steps in turn.
+
+    Args:
+        groups: the groups whose rollouts are rows, in the order of the rows.
+        order: the places of the groups, in the order in which they are dealt.
+        config: the run's config.
+    """
+    count = min(config.batch.optimizer_steps, len(groups))
+    rows = iter(range(sum(len(group.rollouts) for group in groups)))
+    of_groups = [[next(rows) for _ in group.rollouts] for group in groups]
+    return [[row for place in order[number::count] for row in of_groups[place]] for number in range(count)]
+
+
+def epochs_of(batch: Batch, groups: Sequence[Group], config: GRPOConfig, step: int) -> list[Batch]:
+    """The batch of every pass over the rollouts. Each pass after the first deals groups anew, in an order that a
+    resumed run has, too."""
+    further = [shuffled(len(groups), config.seed, step, epoch) for epoch in range(1, config.batch.epochs)]
+    return [batch, *(batch.dealt(parts_of(groups, order, config)) for order in further)]
+
+
+def shuffled(count: int, seed: int, step: int, epoch: int) -> list[int]:
+    """The places of groups in the order of a further pass."""
+    return random.Random(f"{seed} {step} {epoch}").sample(range(count), count)
+
+
+def advantages_of(groups: Sequence[Group], batch: Batch, config: GRPOConfig) -> Tensor:
+    """The advantage of each row, float64 [N].
+
+    Args:
+        groups: the groups whose rollouts are the rows.
+        batch: the rows, with `old_logprobs` and `ref_logprobs` if the reward has a KL term.
+        config: the run's config.
+    """
+    rewards = [group.rewards for group in groups]
+    if config.needs_reference and config.loss.kl.where == "reward":
+        sums = kl_sums(batch, config).split([len(of_group) for of_group in rewards])
+        pairs = zip(rewards, sums, strict=True)
+        rewards = [of_group - config.loss.kl.coefficient * of_rows for of_group, of_rows in pairs]
+    counts = pad_sequence([torch.ones_like(of_group, dtype=torch.bool) for of_group in rewards], batch_first=True)
+    return advantages(pad_sequence(rewards, batch_first=True), config.advantage, counts)[counts]
+
+
+def kl_sums(batch: Batch, config: GRPOConfig) -> Tensor:
+    """The divergence from the reference, summed over each row's completion, float64 [N]."""
+    pairs = zip(batch["old_logprobs"], batch["ref_logprobs"], strict=True)
+    return batch.sums([kl_estimate(old.double(), ref.double(), config.loss.kl.estimator) for old, ref in pairs])
+
+
+def details_of(
+    groups: Sequence[Group], values: Tensor, logprobs: dict[int, Tensor], tokenizer: PreTrainedTokenizerBase
+) -> Details:
+    """What is known of rollouts once they are rows.
+
+    Args:
+        groups: the groups whose rollouts are the rows.
+        values: the advantage of each row, [N].
+        logprobs: log-probabilities by the model of some rows, [n], by their number.
+        tokenizer: the model's tokenizer.
+
+    Returns:
+        `advantage`, and for rows with log-probabilities `pieces`: for each token its text and its log-probabilities by
+        the generator and the model.
+    """
+    details: Details = {}
+    rows = ((group, rollout) for group in groups for rollout in group.rollouts)
+    for row, (group, rollout) in enumerate(rows):
+        details[rollout.key] = {"advantage": round(values[row].item(), 4)}
+        if row in logprobs:
+            ours = logprobs[row].tolist()[len(rollout.prompt_of(group.prompt)) :]
+            details[rollout.key]["pieces"] = _pieces(rollout, ours, tokenizer)
+    return details
+
+
+def _sequence(group: Group, rollout: Rollout, config: GRPOConfig) -> TokenSequence:
+    """The rollout as a row; of a completion that was cut nothing is trained, if the config says so."""
+    is_masked = config.filter.mask_overlong and rollout.completion.finish == "length"
+    return rollout.sequence(group.prompt, trained=not is_masked)
+
+
+def _pieces(rollout: Rollout, ours: list[float], tokenizer: PreTrainedTokenizerBase) -> list[list[Any]]:
+    """Text and log-probabilities of each token; none of tokens that were not trained."""
+    completion = rollout.completion
+    of_tokens = zip(completion.token_ids, completion.trained, completion.logprobs, ours, strict=True)
+    return [
+        [tokenizer.decode([token]), *((round(their, 4), round(our, 4)) if trained else (None, None))]
+        for token, trained, their, our in of_tokens
+    ]

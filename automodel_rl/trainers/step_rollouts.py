@@ -1,0 +1,176 @@
+"""The rollouts of each step: collected, filtered, counted, and written beside the metrics."""
+
+import itertools
+
+from automodel_rl.batch import Batch
+from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.data.prompts import PromptStream
+from automodel_rl.errors import InputError, RolloutError
+from automodel_rl.generators.fleet import Fleet
+from automodel_rl.generators.weight_probe import WeightProbe
+from automodel_rl.rollout.groups import (
+    Group,
+    all_scores,
+    first_error,
+    rollout_metrics,
+    rollout_records,
+    shaped_rewards,
+)
+from automodel_rl.trainers.reward_watch import RewardWatch
+from automodel_rl.trainers.rollout_batch import Details, batch_of, missing_routes
+from automodel_rl.trainers.rollout_queue import RolloutQueue
+from automodel_rl.trainers.run import Run
+from automodel_rl.trainers.step import Step
+
+
+class StepRollouts:
+    """Collects the rollouts of each step, and warns of what is wrong with them.
+
+    Args:
+        config: the run's config.
+        run: the run.
+        fleet: the generators.
+        queue: draws prompts and lets generators write.
+        probe: compares generators with the model.
+        num_held_out_overlong: number of held-out prompts that are too long.
+
+    Attributes:
+        signal: ends a run that learns nothing.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        run: Run,
+        fleet: Fleet,
+        queue: RolloutQueue,
+        probe: WeightProbe,
+        num_held_out_overlong: int,
+    ):
+        self.config, self.run, self.fleet, self.queue, self.probe = config, run, fleet, queue, probe
+        self.signal = RewardWatch(run.directory.rollouts)
+        self.num_held_out_overlong = num_held_out_overlong
+        self._generated: list[Group] = []
+        self._mentioned: set[str] = set()
+
+    @property
+    def prompts(self) -> PromptStream:
+        """The stream of prompts."""
+        return self.queue.prompts
+
+    def collect(self, step: Step) -> tuple[list[Group], Batch]:
+        """The groups to learn from in a step, and their rollouts as rows. Metrics are recorded.
+
+        Raises:
+            RolloutError: generators failed, or completions' rewards never differed. A checkpoint of the step before is
+                saved.
+            InputError: the same, of a reward that always fails.
+        """
+        before = self.run.place()
+        try:
+            with self.fleet.awake(step.time), step.time("rollout"):
+                if self._is_probed:
+                    self.probe.ask()
+                groups = self._generate()
+            if self._is_probed:
+                self.fleet.restore()
+                self.probe.judge()
+            self.signal.look_at(groups)
+            step.metrics |= rollout_metrics(self._generated, self.config.reward_names, self.fleet.policy_version)
+            for warning in self.queue.rollouts.errors.warnings(all_scores(self._generated), f"step {step.number}"):
+                self.run.say(warning)
+            with step.time("pack"):
+                batch = batch_of(groups, self.config)
+                self.run.policy.size(batch)  # refuses rows that do not fit
+                if batch.routes and self.run.handle.router_shape is not None:
+                    shape = self.run.handle.router_shape
+                    step.metrics["rollout/routes_missing"] = missing_routes(groups, batch, shape)
+        except (RolloutError, InputError):
+            self.fleet.restore()
+            self.run.abandon_step(before)
+            raise
+        step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
+        self._mention_overlong()
+        self.write({})  # at once, so that they are there if the step fails
+        return groups, batch
+
+    def write(self, details: Details) -> None:
+        """Writes all rollouts of the step, with details of some."""
+        records = rollout_records(self._generated, self.config.reward_names, self.run.tokenizer, details)
+        self.run.write_beside("rollouts", self.run.directory.rollouts, records)
+
+    @property
+    def _is_probed(self) -> bool:
+        """Whether this step compares what generators compute with what the model does."""
+        every = self.config.weight_sync.check_every
+        return bool(every) and self.run.step % every == 0
+
+    def _generate(self) -> list[Group]:
+        """The groups to learn from, of all that are generated."""
+        rollout, filter = self.config.rollout, self.config.filter
+        generated: list[Group] = []
+        chosen: list[Group] = []
+        if self.config.router_replay.enabled:
+            self.run.policy.forget_routes()
+        taken = self.queue.next(self.run.steps_left)
+        for refills in itertools.count():
+            prompts, rollouts = taken
+            new = [
+                Group(prompt, group, shaped_rewards(group, filter, rollout.max_new_tokens))
+                for prompt, group in zip(prompts, rollouts, strict=True)
+            ]
+            generated += new
+            comparable = [group.scored for group in new if group.is_whole and group.is_comparable]
+            chosen += [group for group in comparable if group.has_signal or not filter.dynamic]
+            if len(chosen) == rollout.prompts or not filter.dynamic or refills == filter.max_refills:
+                break
+            taken = self.queue.more(rollout.prompts - len(chosen))
+        if not chosen:  # without a penalty for length these do no harm, and the step still takes place
+            chosen = [group.scored.unshaped for group in generated if group.is_whole and group.is_comparable]
+        if not chosen:
+            error = first_error(rollout for group in generated for rollout in group.rollouts)
+            raise RolloutError(f"every group has completions that failed or got no reward, the first with: {error}")
+        self._generated = generated
+        return chosen
+
+    def _mention_overlong(self) -> None:
+        training, held_out = self.prompts.num_overlong, self.num_held_out_overlong
+        if training + held_out:
+            self._say_once(
+                "overlong",
+                f"warning: {training} of the first {self.prompts.num_drawn} prompts and {held_out} held-out ones are "
+                f"longer than rollout.max_prompt_tokens={self.config.rollout.max_prompt_tokens} and left out; "
+                "data/num_overlong_prompts counts them",
+            )
+
+    def _say_once(self, what: str, text: str) -> None:
+        if what not in self._mentioned:
+            self._mentioned.add(what)
+            self.run.say(text)
+
+    def warn(self, step: Step) -> None:
+        """Warns of problems with the rollouts of a step that was trained."""
+        if self.fleet.warning:
+            self._say_once("memory", self.fleet.warning)
+        if self.signal.num_steps == 1:
+            but = " but length" if self.config.filter.overlong_buffer and not self.config.filter.dynamic else ""
+            self.run.say(f"warning: no group of step {step.number} has rewards that differ; it taught nothing{but}")
+        if step.metrics["rollout/failed"]:
+            self.run.say(
+                f"warning: {step.metrics['rollout/failed']} completions of step {step.number} failed and their "
+                "groups were left out; rollouts/ has the errors"
+            )
+        if count := step.metrics["rollout/invalid_logprobs"]:
+            self._say_once(
+                "invalid",
+                f"warning: the generator gave no log-probability (nan, infinite or above 0) for {count} tokens of step "
+                f"{step.number}, which are left out of the loss; rollout/invalid_logprobs counts them in every step",
+            )
+        error, most = step.metrics.get("train/logprob_error"), self.config.rollout.warn_logprob_error
+        is_stale = self.config.rollout.max_staleness > 0  # of older weights, so that a disagreement is expected
+        if error is not None and error > most and not is_stale:
+            self.run.say(
+                f"warning: train/logprob_error is {error:.3f} in step {step.number}, above "
+                f"rollout.warn_logprob_error={most}: the generator and the model that learns from its completions "
+                "disagree"
+            )

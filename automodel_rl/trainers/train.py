@@ -1,0 +1,135 @@
+"""Runs a program: rank 0 leads the others through it."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from automodel_rl.batch import Packing
+from automodel_rl.config import RunConfig
+from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, SFTConfig
+from automodel_rl.errors import InputError, JobEndedError
+from automodel_rl.generators.fleet import Fleet
+from automodel_rl.generators.fleet_rank import FleetRank
+from automodel_rl.launch.stop_signal import StopSignal
+from automodel_rl.policy.crew import TreeCrew
+from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.policy import Policy
+from automodel_rl.policy.policy_rank import PolicyRank
+from automodel_rl.policy.shares import Share
+from automodel_rl.rollout.rollout_rank import RolloutRank
+from automodel_rl.trainers.dpo import dpo
+from automodel_rl.trainers.grpo import grpo
+from automodel_rl.trainers.open_run import OpenedRun, open_run
+from automodel_rl.trainers.run import Run
+from automodel_rl.trainers.sft import sft
+
+Program = Callable[[Policy, Fleet, Run], Any]
+"""A run from its beginning to its end, in one process: the model in training, its generators, and the frame around the
+steps."""
+
+PROGRAMS: dict[type[RunConfig], Program] = {
+    SFTConfig: lambda policy, fleet, run: sft(policy, run),
+    DPOConfig: lambda policy, fleet, run: dpo(policy, run),
+    GRPOConfig: grpo,
+}
+"""The programs of the algorithms, by their configs."""
+
+
+def train(config: RunConfig, resume: str = "never", max_minutes: float | None = None) -> Path:
+    """Trains as a config says. Every rank of the job calls it.
+
+    Args:
+        config: the run's config.
+        resume: "auto" to go on from the newest checkpoint in the run directory, or begin if there is none; "never" to
+            begin; or the folder of a checkpoint to go on from.
+        max_minutes: minutes after which the run saves and stops; None for no limit.
+
+    Returns:
+        The folder of the trained Hugging Face checkpoint.
+
+    Raises:
+        InputError: the config, the data or the checkpoint is wrong. Nothing has been written.
+        StoppedError: the run was stopped by SIGTERM, SIGHUP, Ctrl-C or its time limit; a checkpoint is saved.
+        RolloutError: generators failed, or completions' rewards never differed; a checkpoint is saved.
+
+    Example:
+        >>> train(load_config("my_sft.yaml")).name  # doctest: +ELLIPSIS
+        loading ...
+        1 steps: ...
+        'final'
+    """
+    folder: Path = run_program(PROGRAMS[type(config)], config, resume, max_minutes)
+    return folder
+
+
+def run_program(program: Program, config: RunConfig, resume: str = "never", max_minutes: float | None = None) -> Any:
+    """Runs a program. Every rank of the job calls it; the program runs on rank 0, and the others do its jobs.
+
+    Args:
+        program: the program.
+        config, resume, max_minutes: as those of `train`.
+
+    Returns:
+        What the program returns.
+
+    Example:
+        >>> run_program(lambda policy, fleet, run: run.config.seed, load_config("my_sft.yaml"))  # doctest: +ELLIPSIS
+        loading ...
+        0
+    """
+    opened = open_run(config, resume)
+    rank = _Rank(opened)
+    crew = TreeCrew(opened.handle.layout, rank.do)
+    try:
+        result = _follow(crew) if crew.rank else _lead(program, crew, opened, max_minutes)
+    except (InputError, JobEndedError):  # after another error ranks do not wait for processes of their own
+        rank.close()
+        raise
+    rank.close()
+    return result
+
+
+def _follow(crew: TreeCrew) -> Any:
+    """Does the program's jobs on another rank. A signal to stop waits for the program, which learns of it."""
+    with StopSignal() as stop:
+        return crew.follow(stop)
+
+
+def _lead(program: Program, crew: TreeCrew, opened: OpenedRun, max_minutes: float | None) -> Any:
+    """Runs the program on rank 0."""
+    packing = Packing.of(opened.config.batch, opened.config.parallel, opened.handle.flops)
+    policy = Policy(crew, packing, opened.handle.config.vocab_size)
+    try:
+        result = program(policy, Fleet(crew), Run(opened, policy, max_minutes))
+    except BaseException as error:
+        crew.end(error)
+        raise
+    crew.end(value=result)
+    return result
+
+
+class _Rank:
+    """What this rank does for each job of a run.
+
+    Args:
+        opened: what the run starts with.
+    """
+
+    def __init__(self, opened: OpenedRun):
+        config, tokenizer = opened.config, opened.chat.tokenizer
+        policy = PolicyRank(opened.handle, tokenizer, config.data.chat_template_kwargs)
+        self._handlers, self._open = policy.handlers, contextlib.ExitStack()
+        if config.generation is not None:
+            fleet = self._open.enter_context(contextlib.closing(FleetRank(policy, tokenizer)))
+            logs, template = opened.directory.environments, opened.chat.template
+            rollouts = self._open.enter_context(contextlib.closing(RolloutRank(config, fleet, template, logs)))
+            self._handlers = policy.handlers | fleet.handlers | rollouts.handlers
+
+    def do(self, job: Job, share: Share | None) -> Any:
+        """Does a job, with the rows of this rank's data rank."""
+        return self._handlers[type(job)](job, share)
+
+    def close(self) -> None:
+        """Ends the processes that this rank has started."""
+        self._open.close()

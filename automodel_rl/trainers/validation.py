@@ -1,0 +1,95 @@
+"""Validation of a policy on held-out prompts."""
+
+from collections.abc import Callable, Sequence
+
+from automodel_rl.batch import single_media_tokens
+from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.data.prompts import Prompt
+from automodel_rl.errors import RolloutError
+from automodel_rl.observe.samples import Sample
+from automodel_rl.rollout.groups import first_error, pass_rates
+from automodel_rl.rollout.protocol import Rollout
+from automodel_rl.rollout.rewards.counts import error_rates, metric_means
+from automodel_rl.rollout.rollouts import Rollouts
+from automodel_rl.trainers.run import Run
+from automodel_rl.trainers.step import Step
+
+
+class Validation:
+    """Rewards of completions of held-out prompts.
+
+    Args:
+        config: the run's config.
+        run: the run.
+        rollouts: asks the generators.
+
+    Attributes:
+        num_overlong: number of held-out prompts that are too long, and left out.
+    """
+
+    def __init__(self, config: GRPOConfig, run: Run, rollouts: Rollouts):
+        self.config, self.run, self.rollouts, self.fleet = config, run, rollouts, rollouts.fleet
+        held_out = run.prompts(rollouts.schemas, held_out=True)
+        self.prompts = held_out.every_prompt()
+        self.num_overlong = held_out.num_overlong
+
+    @property
+    def baseline(self) -> Callable[[], dict[str, float]] | None:
+        """Measures the untrained model; None if the config asks for no such measure."""
+        return self.measure if self.prompts and self.config.length.validate_every else None
+
+    def measure_in(self, step: Step) -> None:
+        """Adds its metrics to those of a step that validates.
+
+        Raises:
+            RolloutError: every completion failed or got no reward. A checkpoint of the step is saved.
+        """
+        if not (self.prompts and self.run.validates):
+            return
+        try:
+            with step.time("validate"):
+                step.metrics |= self.measure()
+        except RolloutError:  # the step itself is trained, so store it
+            self.run.end_with(step)
+            raise
+
+    def measure(self) -> dict[str, float]:
+        """Metrics of completions of each held-out prompt: mean reward, error rates of rewards, and rates of passing if
+        the config says which reward decides it.
+
+        Raises:
+            RolloutError: every completion failed or got no reward.
+        """
+        rollout = self.rollouts.config.rollout
+        try:
+            with self.fleet.awake():
+                groups = self.rollouts.collect(self.prompts, rollout.validation_samples, rollout.validation_sampling)
+        finally:
+            if self.fleet.crew.is_intact:
+                self.fleet.restore()
+        written = [[rollout for rollout in group if rollout.completion.finish != "error"] for group in groups]
+        called = [rollout.score for group in written for rollout in group]
+        for warning in self.rollouts.errors.warnings(called, f"the validation of step {self.run.step}"):
+            self.run.say(warning)
+        scored = [[rollout for rollout in group if not rollout.score.is_left_out] for group in written]
+        pairs = [(prompt, group) for prompt, group in zip(self.prompts, scored, strict=True) if group]
+        if not pairs:
+            error = first_error(rollout for group in groups for rollout in group)
+            raise RolloutError(f"every completion of a held-out prompt failed or got no reward: {error}")
+        self.run.save_samples([self._sample(*pair) for pair in pairs[: self.config.observe.samples]])
+        scores = [rollout.score for _, group in pairs for rollout in group]
+        of_prompts = [[rollout.score for rollout in group] for _, group in pairs]
+        rates = {} if self.config.passing is None else pass_rates(of_prompts, *self.config.passing)
+        return {
+            "val/reward_mean": sum(score.total for score in scores) / len(scores),
+            **{f"val/{name}": rate for name, rate in rates.items()},
+            **{f"val/error_rate_{n}": rate for n, rate in error_rates(called, self.config.reward_names).items()},
+            **{f"val/{name}": mean for name, mean in metric_means(scores, self.config.reward_names).items()},
+        }
+
+    def _sample(self, prompt: Prompt, group: Sequence[Rollout]) -> Sample:
+        return Sample(
+            prompt=self.run.tokenizer.decode(single_media_tokens(prompt.token_ids, prompt.media)),
+            completion=group[0].text,
+            expected=f"{prompt.example.get('answer', '')} (reward {group[0].score.total:g})",
+        )
