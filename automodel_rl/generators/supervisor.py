@@ -9,10 +9,8 @@ ask:
 `rest` is two calls where something may come before the trainer's weights: `sleep` and `offload.restore`.
 """
 
-import contextlib
 import datetime
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -44,7 +42,6 @@ class GeneratorSupervisor:
         engine: trains the model whose weights the generator gets.
         tokenizer: the model's tokenizer.
         prepare: called with every generator that is started and its transport, before it gets weights.
-        patience: longest time that ranks wait for a rank whose generator is slow. A rank that dies is noticed at once.
 
     Raises:
         InputError: the generator does not start.
@@ -64,10 +61,9 @@ class GeneratorSupervisor:
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         prepare: Callable[[Generator, Transport], None] = lambda generator, transport: None,
-        patience: datetime.timedelta = PATIENCE,
     ):
         self.spec, self.handle, self.tokenizer, self.prepare = spec, engine.handle, tokenizer, prepare
-        self.world = dist.new_group(backend="gloo", timeout=patience)
+        self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.ranks = EngineRanks.join(spec)
         self.offload = RolloutOffload(engine)
         self._is_awake = False
@@ -91,25 +87,6 @@ class GeneratorSupervisor:
         self._look_for_servers()
         if not self.spec.sleep_level:
             self._send()
-
-    @contextlib.contextmanager
-    def awake(self, time: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> Iterator[None]:
-        """Lets generators write in this block, in the memory that they share with the trainer, if they do. After it
-        the trainer's weights may still be on the host.
-
-        Args:
-            time: a block that measures how long the phase with this name takes.
-        """
-        if not self.spec.shares_memory:
-            yield
-            return
-        try:
-            with time("wake"):
-                self.wake()
-            yield
-        finally:
-            with time("sleep"):
-                self.sleep()
 
     def wake(self) -> None:
         """Lets generators write, in the memory that they share with the trainer, until `rest`."""

@@ -47,11 +47,6 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return gathered
 
 
-def interleave(shares: Sequence[Sequence[T]]) -> list[T]:
-    """Items that were dealt to ranks as `items[rank :: num_ranks]`, in their first order."""
-    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
-
-
 def any_rank(flags: Sequence[bool], layout: Layout) -> list[bool]:
     """Whether each flag is set on any rank; the same answers on every rank."""
     votes = torch.tensor([int(flag) for flag in flags])

@@ -138,7 +138,7 @@ class TreeCrew:
 
     def end(self, error: BaseException | None = None, value: Any = None) -> None:
         """Lets the other ranks end, as this one does, unless a job has failed: they know that already."""
-        if self.is_intact:
+        if self.is_intact and self.size > 1:
             self.is_intact = False
             self._pass_on(_pickled(("", End(_sendable(error), _or_nothing(value)))), [])
 

@@ -13,10 +13,7 @@ from automodel_rl.losses import dpo_loss
 from automodel_rl.policy.policy import Policy
 from automodel_rl.trainers.example_data import ExampleData
 from automodel_rl.trainers.open_run import choose_loss
-from automodel_rl.trainers.run import Goal, Run
-
-REFERENCE = "reference"
-"""Name of the weights with which the run began."""
+from automodel_rl.trainers.run import REFERENCE, Goal, Run
 
 
 def dpo(policy: Policy, run: Run) -> Path:

@@ -19,12 +19,9 @@ from automodel_rl.rollout.rollouts import Rollouts
 from automodel_rl.trainers.open_run import choose_loss
 from automodel_rl.trainers.rollout_batch import advantages_of, details_of, epochs_of
 from automodel_rl.trainers.rollout_queue import RolloutQueue
-from automodel_rl.trainers.run import Goal, Run
+from automodel_rl.trainers.run import REFERENCE, Goal, Run
 from automodel_rl.trainers.step_rollouts import StepRollouts
 from automodel_rl.trainers.validation import Validation
-
-REFERENCE = "reference"
-"""Name of the weights with which the run began."""
 
 
 def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
@@ -115,7 +112,8 @@ def looked_at(policy: Policy, run: Run, batch: Batch) -> dict[int, Tensor]:
     that are looked at most."""
     rows = policy.first_rows(batch)
     if "old_logprobs" in batch:
-        return {row: batch["old_logprobs"][row] for row in rows}
+        logprobs = batch["old_logprobs"]
+        return {row: logprobs[row] for row in rows}
     is_looked_at = run.step == 1 or run.is_due(run.config.checkpoint.every_steps) or run.is_over
     if not (is_looked_at and run.config.observe.samples):
         return {}

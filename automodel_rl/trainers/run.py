@@ -36,6 +36,9 @@ class Resumable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+REFERENCE = "reference"
+"""Name of the weights with which a run began, where a program keeps them."""
+
 EARLY = 2
 """Number of steps in which layers may be compiled: the first with gradients, the next without."""
 
@@ -172,7 +175,7 @@ class Run:
             part.load_state_dict(place[name])
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator[Step]:
-        """Yields every step that is left. When the trainer is done with a step, shows and stores its metrics, and saves
+        """Yields every step that is left. When the program is done with a step, shows and stores its metrics, and saves
         a checkpoint if one is due.
 
         Args:
