@@ -22,7 +22,7 @@ def open_loop(file: Path) -> Callable[..., Any]:
         raise InputError(f"run {file}: there is no such file")
     if not file.stem.isidentifier():
         raise InputError(f"run {file}: its name is no name of a Python module: use letters, digits and _")
-    sys.path.insert(0, str(file.parent.absolute()))
+    sys.path.append(str(file.parent.absolute()))  # last, so that a file beside it takes the place of no other module
     try:
         module = importlib.import_module(file.stem)
     except Exception as error:

@@ -64,7 +64,7 @@ def collected() -> list[tuple[str, float]]:
     scorer = WatchedScorer([RewardConfig(function="length", options={"longest": 1})])
     scorer.submitted = []
     supervisor = SimpleNamespace(
-        handle=SimpleNamespace(config=SimpleNamespace(vocab_size=50)),
+        handle=SimpleNamespace(config=SimpleNamespace(vocab_size=50), router_shape=None),
         ranks=EngineRanks((0,)),
         world=dist.group.WORLD,
         generator=Patient(scorer.submitted),

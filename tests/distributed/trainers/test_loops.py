@@ -54,6 +54,7 @@ def main(policy, fleet, run):
 
 def test_losses_of_a_programs_own_file_go_to_all_ranks(workspace: Path, tmp_path: Path) -> None:
     (tmp_path / "own_loop.py").write_text(OWN)
+    (tmp_path / "json.py").write_text("raise RuntimeError('this file beside the program is not the json of Python')")
     losses = []
     for number, parallel in enumerate(({}, {"dp_shard": 2})):
         config = write(settings_of("sft", workspace, tmp_path / f"run{number}", parallel=parallel), tmp_path)
@@ -75,8 +76,15 @@ def test_losses_of_a_programs_own_file_go_to_all_ranks(workspace: Path, tmp_path
 )
 @pytest.mark.usefixtures("one_rank")
 def test_files_that_are_no_program_are_refused(
-    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, message: str
+    workspace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    text: str | None,
+    message: str,
 ) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     if text is not None:
         (tmp_path / name).write_text(text)
     config = write(settings_of("sft", workspace, tmp_path / "run"), tmp_path)
